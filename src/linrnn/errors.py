@@ -1,0 +1,57 @@
+"""Errors a user can act on: one line of cause, one line of remedy, and the exit code the command ends with.
+
+Exit codes (also in the README): 0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not
+supported here, 5 out of memory, 6 diverged, 7 storage, 130 interrupted.
+"""
+
+
+class LinrnnError(Exception):
+    """Base of every error that is shown without a traceback.
+
+    Args:
+        cause: what is wrong, in one line, naming the offending value.
+        remedy: what to do about it, in one line.
+    """
+
+    exit_code = 1
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(f"{cause}\n  -> {remedy}")
+        self.cause = cause
+        self.remedy = remedy
+
+
+class ConfigError(LinrnnError):
+    """An unknown, missing or impossible configuration value."""
+
+    exit_code = 2
+
+
+class DataError(LinrnnError):
+    """A data file that is missing, empty, corrupt or too small."""
+
+    exit_code = 3
+
+
+class UnsupportedError(LinrnnError):
+    """Something that cannot run with this hardware or these library versions."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(LinrnnError):
+    """The device (or `memory_budget_gib`) has too little memory for the step."""
+
+    exit_code = 5
+
+
+class DivergedError(LinrnnError):
+    """The loss or the gradient norm is no longer finite."""
+
+    exit_code = 6
+
+
+class StorageError(LinrnnError):
+    """A file could not be written: disk full, no permission, read-only."""
+
+    exit_code = 7
