@@ -55,3 +55,11 @@ class StorageError(LinrnnError):
     """A file could not be written: disk full, no permission, read-only."""
 
     exit_code = 7
+
+
+class InterruptedRun(LinrnnError):
+    """A signal stopped the run after its current step; exit code 128 + signal (130 for Ctrl-C)."""
+
+    def __init__(self, cause: str, remedy: str, signal_number: int) -> None:
+        super().__init__(cause, remedy)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,15 @@
+"""Typed configuration: schema (types, bounds), compose (Hydra -> dataclasses), cli (command-line entry), naming."""
+
+from linrnn.config.compose import CONFIG_DIR, load_config, to_config, to_yaml
+from linrnn.config.naming import identity, run_name
+from linrnn.config.schema import Config
+
+__all__ = [
+    "CONFIG_DIR",
+    "Config",
+    "identity",
+    "load_config",
+    "run_name",
+    "to_config",
+    "to_yaml",
+]

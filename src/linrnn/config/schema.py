@@ -80,6 +80,8 @@ class FlaLossConfig(LossConfig):
 class TorchNativeLossConfig(LossConfig):
     """`torch.nn.functional.linear_cross_entropy` (torch >= 2.13)."""
 
+    reduction: str = one_of("none", "sum")
+
 
 @dataclass
 class CceKahanLossConfig(LossConfig):
@@ -166,7 +168,7 @@ class OptimizerConfig:
     weight_decay: float = at_least(0)
     max_grad_norm: float | None = at_least(0)
     schedule: str = one_of("cosine", "wsd", "constant")
-    warmup_steps: int = at_least(0)
+    warmup_steps: int | None = at_least(0)
     min_lr_ratio: float = between(0, 1)
     decay_fraction: float = between(0, 1)
 
@@ -185,13 +187,12 @@ class TrainerConfig:
     log_every: int = at_least(1)
     valid_every: int | None = at_least(1)
     valid_tokens: int | None = at_least(1)
-    checkpoint_every: int | None = at_least(1)
+    checkpoint_every: int | None = at_least(0)
     keep_checkpoints: int = at_least(1)
     resume: str = one_of("auto", "never", "must")
     warmup_measurement_steps: int = at_least(0)
     profile_steps: int = at_least(0)
     memory_snapshot: bool
-    traceback: bool
 
 
 @dataclass

@@ -1,0 +1,45 @@
+# Everything runs in a virtual environment of its own (.venv); only Python >= 3.11 and a package index are needed.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+ARGS ?=
+
+.PHONY: help train test test-gpu check format doctor clean
+help:            ## what there is
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+
+train: $(VENV)/base   ## set up, then `python train.py model=gla loss=cce_kahan` (more overrides: ARGS="size=mve …")
+	$(RUN) train.py model=gla loss=cce_kahan $(ARGS)
+
+test: $(VENV)/test    ## set up, then every test that needs no GPU (ARGS="-k name" selects)
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/dev    ## lint, format and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/dev   ## apply the formatter and the safe lint fixes
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+doctor: $(VENV)/base  ## what runs on this machine, what does not and why
+	$(RUN) scripts/doctor.py
+
+clean:           ## remove the virtual environment and caches (runs and data stay)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "linrnn needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/base: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/test $(VENV)/dev: $(VENV)/%: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable '.[$*]'
+	@touch $@

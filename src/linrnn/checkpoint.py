@@ -1,0 +1,217 @@
+"""Checkpoints without pickle: safetensors for tensors, JSON for the rest, checksummed, written aside and renamed.
+
+`checkpoints/step_00000200/` holds
+    model.safetensors      parameters under the Hugging Face names of FLA's model
+    optimizer.safetensors  AdamW's moments and step counts, by parameter name
+    rng.safetensors        states of torch's generators
+    state.json             step, tokens, data position, Python's and numpy's generators, the sha256 of the files above
+    config.yaml            the run's configuration, so that a checkpoint explains itself
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from linrnn.errors import ConfigError, StorageError
+
+MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
+_PREFIX, _PARTIAL = "step_", ".partial"
+
+
+@dataclass
+class Progress:
+    """Where a run stands: optimizer steps done, tokens seen, and the loader's position."""
+
+    step: int
+    tokens: int
+    data: dict[str, Any]
+
+
+def save(
+    root: Path,
+    progress: Progress,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config_yaml: str,
+    keep: int,
+) -> Path:
+    """Write `root/step_<n>` and delete all but the newest `keep` checkpoints; returns the new directory.
+
+    `model` is the Hugging Face module whose state-dict names the file carries.
+    """
+    target = root / f"{_PREFIX}{progress.step:08d}"
+    partial = target.with_name(target.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _save_tensors(_model_tensors(model), partial / MODEL)
+        _save_tensors(_optimizer_tensors(model, optimizer), partial / OPTIMIZER)
+        _save_tensors(_rng_tensors(), partial / RNG)
+        (partial / "config.yaml").write_text(config_yaml)
+        checksums = {name: _sha256(partial / name) for name in (MODEL, OPTIMIZER, RNG)}
+        (partial / STATE).write_text(json.dumps({**asdict(progress), "sha256": checksums, "generators": _generators()}))
+        _sync(partial)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(
+            f"checkpoint of step {progress.step} was not written ({error})",
+            "free space or choose another results_dir; earlier checkpoints are untouched",
+        ) from error
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+    for old in found(root)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def found(root: Path) -> list[Path]:
+    """Complete checkpoint directories below `root`, oldest first."""
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.suffix != _PARTIAL and (path / STATE).exists())
+
+
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint below `root` whose files match their checksums; damaged ones are named and skipped."""
+    for path in reversed(found(root)):
+        if (damage := damaged(path)) is None:
+            return path
+        print(f"skipping {path}: {damage}")
+    return None
+
+
+def damaged(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    try:
+        checksums = json.loads((path / STATE).read_text())["sha256"]
+    except (ValueError, KeyError, OSError):
+        return f"{STATE} cannot be read"
+    for name, checksum in checksums.items():
+        if not (path / name).exists():
+            return f"{name} is missing"
+        if _sha256(path / name) != checksum:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Restore model, optimizer and generators in place; returns the progress to continue from."""
+    load_model(path, model)
+    _restore_optimizer(load_file(path / OPTIMIZER), model, optimizer)
+    _restore_rng(path)
+    state = json.loads((path / STATE).read_text())
+    return Progress(step=state["step"], tokens=state["tokens"], data=state["data"])
+
+
+def load_model(path: Path, model: torch.nn.Module) -> None:
+    """Restore the parameters alone.
+
+    Raises:
+        ConfigError: names or shapes differ from the model's.
+    """
+    tensors = load_file(path / MODEL)
+    expected = _model_tensors(model)
+    for name in sorted(tensors.keys() | expected.keys()):
+        ours, theirs = expected.get(name), tensors.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            shapes = [tuple(t.shape) if t is not None else "absent" for t in (theirs, ours)]
+            raise ConfigError(
+                f"{path}: {name} is {shapes[0]} in the checkpoint and {shapes[1]} in this model",
+                "use the model, size and vocabulary that the checkpoint was trained with",
+            )
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(tensors[name])
+
+
+def resolve(source: Path) -> Path | None:
+    """The checkpoint directory that a run directory, its checkpoints/ or a checkpoint itself stands for, or None."""
+    if (source / STATE).exists():
+        return source
+    for root in (source / "checkpoints", source):
+        if path := newest(root):
+            return path
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- what is stored
+def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, a tied one once under its first name."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def _restore_optimizer(
+    tensors: dict[str, torch.Tensor], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    parameters = dict(model.named_parameters())
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for full, value in tensors.items():
+        name, key = full.rsplit("/", 1)
+        state.setdefault(numbers[id(parameters[name])], {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _rng_tensors() -> dict[str, torch.Tensor]:
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def _restore_rng(path: Path) -> None:
+    tensors = load_file(path / RNG)
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    generators = json.loads((path / STATE).read_text())["generators"]
+    version, internal, gauss = generators["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = generators["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _generators() -> dict[str, Any]:
+    """States of Python's and numpy's global generators, as JSON values."""
+    kind, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    """Flush every file, then the directory, so that the rename that follows is never ahead of the data."""
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""The command-line entry that every script shares: Hydra overrides in, exit code out, errors in two lines.
+
+`HYDRA_FULL_ERROR=1` shows Python's traceback with any error.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from linrnn.config.compose import CONFIG_DIR, compose_config, register_schemas, to_config
+from linrnn.errors import LinrnnError, StorageError
+
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_HELP_FLAGS = {"--help", "-h"}
+_MULTIRUN_FLAGS = {"--multirun", "-m"}
+
+
+def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
+    """Parse `sys.argv` as Hydra overrides of `configs/<config_name>.yaml`, call `main(config)`, exit with its code.
+
+    Every :class:`LinrnnError` ends in one line of cause, one of remedy and its exit code; so do a full disk and a
+    file that may not be written. Anything else is a bug: one line, exit code 1.
+    """
+    arguments = sys.argv[1:]
+    if _HELP_FLAGS & set(arguments):
+        print(help_text(config_name, description))
+        raise SystemExit(0)
+    if not _MULTIRUN_FLAGS & set(arguments):
+        # Compose once ahead of Hydra's own pass, whose error messages offer no nearest names.
+        overrides = [argument for argument in arguments if not argument.startswith("-")]
+        if code := _guarded(lambda: to_config(compose_config(overrides, config_name)) and None):
+            raise SystemExit(code)
+    register_schemas()
+
+    def task(composed: DictConfig) -> None:
+        if code := _guarded(lambda: main(to_config(composed))):
+            raise SystemExit(code)
+
+    hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)()
+
+
+def _guarded(action: Callable[[], int | None]) -> int:
+    """Run `action`; print what went wrong in two lines; return the exit code."""
+    try:
+        return action() or 0
+    except LinrnnError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno in _STORAGE_ERRNOS:
+            what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+            return _report(StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)"))
+        return _report_bug(error)
+    except Exception as error:
+        return _report_bug(error)
+
+
+def _report(error: LinrnnError) -> int:
+    if os.environ.get("HYDRA_FULL_ERROR"):
+        traceback.print_exc()
+    print(f"error: {error.cause}\n  -> {error.remedy}", file=sys.stderr)
+    return error.exit_code
+
+
+def _report_bug(error: Exception) -> int:
+    if os.environ.get("HYDRA_FULL_ERROR"):
+        traceback.print_exc()
+    first = (str(error).strip().splitlines() or [""])[0]
+    print(
+        f"unexpected error: {type(error).__name__}: {first}\n"
+        "  -> this is a bug in linrnn or a library; HYDRA_FULL_ERROR=1 shows the traceback",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
+    """Usage, the groups with their options, and every key with its comment (the YAML files are the manual)."""
+    program = os.path.relpath(sys.argv[0])
+    composed = compose_config(overrides, config_name)
+    lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", "", "groups:"]
+    files = [CONFIG_DIR / f"{config_name}.yaml"]
+    for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
+        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+        if group in composed or group == "experiment":
+            lines.append(f"  {group:<12} {' | '.join(options)}")
+        if group in composed and isinstance(composed[group], DictConfig):
+            chosen = composed[group].get("name", "default")
+            path = CONFIG_DIR / group / f"{chosen}.yaml"
+            files.append(path if path.exists() else CONFIG_DIR / group / "default.yaml")
+    lines += ["", "keys, with their defaults (of the default options; the other options' files stand beside them):"]
+    for path in files:
+        lines += ["", f"--- configs/{path.relative_to(CONFIG_DIR)}", path.read_text().rstrip()]
+    return "\n".join(lines).strip()

@@ -1,0 +1,146 @@
+"""From command-line overrides to a typed, validated :class:`Config`; the only place below the scripts that knows Hydra."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from linrnn.config.schema import SCHEMAS, Config
+from linrnn.errors import ConfigError
+
+CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
+
+
+def register_schemas() -> None:
+    """Put every dataclass into Hydra's store: `schema/train`, `schema/<group>`, `schema/<group>/<option>`."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="train", node=Config, package="_global_")
+    for group, options in SCHEMAS.items():
+        for option, schema in options.items():
+            where = ("schema", group) if option == "" else (f"schema/{group}", option)
+            store.store(group=where[0], name=where[1], node=schema, package="_group_")
+
+
+def compose_config(overrides: Sequence[str], config_name: str = "train") -> DictConfig:
+    """Compose `configs/<config_name>.yaml` with Hydra overrides.
+
+    Raises:
+        ConfigError: an unknown group option, key or value; the nearest valid names are offered.
+    """
+    register_schemas()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
+        try:
+            return compose(config_name, overrides=list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _explain(error, overrides, config_name) from error
+        finally:
+            GlobalHydra.instance().clear()
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Convert once to dataclasses and check every bound.
+
+    Raises:
+        ConfigError: a mandatory value is missing, a type is wrong or a bound is violated.
+    """
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_line(error), "give the key a value of the type that its YAML file describes") from error
+    validate(config)
+    return config
+
+
+def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> Any:
+    """The typed configuration that a command line with these overrides would run."""
+    return to_config(compose_config(overrides, config_name))
+
+
+def to_yaml(config: Any) -> str:
+    """The configuration as YAML, keys in schema order."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+# ---------------------------------------------------------------------------------------------------- validation
+def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Every leaf of nested dataclasses as (dotted key, field, value)."""
+    for field in dataclasses.fields(config):
+        key, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{key}.")
+        elif isinstance(value, dict) and all(dataclasses.is_dataclass(item) for item in value.values()):
+            for name, item in value.items():
+                yield from fields_of(item, f"{key}.{name}.")
+        else:
+            yield key, field, value
+
+
+def validate(config: Any) -> None:
+    """Check the bounds that the schema's fields carry.
+
+    Raises:
+        ConfigError: names the key, its value and what is allowed.
+    """
+    for key, field, value in fields_of(config):
+        if value is None:
+            continue
+        choices, low, high = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+        if choices and value not in choices:
+            hint = nearest(str(value), [str(choice) for choice in choices])
+            raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")
+        if isinstance(value, float) and value != value:
+            raise ConfigError(f"{key} is not a number", f"give {key} a finite number")
+        if low is not None and value < low:
+            raise ConfigError(f"{key}={value} is below the minimum of {low}", f"use {key}={low} or more")
+        if high is not None and value > high:
+            raise ConfigError(f"{key}={value} is above the maximum of {high}", f"use {key}={high} or less")
+
+
+# ------------------------------------------------------------------------------------------------- error messages
+def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
+    """The `count` valid names most like `name`; those containing it or contained in it come first; all if few."""
+    ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
+    return ranked[:count]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> ConfigError:
+    """Turn Hydra's exception into one line of cause and one of remedy."""
+    text = " ".join(str(error).split())
+    if missing := re.search(r"Could not find '(?:[\w/]*/)?([\w.-]+)/([^'/]+)'", text):
+        group, option = missing.groups()
+        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+        return ConfigError(
+            f"{group}={option}: there is no such {group}",
+            f"nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
+        )
+    if missing := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '(\w+)'", text):
+        return _unknown_key(next(name for name in missing.groups() if name), overrides, config_name)
+    return ConfigError(_first_line(error), "run with --help for the groups and keys there are")
+
+
+def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
+    """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
+    groups = [o for o in overrides if "." not in o.split("=")[0] and (CONFIG_DIR / o.split("=")[0].lstrip("+~")).is_dir()]
+    try:
+        valid = [name for name, _, _ in fields_of(load_config(groups, config_name))]
+    except ConfigError as error:
+        return error
+    full = next((name for o in overrides if (name := o.split("=")[0].lstrip("+~")).endswith(key)), key)
+    parent = full.rsplit(".", 1)[0] + "."
+    siblings = [name for name in valid if "." in full and name.startswith(parent)]
+    scope = f"; {parent[:-1]} has: {', '.join(name[len(parent):] for name in siblings)}" if siblings else ""
+    return ConfigError(f"{full}: there is no such key", f"nearest: {', '.join(nearest(full, valid))}{scope}")

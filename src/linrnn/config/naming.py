@@ -1,0 +1,76 @@
+"""A run's name and identity, derived from its configuration alone."""
+
+import hashlib
+import re
+from typing import Any
+
+from linrnn.config.compose import fields_of, load_config
+from linrnn.config.schema import Config
+
+# Keys that a resumed run may change; they are no part of its name.
+MAY_DIFFER = (
+    "trainer.max_steps",
+    "trainer.resume",
+    "trainer.log_every",
+    "trainer.keep_checkpoints",
+    "trainer.profile_steps",
+    "trainer.memory_snapshot",
+    "logger.",
+    "device",
+    "dry_run",
+    "group",
+    "run_name",
+    "results_dir",
+    "data.cache_dir",
+)
+_GROUPS = ("model", "size", "loss", "data", "optimizer", "parallel")
+_SHORT = {
+    "trainer.batch_size": "b",
+    "trainer.seq_len": "t",
+    "trainer.accumulation_steps": "a",
+    "trainer.precision": "",
+    "optimizer.lr": "lr",
+    "size.vocab_size": "v",
+    "size.num_layers": "l",
+    "model.chunk_size": "c",
+}
+_MAX_LENGTH = 80
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Every key that is part of a run's identity, with its value."""
+    leaves = ((key, value) for key, _, value in fields_of(config))
+    return {key: value for key, value in leaves if not key.startswith(MAY_DIFFER)}
+
+
+def run_name(config: Config) -> str:
+    """`model-size-loss`, every non-default choice, the seed: deterministic and complete.
+
+    Beyond 80 characters the choices are replaced by a short hash of them.
+    """
+    if config.run_name:
+        return config.run_name
+    default = load_config([f"{group}={getattr(config, group).name}" for group in _GROUPS])
+    defaults, values = identity(default), identity(config)
+    menu = load_config()
+    words = [
+        getattr(config, group).name
+        for group in ("data", "optimizer", "parallel")
+        if getattr(config, group).name != getattr(menu, group).name
+    ]
+    for key, value in values.items():
+        if key != "seed" and defaults.get(key, "(absent)") != value:
+            words.append(f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}")
+    stem = f"{config.model.name}-{config.size.name}-{config.loss.name}"
+    name = "-".join([stem, *words, f"s{config.seed}"])
+    if len(name) > _MAX_LENGTH:
+        digest = hashlib.sha256("-".join(words).encode()).hexdigest()[:8]
+        name = f"{stem}-{digest}-s{config.seed}"
+    return name
+
+
+def _word(value: Any) -> str:
+    """A value as part of a file name."""
+    text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    text = re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")
+    return text if len(text) <= 24 else hashlib.sha256(str(value).encode()).hexdigest()[:8]

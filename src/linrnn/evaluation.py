@@ -1,0 +1,66 @@
+"""Validation: one deterministic pass over held-out tokens, as nats per token, perplexity and bits per byte."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from linrnn.data import Batch
+from linrnn.losses import LossBackend
+from linrnn.metrics import bits_per_byte, perplexity
+from linrnn.models import LanguageModel
+from linrnn.runtime import autocast, compute_dtype
+
+
+@dataclass
+class Evaluation:
+    """Result of :func:`evaluate`; `bits_per_byte` is None where the data is no text."""
+
+    loss_nats: float
+    perplexity: float
+    bits_per_byte: float | None
+    n_tokens: int
+
+
+def loss_inputs(
+    model: LanguageModel, loss: LossBackend, batch: Batch, precision: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three tensors that every backend gets: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
+    dtype = compute_dtype(precision)
+    cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device, non_blocking=True)
+    with autocast(precision, device):
+        hidden_BTD = model(batch.input_ids.to(device, non_blocking=True), cu_seqlens=cu_seqlens)
+    hidden_ND = hidden_BTD.flatten(0, 1).to(dtype)
+    return hidden_ND, model.head_weight.to(dtype), batch.labels.to(device, non_blocking=True).flatten()
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    loss: LossBackend,
+    batches: Iterable[Batch],
+    *,
+    precision: str,
+    device: torch.device,
+    bytes_per_token: float | None,
+) -> Evaluation:
+    """Mean loss over every label of `batches` (each counts once), in evaluation mode.
+
+    Args:
+        bytes_per_token: UTF-8 bytes of the text per token, for bits per byte; None if the data is no text.
+    """
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    n_tokens = 0
+    for batch in batches:
+        output = loss(*loss_inputs(model, loss, batch, precision, device))
+        total += output.sum_nats.double()
+        n_tokens += batch.n_tokens
+    model.train()
+    nats = float(total) / max(n_tokens, 1)
+    return Evaluation(
+        loss_nats=nats,
+        perplexity=perplexity(nats),
+        bits_per_byte=None if bytes_per_token is None else bits_per_byte(nats, bytes_per_token),
+        n_tokens=n_tokens,
+    )

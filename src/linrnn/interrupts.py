@@ -1,0 +1,29 @@
+"""Ctrl-C and SIGTERM end a run after its current step; a second Ctrl-C ends it at once."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """A context in which SIGINT and SIGTERM set `signal_number` instead of killing the process."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None:
+            raise KeyboardInterrupt
+        self.signal_number = number

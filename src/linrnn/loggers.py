@@ -1,0 +1,124 @@
+"""Where a run's numbers go: metrics.jsonl (always), wandb (a mirror), the console and train.log (for people)."""
+
+import contextlib
+import time
+import uuid
+from pathlib import Path
+from typing import Any, TextIO
+
+from linrnn.config.schema import WandbConfig
+from linrnn.errors import UnsupportedError
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb finds an API key (environment or netrc), without asking for one or going online."""
+    import wandb
+
+    wandb.setup(wandb.Settings(silent=True))
+    return bool(wandb.login(prompt=False))
+
+
+class Console:
+    """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`."""
+
+    def __init__(self, log_path: Path, every_seconds: float) -> None:
+        self._log: TextIO = log_path.open("a")
+        self._every = every_seconds
+        self._last = float("-inf")
+
+    def line(self, text: str = "") -> None:
+        print(text, flush=True)
+        print(text, file=self._log, flush=True)
+
+    def progress(self, text: str, *, final: bool = False) -> None:
+        """A progress line: always in train.log, on the console when it is due or `final`."""
+        now = time.monotonic()
+        print(text, file=self._log, flush=True)
+        if final or now - self._last >= self._every:
+            self._last = now
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self._log.close()
+
+
+class WandbMirror:
+    """Mirrors metrics to wandb; whatever fails there is said once and never stops a run.
+
+    Args:
+        config: mode, project, entity and tags.
+        directory: the run directory; offline runs lie in `<directory>/wandb/offline-run-*`.
+        run_name, group: names in wandb; the run's id is kept in `wandb_id`, so that a resumed run continues it.
+        hyperparameters: the whole configuration as a flat mapping.
+        say: prints one line for the user.
+
+    Raises:
+        UnsupportedError: `mode=online` without an API key.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        directory: Path,
+        *,
+        run_name: str,
+        group: str,
+        tags: list[str],
+        hyperparameters: dict[str, Any],
+        say: Any,
+    ) -> None:
+        self._run: Any = None
+        self._say = say
+        if config.mode == "disabled":
+            return
+        import wandb
+
+        has_key = has_wandb_key()
+        mode = ("online" if has_key else "offline") if config.mode == "auto" else config.mode
+        if mode == "online" and not has_key:
+            raise UnsupportedError(
+                "logger.wandb.mode=online: wandb has no API key",
+                "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
+            )
+        with self._survive():
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=run_name,
+                group=group,
+                tags=tags,
+                config=hyperparameters,
+                dir=str(directory),
+                id=self._stable_id(directory, uuid.uuid4().hex[:8]),
+                resume="allow" if mode == "online" else None,
+                mode=mode,
+                reinit="finish_previous",
+                settings=wandb.Settings(console="off", silent=True, x_disable_machine_info=True, save_code=False),
+            )
+        self.mode = mode
+
+    @staticmethod
+    def _stable_id(directory: Path, fresh: str) -> str:
+        path = directory / "wandb_id"
+        if not path.exists():
+            path.write_text(fresh)
+        return path.read_text().strip()
+
+    @contextlib.contextmanager
+    def _survive(self) -> Any:
+        try:
+            yield
+        except Exception as error:
+            self._run = None
+            self._say(f"wandb stopped ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); metrics.jsonl goes on")
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if self._run is not None:
+            with self._survive():
+                self._run.log(metrics, step=step)
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        if self._run is not None:
+            with self._survive():
+                self._run.summary.update(summary)
+                self._run.finish(exit_code=exit_code)

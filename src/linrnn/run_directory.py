@@ -1,0 +1,106 @@
+"""A run's directory is its identity: `results/<group>/<run_name>/` holds everything that the run read and wrote.
+
+config.yaml, environment.json, metrics.jsonl (the source of truth), summary.json, train.log, checkpoints/.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from linrnn.errors import ConfigError
+
+CONFIG = "config.yaml"
+IDENTITY = "identity.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+LOG = "train.log"
+CHECKPOINTS = "checkpoints"
+
+
+class RunDirectory:
+    """Creates, reopens or moves aside a run's directory, and holds a lock on it until the process ends.
+
+    Args:
+        path: the directory.
+        config_yaml: the whole configuration, written for people.
+        identity: every key that two runs in one directory must share, flattened.
+        resume: `auto` (continue an existing run), `never` (move it aside), `must` (fail without one).
+
+    Raises:
+        ConfigError: the directory holds another configuration, another process uses it, or `must` finds no run.
+    """
+
+    def __init__(self, path: Path, *, config_yaml: str, identity: dict[str, Any], resume: str) -> None:
+        self.path = path
+        existing = (path / IDENTITY).exists()
+        if resume == "must" and not existing:
+            raise ConfigError(f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys")
+        if resume == "never" and path.exists():
+            self._locked(path)
+            os.close(self._lock)
+            print(f"moved the existing run to {_move_aside(path)}")
+            existing = False
+        path.mkdir(parents=True, exist_ok=True)
+        self._locked(path)
+        if existing:
+            self._check_identity(identity)
+        else:
+            self.write_json(IDENTITY, identity)
+        self.resumed = existing
+        self.write_text(CONFIG, config_yaml)
+
+    def _locked(self, path: Path) -> None:
+        self._lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is writing to {path}", "wait for it, or give this run another run_name or group"
+            ) from None
+
+    def _check_identity(self, identity: dict[str, Any]) -> None:
+        changed = differences(json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(identity)))
+        if changed:
+            raise ConfigError(
+                f"{self.path} holds a run of another configuration ({'; '.join(changed)})",
+                "choose another run_name or group, or trainer.resume=never to move the old run aside",
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The summary of an earlier process of this run, if it got that far."""
+        path = self.path / SUMMARY
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write aside, then rename: a reader never sees half a file."""
+        partial = self.path / f".{name}.partial"
+        partial.write_text(text)
+        partial.replace(self.path / name)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Keys whose values differ between two flattened configurations, as `key: old -> new`."""
+    absent = "(absent)"
+    pairs = ((key, old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys()))
+    return [f"{key}: {before} -> {after}" for key, before, after in pairs if before != after]
+
+
+def _move_aside(path: Path) -> Path:
+    number = 1
+    while (target := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return path.rename(target)

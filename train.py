@@ -1,0 +1,19 @@
+"""Train one model with one loss backend: `python train.py model=gla loss=cce_kahan size=mve data=stdlib`."""
+
+from linrnn.config.cli import run
+from linrnn.config.schema import Config
+
+
+def main(config: Config) -> int:
+    from linrnn.trainer import Trainer  # imported here so that --help and wrong keys answer at once
+
+    if config.dry_run:
+        from linrnn.forecast import print_forecast
+
+        print_forecast(config)
+        return 0
+    return Trainer(config).fit().exit_code
+
+
+if __name__ == "__main__":
+    run(main, description=__doc__)
