@@ -1,0 +1,84 @@
+"""What every loss backend is: three tensors in, the summed loss and the number of tokens out."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from linrnn.config.schema import LossConfig
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a backend returns.
+
+    Attributes:
+        sum_nats: fp32 scalar, the loss summed over the labels that are not ignored. A backend never averages:
+            the trainer divides by the tokens of the whole step (all ranks, all accumulation steps).
+        n_tokens: int64 scalar on the tensors' device (no host synchronisation), the labels not ignored.
+        stats: scalars that the backend reports beside the loss, by metric name; empty for most.
+    """
+
+    sum_nats: Tensor
+    n_tokens: Tensor
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+
+class LossBackend(ABC):
+    """The last linear layer and cross-entropy as one differentiable function of hidden states and weight.
+
+    A subclass gives `check` and `compute`; its constructor, called after `check` has passed, may import its
+    library.
+    """
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Raise UnsupportedError if this backend cannot run here; `dtype` is None while it is not known."""
+
+    @abstractmethod
+    def compute(
+        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss (a scalar, any floating dtype) and the statistics."""
+
+    def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
+        """Evaluate the loss.
+
+        Args:
+            hidden_ND: final hidden states, already in the compute dtype; any strides.
+            weight_VD: the output embedding in the same dtype.
+            labels_N: int64 classes in [0, V), shifted by the caller; -100 is ignored.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not belong together.
+        """
+        _check_tensors(hidden_ND, weight_VD, labels_N)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
+        return LossOutput(loss.float(), (labels_N != IGNORE_INDEX).sum(), stats)
+
+
+def _check_tensors(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> None:
+    if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
+        raise ValueError(
+            f"hidden must be (N, D) and weight (V, D): {tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)}"
+        )
+    if labels_N.shape != hidden_ND.shape[:1] or labels_N.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be ({hidden_ND.shape[0]},) int64: {tuple(labels_N.shape)} {labels_N.dtype}"
+        )
+    if hidden_ND.dtype != weight_VD.dtype:
+        raise ValueError(
+            f"hidden and weight must share the compute dtype: {hidden_ND.dtype}, {weight_VD.dtype}"
+        )
+    if not hidden_ND.device == weight_VD.device == labels_N.device:
+        devices = ", ".join(str(tensor.device) for tensor in (hidden_ND, weight_VD, labels_N))
+        raise ValueError(f"hidden, weight and labels must be on one device: {devices}")

@@ -1,0 +1,96 @@
+"""`cce_apple`: Apple's Cut Cross-Entropy, whichever version of `cut_cross_entropy` is installed.
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025. Two packages go
+by this name. The one on PyPI (25.1.1) is a fork with the variants `cce` and `torch_compile` only; the
+original repository's releases (25.6.4) also have `cce_kahan_full_c`, `cce_exact` and others (with Triton
+>= 3.2 their "Kahan" is an fp32 buffer). Only what the installed one has is offered. The Triton variants
+take bf16 and fp16 alone; all but `cce_exact` drop gradient entries below eps/32 of the dtype (2^-12 in
+bf16).
+"""
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from linrnn.config.schema import CceAppleLossConfig, LossConfig
+from linrnn.errors import UnsupportedError
+from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.requirements import (
+    require_cuda,
+    require_package,
+    require_torch_compile,
+    require_triton,
+    version_of,
+)
+
+_PACKAGE = "cut-cross-entropy"
+_ORIGINAL = "cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy"
+# The one variant that is plain torch, and so runs on CPU and in fp32.
+_TORCH_VARIANT = "torch_compile"
+
+
+def apple_variants() -> tuple[str, ...]:
+    """The variants that the installed cut_cross_entropy offers, in its order.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    require_package("cut_cross_entropy", _PACKAGE, "loss=cce_apple", _PACKAGE)
+    return tuple(member.name.lower() for member in import_module("cut_cross_entropy").LinearCrossEntropyImpl)
+
+
+class CceApple(LossBackend):
+    """linear_cross_entropy(impl=variant) with a sum reduction."""
+
+    config: CceAppleLossConfig
+
+    def __init__(self, config: CceAppleLossConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._loss = import_module("cut_cross_entropy").linear_cross_entropy
+
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        assert isinstance(config, CceAppleLossConfig)
+        variants, version = apple_variants(), version_of(_PACKAGE)
+        what = f"loss=cce_apple loss.variant={config.variant}"
+        if config.variant not in variants:
+            raise UnsupportedError(
+                f"{what}: cut_cross_entropy {version} has no such variant",
+                f'choose from {", ".join(variants)}; the original has more: pip install "{_ORIGINAL}"',
+            )
+        if config.variant == _TORCH_VARIANT:
+            require_torch_compile(device, what)
+            return
+        require_cuda(
+            device, what, f"choose loss.variant={_TORCH_VARIANT} or loss=cce_filter, which run on CPU"
+        )
+        require_triton(what)
+        if dtype not in (None, torch.bfloat16, torch.float16):
+            raise _no_fp32(what)
+
+    def compute(
+        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+        if self.config.variant != _TORCH_VARIANT and needs_grad and hidden_ND.dtype == torch.float32:
+            raise _no_fp32(f"loss=cce_apple loss.variant={self.config.variant}")
+        if not (labels_N != IGNORE_INDEX).any():
+            # The library selects the kept rows (and waits for the device to count them); it cannot take none.
+            return (hidden_ND[:1].sum() + weight_VD[:1].sum()) * 0, {}
+        loss = self._loss(
+            hidden_ND,
+            weight_VD,
+            labels_N,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            impl=self.config.variant,
+        )
+        return loss, {}
+
+
+def _no_fp32(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}: its backward pass takes bf16 or fp16, not fp32",
+        f"use trainer.precision=bf16_autocast or bf16, or loss.variant={_TORCH_VARIANT}",
+    )

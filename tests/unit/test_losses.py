@@ -1,0 +1,364 @@
+"""Every loss backend against an fp64 reference, and every refusal with its cause and remedy."""
+
+import importlib
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linrnn.config.schema import (
+    SCHEMAS,
+    CceAppleLossConfig,
+    CceFilterLossConfig,
+    CceKahanLossConfig,
+    FlaLossConfig,
+    LigerLossConfig,
+    LossConfig,
+    TorchNativeLossConfig,
+)
+from linrnn.errors import ConfigError, UnsupportedError
+from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names
+
+CPU = torch.device("cpu")
+CONFIGS: dict[str, LossConfig] = {
+    "standard": LossConfig("standard"),
+    "compiled": LossConfig("compiled"),
+    "liger": LigerLossConfig("liger", accumulate="native"),
+    "liger-fp32": LigerLossConfig("liger", accumulate="fp32"),
+    "fla": FlaLossConfig("fla", num_chunks=8),
+    "torch_native": TorchNativeLossConfig("torch_native", reduction="none"),
+    "torch_native-sum": TorchNativeLossConfig("torch_native", reduction="sum"),
+    "cce_kahan": CceKahanLossConfig("cce_kahan", accumulate="kahan", workspace_mib=None),
+    "cce_kahan-fp32": CceKahanLossConfig("cce_kahan", accumulate="fp32", workspace_mib=None),
+    "cce_filter": CceFilterLossConfig(
+        "cce_filter", accumulate="kahan", workspace_mib=None, filter_eps=2.0**-12
+    ),
+    "cce_apple": CceAppleLossConfig("cce_apple", variant="cce"),
+    "cce_apple-torch_compile": CceAppleLossConfig("cce_apple", variant="torch_compile"),
+}
+GPU_ONLY = ("liger", "liger-fp32", "fla", "cce_apple")
+ON_CPU = tuple(name for name in CONFIGS if name not in GPU_ONLY)
+FP32_REFUSED = ("cce_apple",)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compile_cache():
+    torch._dynamo.reset()
+
+
+@dataclass
+class Case:
+    """Three tensors of one problem, and the scale that the trainer would multiply the sum with."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    scale: float
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
+
+
+def make_case(dtype: torch.dtype, device: torch.device = CPU, n: int = 45, d: int = 32, v: int = 211) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, d, generator=generator).to(device, dtype)
+    weight = (0.3 * torch.randn(v, d, generator=generator)).to(device, dtype)
+    labels = torch.randint(0, v, (n,), generator=generator)
+    labels[::5] = -100
+    return Case(hidden, weight, labels.to(device), scale=1 / (3 * n))
+
+
+def run(name: str, case: Case, hidden: Tensor | None = None) -> tuple[LossOutput, Tensor, Tensor]:
+    """Loss, and the gradients of scale · sum."""
+    h, w = case.leaves()
+    output = build_loss(CONFIGS[name], device=case.labels.device)(
+        h if hidden is None else hidden, w, case.labels
+    )
+    (output.sum_nats * case.scale).backward()
+    assert h.grad is not None or hidden is not None
+    assert w.grad is not None
+    return output, h.grad if hidden is None else hidden.grad, w.grad
+
+
+def truth(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """fp64 loss and gradients of the same (already rounded) inputs."""
+    h, w = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    loss = F.cross_entropy(h @ w.T, case.labels, reduction="sum")
+    (loss * case.scale).backward()
+    return loss.detach(), h.grad, w.grad
+
+
+def error(got: Tensor, true: Tensor) -> float:
+    """Relative Frobenius error."""
+    return ((got.double() - true).norm() / true.norm()).item()
+
+
+def available(name: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Skip what the installed versions cannot run (the refusals have tests of their own)."""
+    try:
+        check_loss(CONFIGS[name], device, dtype)
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
+
+
+def assert_matches_truth(name: str, case: Case, gradient_slack: float = 2.0) -> None:
+    dtype, (loss, grad_h, grad_w) = case.hidden.dtype, truth(case)
+    output, got_h, got_w = run(name, case)
+    baseline, base_h, base_w = run("standard", case)
+    assert got_h.dtype == got_w.dtype == dtype
+    assert output.sum_nats.dtype == torch.float32
+    assert output.n_tokens == (case.labels >= 0).sum()
+    # torch_native takes the scale in the compute dtype, and returns the loss in it.
+    rounding = torch.finfo(dtype).eps / 2 if name.startswith("torch_native") else 1e-6
+    assert error(got_h, grad_h) <= gradient_slack * error(base_h, grad_h) + rounding
+    assert error(got_w, grad_w) <= gradient_slack * error(base_w, grad_w) + rounding
+    assert error(output.sum_nats, loss) <= 2 * error(baseline.sum_nats, loss) + rounding
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_loss_and_gradients_match_fp64_as_well_as_eager_torch_does(name, dtype):
+    available(name, CPU)
+    if name == "torch_native-sum" and dtype == torch.bfloat16:
+        pytest.skip("sums the loss in bf16: see the test of that")
+    assert_matches_truth(name, make_case(dtype))
+
+
+def test_torch_native_sum_has_exact_gradients_but_a_bf16_loss():
+    available("torch_native-sum", CPU)
+    case = make_case(torch.bfloat16, n=2048, d=32, v=211)
+    loss, grad_h, grad_w = truth(case)
+    rough, rough_h, rough_w = run("torch_native-sum", case)
+    fine, fine_h, fine_w = run("torch_native", case)
+    assert error(rough_h, grad_h) < 2 * error(fine_h, grad_h)
+    assert error(rough_w, grad_w) < 2 * error(fine_w, grad_w)
+    assert error(rough.sum_nats, loss) > 5 * error(fine.sum_nats, loss)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_ignored_labels_change_nothing(name):
+    available(name, CPU)
+    case = make_case(torch.float32)
+    _, grad_h, grad_w = run(name, case)
+    kept = case.labels >= 0
+    only_kept = Case(case.hidden[kept], case.weight, case.labels[kept], case.scale)
+    _, kept_h, kept_w = run(name, only_kept)
+    assert not grad_h[~kept].any()
+    torch.testing.assert_close(grad_h[kept], kept_h)
+    torch.testing.assert_close(grad_w, kept_w)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_all_labels_ignored_gives_zero_loss_and_zero_gradients(name):
+    available(name, CPU)
+    case = make_case(torch.float32)
+    case.labels.fill_(-100)
+    output, grad_h, grad_w = run(name, case)
+    assert output.sum_nats == 0
+    assert output.n_tokens == 0
+    assert not grad_h.any()
+    assert not grad_w.any()
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_evaluation_without_gradients_gives_the_training_loss(name):
+    available(name, CPU)
+    case = make_case(torch.float32)
+    trained, _, _ = run(name, case)
+    with torch.no_grad():
+        evaluated = build_loss(CONFIGS[name], device=CPU)(case.hidden, case.weight, case.labels)
+    assert not evaluated.sum_nats.requires_grad
+    torch.testing.assert_close(evaluated.sum_nats, trained.sum_nats.detach())
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_strided_hidden_states_give_the_same_result(name):
+    available(name, CPU)
+    case = make_case(torch.float32)
+    expected, grad_h, grad_w = run(name, case)
+    wide = torch.stack([case.hidden, torch.full_like(case.hidden, math.nan)], dim=-1)
+    strided = wide[..., 0].detach().requires_grad_()
+    assert not strided.is_contiguous()
+    output, strided_h, strided_w = run(name, case, hidden=strided)
+    torch.testing.assert_close(output.sum_nats, expected.sum_nats)
+    torch.testing.assert_close(strided_h, grad_h)
+    torch.testing.assert_close(strided_w, grad_w)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_autocast_around_the_loss_does_not_touch_it(name):
+    available(name, CPU)
+    case = make_case(torch.float32)
+    expected, _, _ = run(name, case)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = build_loss(CONFIGS[name], device=CPU)(case.hidden, case.weight, case.labels)
+    torch.testing.assert_close(output.sum_nats, expected.sum_nats.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.zeros(45, dtype=torch.int32)}, "int64"),
+        ({"labels": torch.zeros(44, dtype=torch.int64)}, "labels must be"),
+        ({"weight": torch.zeros(211, 31)}, "weight"),
+        ({"weight": torch.zeros(211, 32, dtype=torch.bfloat16)}, "dtype"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(change, message):
+    case = make_case(torch.float32)
+    tensors = {"hidden": case.hidden, "weight": case.weight, "labels": case.labels} | change
+    with pytest.raises(ValueError, match=message):
+        build_loss(CONFIGS["standard"], device=CPU)(*tensors.values())
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+def test_every_loss_of_the_schema_has_a_backend_and_the_other_way_round():
+    assert set(loss_names()) == set(SCHEMAS["loss"])
+    assert {config.name for config in CONFIGS.values()} == set(loss_names())
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_schema_gives_each_loss_its_own_options(name):
+    assert type(CONFIGS[name]) is SCHEMAS["loss"][CONFIGS[name].name]
+
+
+def test_an_option_of_another_loss_is_refused():
+    with pytest.raises(TypeError, match="filter_eps"):
+        LossConfig("standard", filter_eps=0.1)
+
+
+def test_an_unknown_loss_offers_the_nearest_names():
+    with pytest.raises(ConfigError, match="cce_kahan") as refusal:
+        build_loss(LossConfig("cce_kahn"), device=CPU)
+    assert refusal.value.remedy.startswith("nearest: cce_kahan")
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_triton_only_losses_on_a_cpu_name_the_reason_and_an_alternative(name):
+    with pytest.raises(UnsupportedError, match="NVIDIA GPU") as refusal:
+        build_loss(CONFIGS[name], device=CPU)
+    assert "loss=cce_" in refusal.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "install"),
+    [
+        ("liger", "liger_kernel.transformers", "liger-kernel==0.8.5"),
+        ("fla", "fla.modules", "flash-linear-attention==0.6.0"),
+        ("cce_apple", "cut_cross_entropy", "cut-cross-entropy"),
+        ("cce_kahan", "cce_kernels", "./kernels"),
+        ("cce_filter", "triton", "triton"),
+    ],
+)
+def test_a_library_that_does_not_import_is_named_with_what_to_install(name, module, install, monkeypatch):
+    real = importlib.import_module
+
+    def without(wanted, *args):
+        if wanted == module:
+            raise ImportError(f"No module named {module!r}")
+        return real(wanted, *args)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(UnsupportedError, match=f"loss={name}") as refusal:
+        check_loss(CONFIGS[name], torch.device("cuda"))
+    assert "pip install" in refusal.value.remedy
+    assert install in refusal.value.remedy
+
+
+def test_torch_native_on_an_older_torch_says_which_it_needs(monkeypatch):
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    with pytest.raises(UnsupportedError, match=r"torch >= 2\.13") as refusal:
+        check_loss(CONFIGS["torch_native"], CPU)
+    assert "pip install" in refusal.value.remedy
+
+
+def test_an_apple_variant_that_is_not_there_names_version_and_variants():
+    config = CceAppleLossConfig("cce_apple", variant="cce_telepathy")
+    with pytest.raises(UnsupportedError, match=r"cut_cross_entropy \d+.* has no such variant") as refusal:
+        check_loss(config, torch.device("cuda"))
+    assert all(variant in refusal.value.remedy for variant in apple_variants())
+
+
+def test_apple_kernels_in_fp32_are_refused_before_anything_is_built():
+    with pytest.raises(UnsupportedError, match="fp32") as refusal:
+        check_loss(CONFIGS["cce_apple"], torch.device("cuda"), torch.float32)
+    assert "precision" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("name", ["compiled", "cce_apple-torch_compile"])
+def test_torch_compile_without_a_compiler_is_refused_with_a_remedy(name, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UnsupportedError, match=r"C\+\+ compiler") as refusal:
+        check_loss(CONFIGS[name], CPU)
+    assert "g++" in refusal.value.remedy
+
+
+def test_compiled_fails_at_the_recompile_limit_rather_than_run_eagerly(monkeypatch):
+    available("compiled", CPU)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    loss = build_loss(CONFIGS["compiled"], device=CPU)
+    weight = torch.zeros(7, 4)
+    with torch.no_grad():
+        loss(torch.zeros(2, 4), weight, torch.zeros(2, dtype=torch.int64))
+        with pytest.raises(UnsupportedError, match="limit of 1 compiled"):
+            loss(torch.zeros(3, 4), weight, torch.zeros(3, dtype=torch.int64))
+
+
+# -------------------------------------------------------------------------------------------------------- GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+class TestOnTheGpu:
+    """The same properties with the real kernels, at a shape that spans several blocks and chunks."""
+
+    @pytest.fixture
+    def case(self, name, dtype):
+        device = torch.device("cuda")
+        available(name, device, dtype)
+        return make_case(dtype, device, n=1021, d=256, v=3001)
+
+    def test_loss_and_gradients_match_fp64(self, name, dtype, case):
+        if name == "torch_native-sum" and dtype == torch.bfloat16:
+            pytest.skip("sums the loss in bf16")
+        # Sums over chunks in bf16 (Liger's default, torch's, Apple's locks) and Apple's filter cost accuracy.
+        rough = {"liger": 4.0, "torch_native": 6.0, "cce_apple": 20.0}
+        assert_matches_truth(name, case, rough.get(name, 2.0) if dtype == torch.bfloat16 else 2.0)
+
+    def test_all_labels_ignored_gives_zeros(self, name, dtype, case):
+        case.labels.fill_(-100)
+        output, grad_h, grad_w = run(name, case)
+        assert output.sum_nats == 0
+        assert not grad_h.any()
+        assert not grad_w.any()
+
+    def test_evaluation_gives_the_training_loss(self, name, dtype, case):
+        if name == "torch_native-sum" and dtype == torch.bfloat16:
+            pytest.skip("sums the training loss in bf16")
+        trained, _, _ = run(name, case)
+        with torch.no_grad():
+            evaluated = build_loss(CONFIGS[name], device=case.labels.device)(
+                case.hidden, case.weight, case.labels
+            )
+        torch.testing.assert_close(evaluated.sum_nats, trained.sum_nats.detach(), rtol=1e-5, atol=0)
+
+    def test_strided_hidden_states_give_the_same_result(self, name, dtype, case):
+        expected, grad_h, grad_w = run(name, case)
+        wide = torch.stack([case.hidden, torch.zeros_like(case.hidden)], dim=-1)
+        output, strided_h, strided_w = run(name, case, hidden=wide[..., 0].detach().requires_grad_())
+        eps = torch.finfo(dtype).eps
+        assert error(output.sum_nats, expected.sum_nats.double()) < eps
+        assert error(strided_h, grad_h.double()) < 2 * eps
+        assert error(strided_w, grad_w.double()) < 2 * eps
+
+    def test_a_frozen_backbone_still_trains_the_weight(self, name, dtype, case):
+        _, _, expected = run(name, case)
+        _, weight = case.leaves()
+        output = build_loss(CONFIGS[name], device=case.labels.device)(case.hidden, weight, case.labels)
+        (output.sum_nats * case.scale).backward()
+        assert error(weight.grad, expected.double()) < 2 * torch.finfo(dtype).eps
