@@ -1,0 +1,104 @@
+"""What a run was made with, for environment.json: versions, hardware and commit.
+
+Nothing that tells of a person or a place: no environment variables, host or user names, paths or keys.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "linrnn",
+    "torch",
+    "triton",
+    "flash-linear-attention",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+)
+CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
+
+
+def describe_environment() -> dict[str, Any]:
+    """A JSON-ready description; what cannot be found out is null. Takes some tens of milliseconds."""
+    return {
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": _gpus(),
+        "gpu_driver": _driver(),
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "git": _git_state(Path(__file__)),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+        }
+        for gpu in found
+    ]
+
+
+def _driver() -> str | None:
+    answer = _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _git_state(file: Path) -> dict[str, Any] | None:
+    """Commit, and whether code or configurations differ from it; null where `file` is not tracked by git."""
+    folder = str(file.parent)
+    if _answer("git", "-C", folder, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    root = _answer("git", "-C", folder, "rev-parse", "--show-toplevel") or folder
+    commit = _answer("git", "-C", root, "rev-parse", "HEAD")
+    changes = _answer("git", "-C", root, "status", "--porcelain", "--", *CODE)
+    return {"commit": commit, "dirty": None if changes is None else changes != ""}
+
+
+def _answer(program: str, *arguments: str) -> str | None:
+    """What a program prints, stripped; null if it is missing, fails or takes longer than ten seconds."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

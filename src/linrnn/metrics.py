@@ -1,0 +1,180 @@
+"""Metric names with their units, the arithmetic behind them, and metrics.jsonl, a run's source of truth."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linrnn.errors import DataError, StorageError
+
+# What every metric is, with its unit. A loss backend's own figures go below `loss/` and are not listed here.
+METRICS: dict[str, str] = {
+    "train/loss_nats": "mean cross-entropy of the step's tokens, nats per token",
+    "train/grad_norm": "global L2 norm of the gradients before clipping",
+    "train/lr": "learning rate of the step",
+    "train/tokens": "tokens trained on since step 0, all ranks",
+    "train/epoch": "passes over the training data, fractional",
+    "speed/tokens_per_second": "tokens of a step / its time, all ranks",
+    "speed/step_ms": "time of an optimizer step, all its micro-steps, milliseconds",
+    "speed/mfu": "the model's matrix-product FLOPs per second / the device's peak, share of 1",
+    "memory/peak_gib": "most memory allocated at once since the warm-up, GiB",
+    "memory/parameters_gib": "parameters, GiB",
+    "memory/gradients_gib": "gradients, GiB",
+    "memory/optimizer_gib": "optimizer state, GiB",
+    "memory/activations_gib": "all else that is allocated when the loss layer begins, GiB",
+    "memory/loss_forward_gib": "most that the loss layer's forward adds to that, GiB",
+    "memory/loss_backward_gib": "most that the loss layer's backward adds to that, GiB",
+    "memory/resident_peak_gib": "most memory the process held at once (CPU), GiB",
+    "valid/loss_nats": "mean cross-entropy of the validation tokens, nats per token",
+    "valid/perplexity": "exp(valid/loss_nats)",
+    "valid/bits_per_byte": "valid/loss_nats in bits per byte of the text",
+    "valid/tokens": "validation tokens read",
+}
+LOSS_GROUP = "loss/"
+
+
+def perplexity(nats_per_token: float) -> float:
+    """exp(nats); infinity where that exceeds a double, NaN for NaN."""
+    try:
+        return math.exp(nats_per_token)
+    except OverflowError:
+        return math.inf
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """Cross-entropy in bits per byte of text: comparable between tokenizers."""
+    if not bytes_per_token > 0:
+        raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token}")
+    return nats_per_token / (math.log(2) * bytes_per_token)
+
+
+def mfu(
+    flops_per_step: float, step_seconds: float, peak_flops_per_second: float | None, n_devices: int = 1
+) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a share of the peak.
+
+    `flops_per_step` counts the model's matrix products on all devices, without recomputation. None where the
+    peak is unknown.
+    """
+    if peak_flops_per_second is None:
+        return None
+    return flops_per_step / (step_seconds * peak_flops_per_second * n_devices)
+
+
+class JsonlWriter:
+    """Appends a strict-JSON line per record to metrics.jsonl; it reaches the system before `write` returns.
+
+    A last line that was cut off (the process was killed, the disk was full) is dropped on opening the file.
+
+    Raises:
+        StorageError: the file cannot be opened or written.
+        DataError: the file holds something that is not JSON before its last line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists():
+            self._rewrite(lambda record: True)
+        self._open()
+
+    def write(self, record: Mapping[str, float | int | None]) -> None:
+        """Append `record`, metrics by name and `step`, the number of optimizer steps done.
+
+        NaN and infinities become null: strict JSON has no word for them. Raises ValueError for a record
+        without `step`, or with a name that is neither in METRICS nor a loss backend's own (`loss/…`).
+        """
+        if "step" not in record:
+            raise ValueError("a record needs its step")
+        known = {"step", *METRICS}
+        if unknown := [name for name in record if name not in known and not name.startswith(LOSS_GROUP)]:
+            raise ValueError(f"unknown metrics {unknown}: add them to METRICS with their unit")
+        line = _encode({name: _finite(value) for name, value in record.items()})
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+        if written < len(line):
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise _not_written(self.path, "no space left")
+
+    def truncate_after(self, step: int) -> None:
+        """Drop every record of a later step, so that a run resumed from `step` writes none twice."""
+        self.close()
+        self._rewrite(lambda record: record["step"] <= step)
+        self._open()
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> "JsonlWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+    def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Keep some of the whole lines; written aside and renamed, so that a kill here loses nothing."""
+        lines = b"".join(line for line, record in _whole_lines(self.path) if keep(record))
+        if len(lines) == self.path.stat().st_size:
+            return
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            partial.write_bytes(lines)
+            partial.replace(self.path)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Every whole record of a metrics file, oldest first; a torn last line is left out.
+
+    Raises:
+        DataError: the file is missing, or a line before the last is not a JSON record.
+    """
+    return [record for _, record in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror})", "check the path and permissions"
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            whole = line.endswith(b"\n") and isinstance(record, dict) and "step" in record
+        except ValueError:
+            whole = False
+        if whole:
+            yield line, record
+        elif number < len(lines):
+            cause = f"{path}, line {number} is not a record of metrics"
+            raise DataError(cause, "repair the line or move the file aside")
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n").encode()
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _not_written(path: Path, reason: object) -> StorageError:
+    text = reason.strerror if isinstance(reason, OSError) else reason
+    remedy = "free disk space or choose another results_dir, then resume"
+    return StorageError(f"{path} cannot be written ({text})", remedy)

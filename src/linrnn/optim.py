@@ -1,0 +1,136 @@
+"""AdamW with decay groups, a learning rate that is a pure function of the step, and gradient clipping."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from linrnn.config.schema import OptimizerConfig
+from linrnn.errors import ConfigError
+
+NO_DECAY_SUFFIXES = ("bias", "A_log", "dt_bias")
+
+
+def decay_groups(model: nn.Module) -> dict[str, list[str]]:
+    """Names of the trainable parameters that AdamW decays (`decay`) and leaves alone (`no_decay`).
+
+    Left alone are vectors and scalars (norm weights, biases, A_log, dt_bias) and whatever carries FLA's
+    `_no_weight_decay` mark. Embeddings and the output head decay like every other matrix, as in GPT-2 and
+    Llama: a tied embedding is the output head. A tied parameter is listed once.
+    """
+    groups: dict[str, list[str]] = {"decay": [], "no_decay": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups["decay" if _decays(name, parameter) else "no_decay"].append(name)
+    return groups
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    marked = getattr(parameter, "_no_weight_decay", False)
+    return parameter.ndim >= 2 and not marked and not name.endswith(NO_DECAY_SUFFIXES)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW, fused on CPU and CUDA, over the trainable parameters of `model` (fp32 or bf16, on `device`).
+
+    The moments have the parameters' dtype. A group's `name` is that of :func:`decay_groups`.
+
+    Raises:
+        ConfigError: a momentum of 1, a clipping norm of 0, or nothing to train.
+    """
+    for key in ("beta1", "beta2"):
+        if getattr(config, key) >= 1:
+            raise ConfigError(f"optimizer.{key}=1 never forgets", f"use optimizer.{key} below 1")
+    if config.max_grad_norm == 0:
+        remedy = "use optimizer.max_grad_norm=null to not clip"
+        raise ConfigError("optimizer.max_grad_norm=0 erases every gradient", remedy)
+    parameters = dict(model.named_parameters())
+    weight_decays = {"decay": config.weight_decay, "no_decay": 0.0}
+    groups = [
+        {"params": [parameters[name] for name in names], "weight_decay": weight_decays[group], "name": group}
+        for group, names in decay_groups(model).items()
+        if names
+    ]
+    if not groups:
+        raise ConfigError("no parameter of the model requires a gradient", "unfreeze some of its parameters")
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+class Schedule:
+    """The learning rate of every step of a run; it has no state, so a resumed run just continues.
+
+    Step s (0-based) of W warm-up steps gets (s + 1) / W of the peak. After that, with m = min_lr_ratio and x
+    the share of the remaining (cosine) or decaying (WSD: Hu et al. 2024, arXiv:2404.06395, linear here) steps
+    already done:    cosine  m + (1 - m) (1 + cos πx) / 2;    WSD  1 - (1 - m) x;    constant  1.
+
+    Args:
+        optimizer: whose groups :meth:`apply` sets.
+        config: peak, shape, warm-up and decay.
+        total_steps: optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: the warm-up (and the WSD decay) do not fit into the run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.total_steps = total_steps
+        self.warmup_steps = total_steps // 10 if config.warmup_steps is None else config.warmup_steps
+        self.decay_steps = round(config.decay_fraction * total_steps) if config.schedule == "wsd" else 0
+        if self.warmup_steps > total_steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps={self.warmup_steps} exceeds the run's {total_steps} steps",
+                "lower optimizer.warmup_steps (null: a tenth of the run) or raise trainer.max_steps",
+            )
+        if self.warmup_steps + self.decay_steps > total_steps:
+            raise ConfigError(
+                f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed the run's {total_steps}",
+                "lower optimizer.warmup_steps or optimizer.decay_fraction, or raise trainer.max_steps",
+            )
+
+    def lr_multiplier(self, step: int) -> float:
+        """Learning rate of step `step` (0-based) / peak learning rate."""
+        config = self.config
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if config.schedule == "cosine":
+            progress = _share(step - self.warmup_steps, self.total_steps - self.warmup_steps)
+            return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        if config.schedule == "wsd":
+            progress = _share(step - (self.total_steps - self.decay_steps), self.decay_steps)
+            return 1 - (1 - config.min_lr_ratio) * progress
+        return 1.0
+
+    def apply(self, step: int) -> float:
+        """Set the learning rate of step `step` (0-based) in every group, and return it."""
+        lr = self.config.lr * self.lr_multiplier(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> Schedule:
+    """The schedule that `config` names, over a run of `total_steps` optimizer steps."""
+    return Schedule(optimizer, config, total_steps)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    """Scale all gradients so that their global L2 norm is at most `max_norm` (null: leave them).
+
+    Returns the norm before clipping, a scalar on the gradients' device; the host does not wait for it.
+    """
+    if max_norm is None:
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def _share(done: int, of: int) -> float:
+    return min(1.0, max(0.0, done / of)) if of > 0 else 0.0

@@ -1,0 +1,309 @@
+"""Time and memory of training steps, measured without slowing them: CUDA events, allocator marks, ranges.
+
+Nothing here makes the host wait for the device inside the training loop: events are read once the device has
+passed them, and allocator statistics are the host's own.
+"""
+
+import contextlib
+import resource
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linrnn.errors import StorageError, UnsupportedError
+
+LOSS_FORWARD, LOSS_BACKWARD = "loss forward", "loss backward"
+
+
+# -------------------------------------------------------------------------------------------------- ranges
+@contextlib.contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """A named range in Nsight Systems (with CUDA) and torch.profiler; microseconds otherwise."""
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
+
+
+class _BackwardBegins(torch.autograd.Function):
+    """Identity on the loss; its backward is the first thing that the loss layer's backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, begin: Callable[[], None]) -> Tensor:
+        ctx.begin = begin
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.begin()
+        return grad, None
+
+
+class _BackwardEnds(torch.autograd.Function):
+    """Identity on the loss layer's inputs; its backward runs once the gradients of both are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, end: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        ctx.end = end
+        views = hidden.view_as(hidden), weight.view_as(weight)
+        frozen = (
+            view for view, needs_grad in zip(views, ctx.needs_input_grad, strict=False) if not needs_grad
+        )
+        ctx.mark_non_differentiable(*frozen)
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        ctx.end()
+        return *grads, None  # type: ignore[return-value]
+
+
+def watched_loss(
+    loss: Callable[[Tensor, Tensor, Tensor], Any],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    memory: "MemoryByComponent | None" = None,
+) -> Any:
+    """Call a loss backend with NVTX ranges round its forward and its backward pass, and measure its memory.
+
+    Args:
+        loss: returns a dataclass with a scalar `sum_nats`.
+        memory: takes the loss layer's memory if it is due (:meth:`MemoryByComponent.start`).
+
+    Returns:
+        What `loss` returned. Values and gradients are unchanged; the gradients are passed on, not copied.
+    """
+    backward = contextlib.ExitStack()
+
+    def begin_backward() -> None:
+        backward.enter_context(nvtx_range(LOSS_BACKWARD))
+        if memory is not None:
+            memory.loss_backward_begins()
+
+    def end_backward() -> None:
+        if memory is not None:
+            memory.loss_backward_ended()
+        backward.close()
+
+    hidden_ND, weight_VD = _BackwardEnds.apply(hidden_ND, weight_VD, end_backward)
+    if memory is not None:
+        memory.loss_forward_begins()
+    with nvtx_range(LOSS_FORWARD):
+        output = loss(hidden_ND, weight_VD, labels_N)
+    if memory is not None:
+        memory.loss_forward_ended()
+    return replace(output, sum_nats=_BackwardBegins.apply(output.sum_nats, begin_backward))
+
+
+# ---------------------------------------------------------------------------------------------------- time
+class StepTimer:
+    """Times of steps between :meth:`start` and :meth:`stop`: CUDA events on a GPU, the clock on the CPU.
+
+    Args:
+        device: where the steps run.
+        skip: steps of this process left out of every figure: warm-up, autotuning, profiled steps.
+    """
+
+    def __init__(self, device: torch.device, skip: int) -> None:
+        self._cuda = device.type == "cuda"
+        self._skip = skip
+        self._pending: deque[tuple[Any, Any]] = deque()
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """The step begins."""
+        self._begun = self._mark()
+
+    def stop(self) -> None:
+        """The step ends; never waits for the device."""
+        marks = self._begun, self._mark()
+        if self._skip > 0:
+            self._skip -= 1
+        else:
+            self._pending.append(marks)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Times of the measured steps that the device has finished, in order."""
+        while self._pending and (not self._cuda or self._pending[0][1].query()):
+            begun, ended = self._pending.popleft()
+            self._seconds.append(begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun)
+        return self._seconds
+
+    def median_seconds(self) -> float | None:
+        """Median over all measured steps, waiting for the last one; None if there was none."""
+        if self._cuda and self._pending:
+            self._pending[-1][1].synchronize()
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# -------------------------------------------------------------------------------------------------- memory
+def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of `tensors`, which share no memory; None counts nothing."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class MemoryByComponent:
+    """Bytes of parameters, gradients, optimizer state, activations and the loss layer, and the peak.
+
+    After :meth:`start`, the first call of :func:`watched_loss` and the first optimizer update are taken
+    apart. The marks are host-side reads of the allocator's counters: that step takes as long as any other.
+
+    On CPU the tensors are counted, and the peak is that of the whole process's resident set since it began,
+    imports and data included (`resident_peak`); activations and loss layer cannot be told apart there.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._parameters = list(model.parameters())
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._before_loss = 0
+        self._earlier_peak = 0  # of the time before the last reset of the allocator's own peak
+        self._due: set[str] = set()
+        self._bytes: dict[str, int] = {"parameters": tensor_bytes(self._parameters)}
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(self._count_gradients)
+
+    def start(self) -> None:
+        """Begin measuring: forget the peak so far, and take the next step apart."""
+        self._due = {"gradients", "loss_forward", "loss_backward"}
+        if self._cuda:
+            self._earlier_peak = 0
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def report(self) -> dict[str, int]:
+        """Bytes by component, of those measured so far.
+
+        On CUDA `peak` is the most that was allocated at once since :meth:`start`. `activations` is what was
+        allocated when the loss layer began, less parameters, gradients and optimizer state: saved
+        activations, compute-dtype copies of weights, the batch. `loss_forward` and `loss_backward` are the
+        most that its two passes had allocated beyond that, gradients of hidden states and weight included.
+        """
+        state = (value for entry in self._optimizer.state.values() for value in entry.values())
+        report = {
+            **self._bytes,
+            "optimizer": tensor_bytes(value for value in state if torch.is_tensor(value)),
+        }
+        if self._cuda:
+            report["peak"] = self._peak()
+        else:
+            report["resident_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return report
+
+    def loss_forward_begins(self) -> None:
+        """Called by :func:`watched_loss`."""
+        if self._cuda and "loss_forward" in self._due:
+            self._reset_peak()
+            self._before_loss = torch.cuda.memory_allocated(self._device)
+            fixed = self.report()["optimizer"] + self._bytes["parameters"] + self._gradient_bytes()
+            self._bytes["activations"] = self._before_loss - fixed
+
+    def loss_forward_ended(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._take("loss_forward")
+
+    def loss_backward_begins(self) -> None:
+        """Called by :func:`watched_loss`."""
+        if self._cuda and "loss_backward" in self._due:
+            self._reset_peak()
+
+    def loss_backward_ended(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._take("loss_backward")
+
+    def _take(self, component: str) -> None:
+        if self._cuda and component in self._due:
+            self._due.discard(component)
+            self._bytes[component] = torch.cuda.max_memory_allocated(self._device) - self._before_loss
+
+    def _count_gradients(self, *_: object) -> None:
+        if "gradients" in self._due:
+            self._due.discard("gradients")
+            self._bytes["gradients"] = self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        return tensor_bytes(parameter.grad for parameter in self._parameters)
+
+    def _peak(self) -> int:
+        return max(self._earlier_peak, torch.cuda.max_memory_allocated(self._device))
+
+    def _reset_peak(self) -> None:
+        self._earlier_peak = self._peak()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+# -------------------------------------------------------------------------------------------------- traces
+@contextlib.contextmanager
+def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], None]]:
+    """Trace `profile_steps` steps with torch.profiler into `path` (.json or .json.gz; for Perfetto).
+
+    Yields a function to call at the end of every step. `skip` steps pass first, the last of them under the
+    profiler but unrecorded (it takes time to start). With `profile_steps=0` nothing happens. If the run ends
+    earlier, the steps recorded so far are written.
+
+    Raises:
+        StorageError: the trace cannot be written.
+    """
+    if profile_steps == 0:
+        yield lambda: None
+        return
+
+    def export(profiler: torch.profiler.profile) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"the trace {path} cannot be written ({error})", "free disk space") from error
+
+    warmup = min(1, skip)
+    schedule = torch.profiler.schedule(wait=skip - warmup, warmup=warmup, active=profile_steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=export, record_shapes=True) as profiler:
+        yield profiler.step
+
+
+@contextlib.contextmanager
+def memory_snapshot(path: Path, device: torch.device, max_entries: int = 200_000) -> Iterator[None]:
+    """Record the block's allocations, with stack traces, into `path` (open at pytorch.org/memory_viz).
+
+    The snapshot is written however the block ends: it explains an out-of-memory error best.
+
+    Raises:
+        UnsupportedError: `device` is no GPU.
+        StorageError: the snapshot cannot be written.
+    """
+    if device.type != "cuda":
+        cause = "a memory snapshot records CUDA allocations, and this run is on the CPU"
+        raise UnsupportedError(cause, "use trainer.memory_snapshot=false or device=cuda")
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):  # what went wrong in the block matters more
+            _write_snapshot(path)
+        raise
+    else:
+        _write_snapshot(path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _write_snapshot(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError as error:
+        raise StorageError(f"the snapshot {path} cannot be written ({error})", "free disk space") from error

@@ -1,0 +1,153 @@
+"""The arithmetic of metrics, and metrics.jsonl through kills, resumes and a full disk."""
+
+import errno
+import json
+import math
+import os
+
+import pytest
+
+from linrnn.errors import DataError, StorageError
+from linrnn.metrics import METRICS, JsonlWriter, bits_per_byte, mfu, perplexity, read_jsonl
+
+
+def write(path, *steps):
+    with JsonlWriter(path) as writer:
+        for step in steps:
+            writer.write({"step": step, "train/loss_nats": float(step)})
+
+
+def steps_in(path):
+    return [record["step"] for record in read_jsonl(path)]
+
+
+def test_perplexity_of_a_uniform_guess_is_the_vocabulary_size():
+    assert perplexity(math.log(32000)) == pytest.approx(32000)
+    assert perplexity(1e6) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_bits_per_byte_of_a_uniform_byte_model_is_eight_whatever_the_tokenizer():
+    assert bits_per_byte(math.log(256), 1) == pytest.approx(8)
+    assert bits_per_byte(4 * math.log(256), 4) == pytest.approx(8)
+    with pytest.raises(ValueError, match="bytes_per_token"):
+        bits_per_byte(1.0, 0)
+
+
+def test_mfu_is_the_share_of_all_devices_peak():
+    assert mfu(4e12, 0.5, 16e12) == pytest.approx(0.5)
+    assert mfu(4e12, 0.5, 16e12, n_devices=2) == pytest.approx(0.25)
+    assert mfu(4e12, 0.5, None) is None
+
+
+def test_every_metric_has_a_group_and_names_its_unit_or_meaning():
+    assert all("/" in name and meaning for name, meaning in METRICS.items())
+
+
+def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
+    writer = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
+    writer.write({"step": 1, "train/loss_nats": 2.5, "loss/dropped_mass": 0.1, "train/tokens": 7})
+    assert read_jsonl(writer.path) == [
+        {"step": 1, "train/loss_nats": 2.5, "loss/dropped_mass": 0.1, "train/tokens": 7}
+    ]
+    writer.close()
+    writer.close()
+
+
+def test_nan_and_infinity_become_null_in_strict_json(tmp_path):
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(
+            {"step": 1, "train/loss_nats": math.nan, "valid/perplexity": math.inf, "speed/mfu": None}
+        )
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    record = json.loads(writer.path.read_text(), parse_constant=refuse)
+    assert record == {"step": 1, "train/loss_nats": None, "valid/perplexity": None, "speed/mfu": None}
+
+
+@pytest.mark.parametrize("record", [{"step": 1, "train/los": 1.0}, {"train/loss_nats": 1.0}])
+def test_an_unknown_name_or_a_missing_step_is_a_bug_and_says_so(tmp_path, record):
+    with (
+        JsonlWriter(tmp_path / "metrics.jsonl") as writer,
+        pytest.raises(ValueError, match=r"train/los|step"),
+    ):
+        writer.write(record)
+    assert writer.path.read_text() == ""
+
+
+def test_reopening_appends(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2)
+    write(path, 3)
+    assert steps_in(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "train/lo', b'{"step": 3, "train/loss_nats": 1.0}', b"\0" * 40]
+)
+def test_a_torn_last_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2)
+    with path.open("ab") as file:
+        file.write(torn)
+    assert steps_in(path) == [1, 2]
+    write(path, 3)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_every_possible_cut_of_the_file_leaves_a_prefix_of_its_records(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3)
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        write(path, 9)
+        assert steps_in(path) == [*range(1, whole[:cut].count(b"\n") + 1), 9]
+
+
+def test_truncating_after_a_step_leaves_no_step_twice_when_the_run_repeats_them(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3, 4, 5)
+    with JsonlWriter(path) as writer:
+        writer.truncate_after(3)
+        writer.write({"step": 4})
+    assert steps_in(path) == [1, 2, 3, 4]
+    with JsonlWriter(path) as writer:
+        writer.truncate_after(0)
+    assert steps_in(path) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_corrupt_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2"):
+        read_jsonl(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_jsonl(tmp_path / "absent.jsonl")
+
+
+def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    with JsonlWriter(path) as writer:
+        writer.write({"step": 1})
+        whole = os.write
+        monkeypatch.setattr(os, "write", lambda file, data: whole(file, data[:5]))
+        with pytest.raises(StorageError, match="no space"):
+            writer.write({"step": 2})
+
+        def full(file, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(StorageError, match="No space left"):
+            writer.write({"step": 2})
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_directory_that_cannot_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        JsonlWriter(tmp_path / "file" / "metrics.jsonl")

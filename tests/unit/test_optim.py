@@ -1,0 +1,142 @@
+"""Decay groups, the learning rate of every step, and clipping, against hand-computed numbers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from linrnn.config.schema import OptimizerConfig
+from linrnn.errors import ConfigError
+from linrnn.optim import build_optimizer, build_schedule, clip_gradients, decay_groups
+
+CONFIG = OptimizerConfig(
+    name="adamw",
+    lr=0.01,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-8,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    schedule="cosine",
+    warmup_steps=2,
+    min_lr_ratio=0.1,
+    decay_fraction=0.2,
+)
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """One of each kind of parameter that the four architectures have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.RMSNorm(4)
+        self.proj = nn.Linear(4, 4, bias=True)
+        self.conv = nn.Conv1d(4, 4, 3, groups=4, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(2, 1))
+        self.dt_bias = nn.Parameter(torch.zeros(2, 1))
+        self.marked = nn.Parameter(torch.ones(2, 2))
+        self.marked._no_weight_decay = True  # type: ignore[attr-defined]
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+
+
+def multipliers(total: int, **changes: object) -> list[float]:
+    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
+    schedule = build_schedule(build_optimizer(nn.Linear(2, 2), config, CPU), config, total)
+    return [schedule.lr_multiplier(step) for step in range(total)]
+
+
+def test_only_matrices_decay_and_a_tied_weight_is_listed_once():
+    groups = decay_groups(Block())
+    assert groups["decay"] == ["embedding.weight", "proj.weight", "conv.weight"]
+    assert groups["no_decay"] == ["A_log", "dt_bias", "marked", "norm.weight", "proj.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_step_equals_adamw_by_hand_with_decay_in_its_group_only(dtype):
+    model = Block().to(dtype)
+    before = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, CONFIG, CPU)
+    assert optimizer.defaults["fused"]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    for group, names in decay_groups(model).items():
+        for name in names:
+            decayed = before[name] * (1 - CONFIG.lr * (CONFIG.weight_decay if group == "decay" else 0))
+            expected = decayed - CONFIG.lr  # the first step's m / sqrt(v) is the gradient's sign
+            step_error = (model.get_parameter(name).double() - expected).abs().max()
+            rounding = torch.finfo(dtype).eps * before[name].abs().max() + CONFIG.lr * 1e-2
+            assert step_error <= rounding, name
+    assert torch.equal(model.frozen, torch.ones(2, 2, dtype=dtype))
+
+
+def test_cosine_starts_at_one_after_the_warmup_and_halves_midway():
+    got = multipliers(10)
+    assert got[:3] == [0.5, 1.0, 1.0]
+    assert got[6] == pytest.approx(0.1 + 0.9 / 2)  # halfway through the eight steps after the warm-up
+    assert got[9] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
+    assert got[2:] == sorted(got[2:], reverse=True)
+
+
+def test_wsd_is_flat_then_falls_linearly_over_the_decay_fraction():
+    assert multipliers(10, schedule="wsd", decay_fraction=0.4) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325]
+    )
+
+
+def test_constant_stays_at_the_peak_and_no_warmup_starts_there():
+    assert multipliers(4, schedule="constant", warmup_steps=0) == [1, 1, 1, 1]
+
+
+def test_default_warmup_is_a_tenth_of_the_run_whatever_its_length():
+    assert multipliers(40, warmup_steps=None)[:5] == [0.25, 0.5, 0.75, 1, 1]
+    assert multipliers(3, warmup_steps=None)[0] == 1
+
+
+def test_apply_sets_every_group_from_the_step_alone():
+    optimizer = build_optimizer(Block(), CONFIG, CPU)
+    schedule = build_schedule(optimizer, CONFIG, 10)
+    assert schedule.apply(7) == schedule.apply(7) == pytest.approx(CONFIG.lr * schedule.lr_multiplier(7))
+    assert {group["lr"] for group in optimizer.param_groups} == {schedule.apply(7)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"warmup_steps": 11}, {"schedule": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_refused(changes):
+    with pytest.raises(ConfigError, match="exceed"):
+        multipliers(10, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"beta1": 1.0}, {"beta2": 1.0}, {"max_grad_norm": 0.0}])
+def test_values_that_could_never_train_are_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        build_optimizer(nn.Linear(2, 2), replace(CONFIG, **changes), CPU)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match="gradient"):
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), CONFIG, CPU)
+
+
+@pytest.mark.parametrize(("max_norm", "scale"), [(1.0, 1 / 5), (50.0, 1.0), (None, 1.0)])
+def test_clipping_returns_the_norm_before_it_and_scales_to_the_limit(max_norm, scale):
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    first.grad, second.grad = torch.tensor([3.0]), torch.tensor([4.0])
+    norm = clip_gradients([first, second], max_norm)
+    assert norm == pytest.approx(5.0)
+    assert first.grad.item() == pytest.approx(3 * scale, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, math.nan])
+    assert math.isnan(clip_gradients([parameter], 1.0))
+    assert math.isnan(clip_gradients([parameter], None))
