@@ -4,22 +4,32 @@ Triton on a GPU; on CPU blockwise torch with the same memory bound. See
 `cce_kernels.linear_cross_entropy`.
 """
 
+from functools import partial
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LossConfig
+from linrnn.errors import ConfigError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
 from linrnn.losses.requirements import require_package, require_triton
 
 
-class _Cce(LossBackend):
+class CceKahan(LossBackend):
+    """Exact: no gradient entry is dropped; sums over blocks are compensated or kept in fp32."""
+
     config: CceKahanLossConfig
 
     def __init__(self, config: CceKahanLossConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._loss = import_module("cce_kernels").linear_cross_entropy
+        self._loss = partial(
+            import_module("cce_kernels").linear_cross_entropy,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            accumulate=config.accumulate,
+            workspace_mib=config.workspace_mib,
+        )
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -30,30 +40,31 @@ class _Cce(LossBackend):
     def compute(
         self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = self._loss(
-            hidden_ND,
-            weight_VD,
-            labels_N,
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-            accumulate=self.config.accumulate,
-            workspace_mib=self.config.workspace_mib,
-            **self.filter_options(),
-        )
-        return loss, {}
-
-    def filter_options(self) -> dict[str, float | None]:
-        return {"filter_eps": None}
+        return self._loss(hidden_ND, weight_VD, labels_N), {}
 
 
-class CceKahan(_Cce):
-    """Exact: no gradient entry is dropped; sums over blocks are compensated or kept in fp32."""
+class CceFilter(CceKahan):
+    """Drops gradient entries whose softmax is below `filter_eps`: for fine-tuning, not for pretraining.
 
-
-class CceFilter(_Cce):
-    """Drops gradient entries whose softmax is below `filter_eps`: for fine-tuning, not for pretraining."""
+    Its statistics (shares of entries and tiles kept, softmax mass dropped per row: mean and largest) are
+    device scalars that the backward pass fills in; they are NaN before it.
+    """
 
     config: CceFilterLossConfig
 
-    def filter_options(self) -> dict[str, float | None]:
-        return {"filter_eps": self.config.filter_eps}
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        super().check(config, device, dtype)
+        assert isinstance(config, CceFilterLossConfig)
+        if not 0 < config.filter_eps < 1:
+            raise ConfigError(
+                f"loss.filter_eps={config.filter_eps:g} is not between 0 and 1",
+                "use 2.44140625e-4 (2^-12, the paper's), or loss=cce_kahan for no filter",
+            )
+
+    def compute(
+        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss(
+            hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True
+        )
