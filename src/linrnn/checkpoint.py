@@ -4,7 +4,7 @@
     model.safetensors      parameters under the Hugging Face names of FLA's model
     optimizer.safetensors  AdamW's moments and step counts, by parameter name
     rng.safetensors        states of torch's generators
-    state.json             step, tokens, data position, Python's and numpy's generators, the sha256 of the files above
+    state.json             step, data position, latest losses, Python's and numpy's generators, the sha256 of the files above
     config.yaml            the run's configuration, so that a checkpoint explains itself
 """
 
@@ -30,11 +30,11 @@ _PREFIX, _PARTIAL = "step_", ".partial"
 
 @dataclass
 class Progress:
-    """Where a run stands: optimizer steps done, tokens seen, and the loader's position."""
+    """Where a run stands: optimizer steps done, the loader's position, the latest losses (nats per token)."""
 
     step: int
-    tokens: int
     data: dict[str, Any]
+    recent_losses: list[float]
 
 
 def save(
@@ -108,7 +108,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     _restore_optimizer(load_file(path / OPTIMIZER), model, optimizer)
     _restore_rng(path)
     state = json.loads((path / STATE).read_text())
-    return Progress(step=state["step"], tokens=state["tokens"], data=state["data"])
+    return Progress(**{field: state[field] for field in ("step", "data", "recent_losses")})
 
 
 def load_model(path: Path, model: torch.nn.Module) -> None:

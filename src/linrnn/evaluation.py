@@ -21,9 +21,24 @@ class Evaluation:
     bits_per_byte: float | None
     n_tokens: int
 
+    def metrics(self) -> dict[str, float | None]:
+        """The figures by their metric names."""
+        return {
+            "valid/loss_nats": self.loss_nats,
+            "valid/perplexity": self.perplexity,
+            "valid/bits_per_byte": self.bits_per_byte,
+            "valid/tokens": self.n_tokens,
+        }
+
+    def __str__(self) -> str:
+        text = f"loss {self.loss_nats:.4f}, perplexity {self.perplexity:.3f}"
+        if self.bits_per_byte is not None:
+            text += f", {self.bits_per_byte:.4f} bits per byte"
+        return f"{text} over {self.n_tokens:,} tokens"
+
 
 def loss_inputs(
-    model: LanguageModel, loss: LossBackend, batch: Batch, precision: str, device: torch.device
+    model: LanguageModel, batch: Batch, precision: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three tensors that every backend gets: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
     dtype = compute_dtype(precision)
@@ -53,7 +68,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     n_tokens = 0
     for batch in batches:
-        output = loss(*loss_inputs(model, loss, batch, precision, device))
+        output = loss(*loss_inputs(model, batch, precision, device))
         total += output.sum_nats.double()
         n_tokens += batch.n_tokens
     model.train()

@@ -3,41 +3,46 @@
 Read :meth:`Trainer.fit` first, then :meth:`Trainer.train_step`.
 """
 
-import itertools
+import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from linrnn import accounting, checkpoint
-from linrnn.architecture import Architecture
-from linrnn.architecture import resolve as resolve_architecture
 from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
-from linrnn.data import Batch, BatchLoader, PreparedData, prepare
+from linrnn.data import Batch, BatchLoader, ConsoleProgress, prepare
 from linrnn.environment import describe_environment
-from linrnn.errors import ConfigError, DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError
+from linrnn.errors import DivergedError, InterruptedRun, OutOfMemoryError
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest
 from linrnn.loggers import Console, WandbMirror
-from linrnn.losses import build_loss, check_loss
-from linrnn.metrics import JsonlWriter
-from linrnn.models import build_model, check_supported, load_weights
+from linrnn.losses import build_loss
+from linrnn.metrics import JsonlWriter, mfu
+from linrnn.models import build_model
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
+from linrnn.plan import Plan, initialise, make_plan
+from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
-from linrnn.runtime import parameter_dtype, prepare_process, resolve_device, resolve_precision
+from linrnn.runtime import parameter_dtype, prepare_process
+from linrnn.summary import final_lines, memory_lines, progress_line
 
 MEAN_OF_LAST = 50  # steps that the summary's train_loss_nats averages over
+GIB = 2**30
 
 
 class StepRecord:
-    """A step's scalars on their way from the device: copied without waiting, read when they have arrived."""
+    """A step's scalars on their way from the device: copied without waiting, read once they have arrived."""
 
-    def __init__(self, step: int, lr: float, tensors: dict[str, torch.Tensor]) -> None:
-        self.step, self.lr = step, lr
+    def __init__(self, step: int, number_here: int, lr: float, tensors: dict[str, torch.Tensor]) -> None:
+        self.step, self.number_here, self.lr = step, number_here, lr
         self._names = list(tensors)
         stacked = torch.stack([tensor.detach().float() for tensor in tensors.values()])
         self._values = stacked.to("cpu", non_blocking=True)
@@ -61,14 +66,11 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.device = resolve_device(config.device)
-        self.precision = resolve_precision(config.trainer.precision, self.device)
-        check_loss(config.loss, self.device)
+        self.plan: Plan = make_plan(config)
+        self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
-        self.data: PreparedData = prepare(config.data, progress=print)
-        self.architecture: Architecture = architecture_of(config, self.data.vocab_size)
-        check_supported(self.architecture, self.device)
-
+        self.data = prepare(config.data, progress=ConsoleProgress())
+        self.architecture = self.plan.architecture(self.data.vocab_size)
         self.name = run_name(config)
         self.directory = RunDirectory(
             Path(config.results_dir) / config.group / self.name,
@@ -80,13 +82,15 @@ class Trainer:
         self.console = Console(self.directory.path / LOG, config.logger.console_every_seconds)
 
         self.loss = build_loss(config.loss, device=self.device)
-        self.model = build_model(
-            self.architecture, device=self.device, dtype=parameter_dtype(self.precision), seed=config.seed
-        )
-        self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
+        dtype = parameter_dtype(self.precision)
+        self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
         if config.init_from:
-            self._initialise_from(config.init_from)
+            initialise(self.model, config.init_from)
+        self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
+        if config.trainer.compile_blocks:
+            self.model.compile_blocks()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.total_steps)
         self.loader = BatchLoader(
             self.data.train,
             seq_len=config.trainer.seq_len,
@@ -94,16 +98,12 @@ class Trainer:
             seed=config.seed,
             reset_at_document=config.data.reset_at_document,
         )
-        self.tokens_per_step = (
-            config.trainer.batch_size * config.trainer.seq_len * config.trainer.accumulation_steps
-        )
-        self.total_steps = total_steps(config, self.tokens_per_step)
-        self.schedule = build_schedule(self.optimizer, config.optimizer, self.total_steps)
-        self.step, self.tokens = 0, 0
+        self.step = 0
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
+        self.steps_here = 0  # done by this process
+        self.timer = StepTimer(self.device, skip=config.trainer.warmup_measurement_steps)
+        self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
         self._pending: StepRecord | None = None
-        if config.trainer.compile_blocks:
-            self.model.compile_blocks()
 
     # ------------------------------------------------------------------------------------------------- the run
     def fit(self) -> dict[str, Any]:
@@ -114,27 +114,24 @@ class Trainer:
             DivergedError: the loss is not finite; the last good checkpoint is kept.
             OutOfMemoryError: with the memory by component and what to lower.
         """
-        if self._resume() and (summary := self._already_finished()):
-            return summary
-        self.metrics = JsonlWriter(self.directory.metrics)
-        self.metrics.truncate_after(self.step)
-        self._announce()
+        if finished := self._resume():
+            return finished
         self.wandb = WandbMirror(
             self.config.logger.wandb,
             self.directory.path,
             run_name=self.name,
             group=self.config.group,
-            tags=self._tags(),
+            tags=[getattr(self.config, group).name for group in ("model", "size", "loss", "data")],
             hyperparameters=identity(self.config),
             say=self.console.line,
         )
+        self._announce()
         started = time.monotonic()
         status, evaluation, failure = "finished", None, None
         try:
-            with StopRequest() as stop:
-                self._train(stop)
+            with StopRequest() as stop, self._recordings() as end_of_step:
+                self._train(stop, end_of_step)
             evaluation = self._validate()
-            self._flush()
             if self.config.trainer.checkpoint_every != 0:
                 self._save()
         except InterruptedRun as error:
@@ -154,24 +151,25 @@ class Trainer:
             raise failure
         return summary
 
-    def _train(self, stop: StopRequest) -> None:
-        every = self.config.trainer
+    def _train(self, stop: StopRequest, end_of_step: Callable[[], None]) -> None:
+        trainer = self.config.trainer
         self.model.train()
-        while self.step < self.total_steps:
+        while self.step < self.plan.total_steps:
+            if self.steps_here == trainer.warmup_measurement_steps:
+                self.memory.start()
             record = self.train_step()
-            self._flush()  # reads the previous step's scalars while the device works on this one
+            end_of_step()
+            self._flush()  # the previous step's scalars, while the device works on this one
             self._pending = record
-            if every.valid_every and self.step % every.valid_every == 0 and self.step < self.total_steps:
-                self._flush()
+            last = self.step == self.plan.total_steps
+            if trainer.valid_every and self.step % trainer.valid_every == 0 and not last:
                 self._validate()
-            if every.checkpoint_every and self.step % every.checkpoint_every == 0:
-                self._flush()
+            if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0 and not last:
                 self._save()
-            if stop.signal_number is not None:
-                self._flush()
+            if stop.signal_number is not None and not last:
                 self._save()
                 raise InterruptedRun(
-                    f"interrupted at step {self.step} of {self.total_steps}; checkpoint written",
+                    f"interrupted at step {self.step} of {self.plan.total_steps}; checkpoint written",
                     "run the same command again to continue",
                     stop.signal_number,
                 )
@@ -181,32 +179,32 @@ class Trainer:
         """One optimizer step over `accumulation_steps` micro-steps.
 
         Every micro-step's summed loss is divided by the tokens of the whole step, so that the gradient equals that of
-        one large batch whatever the split and however many labels are ignored.
+        one large batch however it is split and however many labels are ignored.
         """
         self.timer.start()
+        lr = self.schedule.apply(self.step)
         batches = [next(self.loader) for _ in range(self.config.trainer.accumulation_steps)]
         n_tokens = max(sum(batch.n_tokens for batch in batches), 1)
-        stats: dict[str, torch.Tensor] = {}
         mean_nats = torch.zeros((), device=self.device)
+        stats: dict[str, torch.Tensor] = {}
         for batch in batches:
-            mean_nats += self._forward_backward(batch, n_tokens, stats)
+            nats, stats = self._forward_backward(batch, n_tokens)
+            mean_nats += nats
         grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
         self.timer.stop()
         self.step += 1
-        self.tokens += self.tokens_per_step
-        return StepRecord(self.step, lr, {"train/loss_nats": mean_nats, "train/grad_norm": grad_norm, **stats})
+        self.steps_here += 1
+        return StepRecord(self.step, self.steps_here, lr, {"train/loss_nats": mean_nats, "train/grad_norm": grad_norm, **stats})
 
-    def _forward_backward(self, batch: Batch, n_tokens: int, stats: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = loss_inputs(self.model, self.loss, batch, self.precision, self.device)
-        output = self.loss(*inputs)
+    def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics."""
+        hidden_ND, weight_VD, labels_N = loss_inputs(self.model, batch, self.precision, self.device)
+        output = watched_loss(self.loss, hidden_ND, weight_VD, labels_N, self.memory)
         mean_nats = output.sum_nats / n_tokens
         mean_nats.backward()
-        stats.update({f"loss/{name}": value for name, value in output.stats.items()})
-        return mean_nats.detach()
+        return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
 
     # ---------------------------------------------------------------------------------------------- bookkeeping
     def _flush(self) -> None:
@@ -215,19 +213,185 @@ class Trainer:
             return
         self._pending = None
         values = record.read()
-        loss = values["train/loss_nats"]
-        if not (math.isfinite(loss) and math.isfinite(values["train/grad_norm"])):
+        loss, grad_norm = values["train/loss_nats"], values["train/grad_norm"]
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise DivergedError(
-                f"step {record.step}: loss {loss}, gradient norm {values['train/grad_norm']}",
-                "lower optimizer.lr, raise optimizer.warmup_steps or lower optimizer.max_grad_norm; the last good "
+                f"step {record.step}: loss {loss}, gradient norm {grad_norm}",
+                "lower optimizer.lr or optimizer.max_grad_norm, or raise optimizer.warmup_steps; the last good "
                 "checkpoint is kept",
             )
         self.recent_losses.append(loss)
-        speed = self.speed.after(record.step)
-        self.console.progress(self._progress_line(record.step, loss, speed), final=record.step == self.total_steps)
-        if record.step % self.config.trainer.log_every == 0 or record.step == self.total_steps:
-            self._log(record.step, {**values, "train/lr": record.lr, **speed})
+        seconds = self._seconds_of(record)
+        self._show_progress(record.step, loss)
+        if record.step % self.config.trainer.log_every == 0 or record.step == self.plan.total_steps:
+            metrics = {**values, "train/lr": record.lr, "train/tokens": record.step * self.plan.tokens_per_step}
+            if seconds is not None:
+                metrics |= {"speed/step_ms": 1e3 * seconds, "speed/tokens_per_second": self.plan.tokens_per_step / seconds}
+                metrics["speed/mfu"] = self._mfu(seconds)
+            self._log(record.step, metrics)
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        self.metrics.write({"step": step, **metrics})
+    def _seconds_of(self, record: StepRecord) -> float | None:
+        """The time of that step; None if it was one of the warm-up."""
+        index = record.number_here - 1 - self.config.trainer.warmup_measurement_steps
+        return self.timer.seconds[index] if index >= 0 else None
+
+    @contextlib.contextmanager
+    def _recordings(self) -> Iterator[Callable[[], None]]:
+        """The profiler's trace and the memory snapshot that were asked for; yields what ends a profiled step."""
+        trainer, path = self.config.trainer, self.directory.path
+        snapshot = memory_snapshot(path / "memory_snapshot.pickle", self.device) if trainer.memory_snapshot else nullcontext()
+        with snapshot, trace(trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps) as end_of_step:
+            yield end_of_step
+
+    def _log(self, step: int, metrics: dict[str, float | None]) -> None:
+        self.metrics.write(step, metrics)
         self.wandb.log(step, metrics)
+
+    def _show_progress(self, step: int, loss: float) -> None:
+        total = self.plan.total_steps
+        seconds = self.timer.median_seconds()
+        line = progress_line(
+            step,
+            total,
+            loss,
+            self.data.entropy_floor_nats,
+            None if seconds is None else self.plan.tokens_per_step / seconds,
+            None if seconds is None else seconds * (total - step),
+        )
+        self.console.progress(line, final=step == total)
+
+    def _validate(self) -> Evaluation:
+        self._flush()
+        trainer = self.config.trainer
+        batches = self.data.valid.batches_once(
+            seq_len=trainer.seq_len,
+            batch_size=trainer.batch_size,
+            max_tokens=trainer.valid_tokens,
+            reset_at_document=self.config.data.reset_at_document,
+        )
+        evaluation = evaluate(
+            self.model,
+            self.loss,
+            batches,
+            precision=self.precision,
+            device=self.device,
+            bytes_per_token=self.data.valid_bytes_per_token,
+        )
+        memory = {f"memory/{name}_gib": size / GIB for name, size in self.memory.report().items()}
+        self._log(self.step, {**evaluation.metrics(), **memory})
+        self.console.line(f"valid at step {self.step}: {evaluation}")
+        return evaluation
+
+    def _save(self) -> None:
+        """A checkpoint of a state whose loss is known to be finite."""
+        self._flush()
+        progress = checkpoint.Progress(self.step, self.loader.state_dict(), list(self.recent_losses))
+        checkpoint.save(
+            self.directory.checkpoints,
+            progress,
+            self.model.hf,
+            self.optimizer,
+            config_yaml=to_yaml(self.config),
+            keep=self.config.trainer.keep_checkpoints,
+        )
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Continue from the newest sound checkpoint; returns the summary of a run that is already finished."""
+        summary = self.directory.read_summary()
+        finished = summary is not None and summary["status"] == "finished"
+        if finished and summary["steps"] >= self.plan.total_steps:
+            self.console.line(f"{self.directory.path} is already finished: {summary['steps']} steps")
+            self.console.line("  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it")
+            return summary
+        if newest := checkpoint.newest(self.directory.checkpoints):
+            progress = checkpoint.load(newest, self.model.hf, self.optimizer)
+            self.loader.load_state_dict(progress.data)
+            self.recent_losses.extend(progress.recent_losses)
+            self.step = progress.step
+            self.console.line(f"resuming at step {self.step} from {newest}")
+        elif self.directory.resumed:
+            self.console.line("this run left no checkpoint: starting again at step 0")
+        self.metrics = JsonlWriter(self.directory.metrics)
+        self.metrics.truncate_after(self.step)
+        return None
+
+    def _announce(self) -> None:
+        arch, config = self.architecture, self.config
+        self.console.line(
+            f"{arch.model} x {arch.size} x {config.loss.name}: {arch.n_parameters:,} parameters, V = {arch.vocab_size:,}, "
+            f"{self.precision} on {self.device.type}"
+        )
+        self.console.line(f"data: {self.data.description}")
+        self.console.line(
+            f"{self.plan.total_steps} steps of {self.plan.tokens_per_step:,} tokens "
+            f"(B = {config.trainer.batch_size} x T = {config.trainer.seq_len} x {config.trainer.accumulation_steps}) "
+            f"-> {self.directory.path}"
+        )
+        if self.device.type == "cuda":
+            self.console.line("the first steps tune GPU kernels: minutes on a machine that has not run this model before")
+
+    def _mfu(self, step_seconds: float) -> float | None:
+        trainer = self.config.trainer
+        flops = accounting.model_flops(self.architecture, trainer.batch_size * trainer.accumulation_steps, trainer.seq_len)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return mfu(flops, step_seconds, accounting.peak_flops_per_second(name, self.precision))
+
+    def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> OutOfMemoryError:
+        """The measured components beside what the formula expects, and what to lower."""
+        self._pending = None
+        self.console.line("memory by component when it ran out:")
+        for line in memory_lines(self.memory.report()):
+            self.console.line(line)
+        self.console.line("memory that a whole step was foreseen to need:")
+        for line in memory_lines(self.plan.memory(self.architecture)):
+            self.console.line(line)
+        trainer = self.config.trainer
+        options = [
+            f"trainer.batch_size={max(trainer.batch_size // 2, 1)} with trainer.accumulation_steps={2 * trainer.accumulation_steps}"
+            if trainer.batch_size > 1
+            else "a shorter trainer.seq_len",
+            "trainer.activation_checkpointing=full" if trainer.activation_checkpointing == "none" else None,
+            "loss=cce_kahan" if not self.config.loss.name.startswith("cce") else None,
+        ]
+        first = str(error).strip().splitlines()[0]
+        return OutOfMemoryError(
+            f"out of memory at step {self.step + 1}: {first}", "try " + ", or ".join(o for o in options if o)
+        )
+
+    def _summarise(self, status: str, evaluation: Evaluation | None, wall_seconds: float) -> dict[str, Any]:
+        seconds = self.timer.median_seconds()
+        memory = self.memory.report()
+        trainer, arch = self.config.trainer, self.architecture
+        return {
+            "status": status,
+            "model": arch.model,
+            "size": arch.size,
+            "loss": self.config.loss.name,
+            "data": self.config.data.name,
+            "seed": self.config.seed,
+            "group": self.config.group,
+            "run_name": self.name,
+            "n_parameters": arch.n_parameters,
+            "vocab_size": arch.vocab_size,
+            "batch_size": trainer.batch_size,
+            "accumulation_steps": trainer.accumulation_steps,
+            "seq_len": trainer.seq_len,
+            "precision": self.precision,
+            "steps": self.step,
+            "tokens": self.step * self.plan.tokens_per_step,
+            "train_loss_nats": fmean(self.recent_losses) if self.recent_losses else None,
+            "entropy_floor_nats": self.data.entropy_floor_nats,
+            "valid_loss_nats": evaluation and evaluation.loss_nats,
+            "valid_perplexity": evaluation and evaluation.perplexity,
+            "valid_bits_per_byte": evaluation and evaluation.bits_per_byte,
+            "peak_memory_bytes": memory.get("peak", memory.get("resident_peak")),
+            "peak_memory_is": "allocated on the GPU" if "peak" in memory else "the process's resident set",
+            "memory_bytes": memory,
+            "tokens_per_second": seconds and self.plan.tokens_per_step / seconds,
+            "step_time_ms_median": seconds and 1e3 * seconds,
+            "measured_steps": len(self.timer.seconds),
+            "mfu": seconds and self._mfu(seconds),
+            "wall_seconds": wall_seconds,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "data_fingerprint": self.data.fingerprint,
+        }

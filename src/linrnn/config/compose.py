@@ -13,17 +13,19 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from linrnn.config.schema import SCHEMAS, Config
+from linrnn.config.schema import COMMANDS, SCHEMAS, Config
 from linrnn.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 
 
 def register_schemas() -> None:
-    """Put every dataclass into Hydra's store: `schema/train`, `schema/<group>`, `schema/<group>/<option>`."""
+    """Put every dataclass into Hydra's store: `schema/<command>`, `schema/<group>`, `schema/<group>/<option>`."""
     store = ConfigStore.instance()
-    store.store(group="schema", name="train", node=Config, package="_global_")
+    for name, command in COMMANDS.items():
+        store.store(group="schema", name=name, node=command, package="_global_")
     for group, options in SCHEMAS.items():
         for option, schema in options.items():
             where = ("schema", group) if option == "" else (f"schema/{group}", option)
@@ -64,6 +66,25 @@ def to_config(composed: DictConfig) -> Config:
 def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> Any:
     """The typed configuration that a command line with these overrides would run."""
     return to_config(compose_config(overrides, config_name))
+
+
+def read_config(path: Path) -> Config:
+    """The configuration that a run wrote as config.yaml.
+
+    Raises:
+        ConfigError: the file is missing, is no configuration, or was written by a version with other keys.
+    """
+    try:
+        raw = OmegaConf.load(path)
+        typed = OmegaConf.structured(Config)
+        for group, options in SCHEMAS.items():
+            typed[group] = OmegaConf.structured(options.get(raw[group].name, options.get("")))
+        return to_config(OmegaConf.merge(typed, raw))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a configuration ({_first_line(error)})",
+            "name the directory of a run or of one of its checkpoints, written by this version",
+        ) from error
 
 
 def to_yaml(config: Any) -> str:

@@ -154,6 +154,8 @@ class HubDataConfig(TokenizedDataConfig):
     train_split: str
     valid_split: str | None
     text_field: str
+    document_start: str | None
+    empty_row: str
     streaming: bool
 
 
@@ -235,6 +237,23 @@ class Config:
     init_from: str | None
     dry_run: bool
 
+
+@dataclass
+class EvaluateConfig:
+    """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
+
+    checkpoint: str
+    data: DataConfig | None
+    loss: LossConfig | None
+    split: str = one_of("train", "valid")
+    max_tokens: int | None = at_least(1)
+    batch_size: int | None = at_least(1)
+    seq_len: int | None = at_least(2)
+    device: str = one_of("auto", "cpu", "cuda")
+
+
+# Commands: configs/<name>.yaml and what it may contain.
+COMMANDS: dict[str, type] = {"train": Config, "evaluate": EvaluateConfig}
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".
 SCHEMAS: dict[str, dict[str, type]] = {

@@ -1,0 +1,64 @@
+"""Loss, perplexity and bits per byte of a checkpoint: `python scripts/evaluate.py checkpoint=results/…`."""
+
+import dataclasses
+from pathlib import Path
+
+from linrnn.config import read_config
+from linrnn.config.cli import run
+from linrnn.config.schema import EvaluateConfig
+
+
+def main(config: EvaluateConfig) -> None:
+    from linrnn import checkpoint
+    from linrnn.data import ConsoleProgress, prepare
+    from linrnn.errors import ConfigError
+    from linrnn.evaluation import evaluate
+    from linrnn.losses import build_loss
+    from linrnn.models import build_model
+    from linrnn.plan import make_plan
+    from linrnn.runtime import parameter_dtype
+
+    directory = checkpoint.resolve(Path(config.checkpoint))
+    if directory is None:
+        raise ConfigError(
+            f"checkpoint={config.checkpoint} holds no complete checkpoint",
+            "name a run's directory or one of its checkpoints/step_*",
+        )
+    trained = read_config(directory / "config.yaml")
+    trainer = dataclasses.replace(
+        trained.trainer,
+        batch_size=config.batch_size or trained.trainer.batch_size,
+        seq_len=config.seq_len or trained.trainer.seq_len,
+    )
+    trained = dataclasses.replace(
+        trained,
+        data=config.data or trained.data,
+        loss=config.loss or trained.loss,
+        trainer=trainer,
+        device=config.device,
+    )
+    plan = make_plan(trained)
+    data = prepare(trained.data, progress=ConsoleProgress())
+    model = build_model(
+        plan.architecture(data.vocab_size), device=plan.device, dtype=parameter_dtype(plan.precision), seed=0
+    )
+    checkpoint.load_model(directory, model.hf)
+    shards = data.valid if config.split == "valid" else data.train
+    evaluation = evaluate(
+        model,
+        build_loss(trained.loss, device=plan.device),
+        shards.batches_once(
+            seq_len=trainer.seq_len,
+            batch_size=trainer.batch_size,
+            max_tokens=config.max_tokens,
+            reset_at_document=trained.data.reset_at_document,
+        ),
+        precision=plan.precision,
+        device=plan.device,
+        bytes_per_token=data.valid_bytes_per_token,
+    )
+    print(f"{directory}\n{config.split} split of {data.description}\n{evaluation}")
+
+
+if __name__ == "__main__":
+    run(main, "evaluate", __doc__)

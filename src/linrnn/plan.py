@@ -1,0 +1,80 @@
+"""What a configuration decides before anything is built: device, precision, steps; and the refusals that follow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from linrnn import checkpoint
+from linrnn.architecture import Architecture, resolve
+from linrnn.config.schema import Config
+from linrnn.errors import ConfigError
+from linrnn.losses import check_loss
+from linrnn.models import LanguageModel, check_supported, load_weights
+from linrnn.runtime import compute_dtype, resolve_device, resolve_precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration that can run on this machine."""
+
+    config: Config
+    device: torch.device
+    precision: str
+    tokens_per_step: int
+    total_steps: int
+
+    def architecture(self, data_vocab_size: int) -> Architecture:
+        """Dimensions for a vocabulary of `size.vocab_size`, or of the data's where that is null.
+
+        Raises:
+            ConfigError: `size.vocab_size` is smaller than the data's vocabulary.
+        """
+        vocab_size = self.config.size.vocab_size or data_vocab_size
+        if vocab_size < data_vocab_size:
+            raise ConfigError(
+                f"size.vocab_size={vocab_size} is smaller than the data's vocabulary of {data_vocab_size}",
+                f"use size.vocab_size={data_vocab_size} or more, or null",
+            )
+        return resolve(self.config.model, self.config.size, vocab_size)
+
+
+def make_plan(config: Config) -> Plan:
+    """Resolve what is `auto` or null, and refuse what cannot run here.
+
+    Raises:
+        UnsupportedError: the device, the loss or the model cannot run here.
+        ConfigError: no limit of steps or tokens, or fewer tokens than one step takes.
+    """
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.trainer.precision, device)
+    check_loss(config.loss, device, compute_dtype(precision))
+    tokens_per_step = config.trainer.batch_size * config.trainer.seq_len * config.trainer.accumulation_steps
+    plan = Plan(config, device, precision, tokens_per_step, _total_steps(config, tokens_per_step))
+    check_supported(config.model, device)
+    return plan
+
+
+def _total_steps(config: Config, tokens_per_step: int) -> int:
+    """Optimizer steps until the earlier of `max_steps` and `max_tokens`; a last, partial step is left out."""
+    max_steps, max_tokens = config.trainer.max_steps, config.trainer.max_tokens
+    if max_steps is None and max_tokens is None:
+        raise ConfigError(
+            "trainer.max_steps and trainer.max_tokens are both null: the run would have no end",
+            "give one of them",
+        )
+    limits = [limit for limit in (max_steps, max_tokens and max_tokens // tokens_per_step) if limit is not None]
+    if min(limits) < 1:
+        raise ConfigError(
+            f"trainer.max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens",
+            "raise trainer.max_tokens, or lower trainer.batch_size, seq_len or accumulation_steps",
+        )
+    return min(limits)
+
+
+def initialise(model: LanguageModel, source: str) -> None:
+    """Start from the weights of a run, a checkpoint, or a Hugging Face model in FLA's format (`init_from=`)."""
+    if path := checkpoint.resolve(Path(source)):
+        checkpoint.load_model(path, model.hf)
+    else:
+        load_weights(model, source)

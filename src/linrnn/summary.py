@@ -1,0 +1,72 @@
+"""summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
+
+from pathlib import Path
+from typing import Any
+
+from linrnn.config.schema import Config
+from linrnn.run_directory import LOG, METRICS, SUMMARY
+
+GIB = 2**30
+_NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def progress_line(
+    step: int, total_steps: int, loss: float, floor: float | None, tokens_per_second: float | None, seconds_left: float | None
+) -> str:
+    """One line of progress: step, loss (and the floor it cannot pass), tokens/s, time left."""
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"loss {loss:.4f}"]
+    if floor is not None:
+        words[-1] += f" (floor {floor:.4f})"
+    words.append("warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s")
+    if seconds_left is not None:
+        words.append(f"{duration(seconds_left)} left")
+    return " | ".join(words)
+
+
+def memory_lines(components: dict[str, int]) -> list[str]:
+    """Bytes by component as lines in GiB, largest first."""
+    largest_first = sorted(components.items(), key=lambda item: -item[1])
+    return [f"  {name:<28}{size / GIB:10.3f} GiB" for name, size in largest_first]
+
+
+def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
+    """The printed summary: the figures, the files, and the commands to go on with."""
+
+    def show(value: float | None, form: str, unit: str = "") -> str:
+        return "-" if value is None else f"{value:{form}}{unit}"
+
+    rows = {
+        "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens",
+        "parameters": f"{summary['n_parameters']:,}",
+        "train loss": show(summary["train_loss_nats"], ".4f", " nats (mean of the last 50 steps)"),
+        "valid loss": show(summary["valid_loss_nats"], ".4f", " nats"),
+        "entropy floor": show(summary["entropy_floor_nats"], ".4f", " nats"),
+        "perplexity": show(summary["valid_perplexity"], ".3f"),
+        "bits per byte": show(summary["valid_bits_per_byte"], ".4f"),
+        "speed": show(summary["tokens_per_second"], ",.0f", " tokens/s"),
+        "step time": show(summary["step_time_ms_median"], ".1f", " ms (median)"),
+        "MFU": show(summary["mfu"], ".1%"),
+        "peak memory": show(
+            summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB, ".3f", f" GiB ({summary['peak_memory_is']})"
+        ),
+    }
+    width = max(map(len, rows))
+    lines = ["", f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}"]
+    lines += [f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"]
+    lines += ["", f"wrote {directory}/", f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json, checkpoints/"]
+    if summary["status"] == "finished":
+        other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
+        lines += [
+            "next:",
+            f"  python train.py model={config.model.name} size={config.size.name} loss={other}    # the same run with another loss",
+            f"  python scripts/evaluate.py checkpoint={directory}",
+            "  python scripts/doctor.py    # what runs on this machine",
+        ]
+    return lines

@@ -1,0 +1,123 @@
+"""Every YAML composes into typed dataclasses; wrong keys, types and values fail; every key carries a comment."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from linrnn.config import CONFIG_DIR, identity, load_config, read_config, run_name, to_yaml
+from linrnn.config.compose import fields_of, nearest
+from linrnn.config.schema import COMMANDS, SCHEMAS
+from linrnn.errors import ConfigError
+
+OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONFIG_DIR.glob("*/*.yaml"))]
+NEEDED = {"text": ["data.path=some.txt"]}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes(group: str, option: str) -> None:
+    config = load_config([f"{group}={option}", *NEEDED.get(option, [])])
+    if group in SCHEMAS and hasattr(getattr(config, group), "name"):
+        assert getattr(config, group).name == option
+
+
+@pytest.mark.parametrize("group", sorted(SCHEMAS))
+def test_every_schema_has_its_file_and_every_file_its_schema(group: str) -> None:
+    files = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
+    if "" not in SCHEMAS[group]:
+        assert files == set(SCHEMAS[group])
+    assert files
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIG_DIR)))
+def test_every_key_is_explained(path: Path) -> None:
+    if path.parent.name == "experiment":
+        pytest.skip("an overlay of keys that are explained where they are defined")
+    lines = path.read_text().splitlines()
+    body = lines[next((i for i, line in enumerate(lines) if line.startswith("defaults")), 0) :]
+    previous = ""
+    for line in body:
+        key = re.match(r"\s*([a-z_]+):\s*[^\s#]", line)
+        if key and key.group(1) not in ("defaults", "output_subdir", "dir"):
+            assert "#" in line or previous.strip().startswith("#"), f"{path.name}: {key.group(1)} has no comment"
+        previous = line
+
+
+@pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
+def test_names_are_deterministic_and_complete(model: str) -> None:
+    assert run_name(load_config([f"model={model}", "size=mve", "loss=standard"])) == f"{model}-mve-standard-s0"
+    changed = load_config([f"model={model}", "size=mve", "loss=standard", "trainer.batch_size=32", "seed=3"])
+    assert run_name(changed) == f"{model}-mve-standard-b32-s3"
+
+
+def test_runs_of_different_identity_have_different_names() -> None:
+    variants = [
+        [],
+        ["trainer.batch_size=4"],
+        ["trainer.seq_len=64"],
+        ["optimizer.lr=0.01"],
+        ["trainer.precision=bf16"],
+        ["loss.accumulate=fp32"],
+        ["data.reset_at_document=true"],
+        ["data=stdlib"],
+        ["trainer.compile_blocks=true"],
+        ["seed=1"],
+    ]
+    names = [run_name(load_config(variant)) for variant in variants]
+    assert len(set(names)) == len(variants), names
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names)
+
+
+def test_what_may_differ_is_no_part_of_the_name() -> None:
+    plain = load_config()
+    other = load_config(["trainer.max_steps=7", "device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never"])
+    assert identity(plain) == identity(other)
+    assert run_name(plain) == run_name(other)
+
+
+def test_long_names_end_in_a_hash_and_stay_distinct() -> None:
+    many = [f"optimizer.{key}={value}" for key, value in {"lr": 0.123, "beta1": 0.8, "beta2": 0.85, "eps": 1e-7}.items()]
+    many += ["trainer.batch_size=3", "trainer.seq_len=77", "optimizer.weight_decay=0.33", "optimizer.schedule=wsd"]
+    a, b = (run_name(load_config([*many, f"optimizer.min_lr_ratio={ratio}"])) for ratio in (0.2, 0.3))
+    assert len(a) <= 80
+    assert a != b
+
+
+@pytest.mark.parametrize("loss", sorted(SCHEMAS["loss"]))
+def test_a_written_configuration_reads_back_equal(loss: str, tmp_path: Path) -> None:
+    config = load_config([f"loss={loss}", "data=stdlib", "optimizer.lr=0.123"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_the_command_line_beats_an_experiment() -> None:
+    config = load_config(["experiment=mve", "data=stdlib", "trainer.batch_size=3", "size=smoke"])
+    assert (config.trainer.batch_size, config.size.name, config.data.name) == (3, "smoke", "stdlib")
+    assert config.trainer.seq_len == 2048
+
+
+def test_a_loss_accepts_its_own_options_only() -> None:
+    assert load_config(["loss=cce_filter", "loss.filter_eps=0.001"]).loss.filter_eps == 0.001
+    with pytest.raises(ConfigError, match="loss.filter_eps"):
+        load_config(["loss=cce_kahan", "loss.filter_eps=0.001"])
+
+
+def test_bounds_name_key_and_value() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.seq_len=1 .*minimum"):
+        load_config(["trainer.seq_len=1"])
+
+
+def test_nearest_names_the_intended_one_first() -> None:
+    valid = [key for key, _, _ in fields_of(load_config())]
+    for typo, meant in {"trainer.batchsize": "trainer.batch_size", "optimizer.learning_rate": "optimizer.lr"}.items():
+        assert meant in nearest(typo, valid), typo
+
+
+def test_commands_have_their_files() -> None:
+    assert all((CONFIG_DIR / f"{name}.yaml").exists() for name in COMMANDS)
+
+
+def test_losses_and_models_cross_freely() -> None:
+    for model, loss in itertools.product(("gla", "transformer"), SCHEMAS["loss"]):
+        assert load_config([f"model={model}", f"loss={loss}"]).loss.name == loss

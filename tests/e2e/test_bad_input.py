@@ -1,0 +1,147 @@
+"""Bad input ends in one line of cause, one of remedy and the documented exit code; nothing is written or lost."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrnn.config import load_config
+from linrnn.errors import OutOfMemoryError, StorageError
+from linrnn.trainer import Trainer
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "cause", "remedy"),
+    [
+        (["model=gal"], 2, "model=gal", "gla"),
+        (["loss=cce_kahn"], 2, "loss=cce_kahn", "cce_kahan"),
+        (["experiment=mvee"], 2, "experiment=mvee", "mve"),
+        (["trainer.batchsize=4"], 2, "trainer.batchsize", "trainer.batch_size"),
+        (["optimizer.learning_rate=1"], 2, "optimizer.learning_rate", "optimizer.lr"),
+        (["trainr.max_steps=1"], 2, "trainr.max_steps", "trainer.max_steps"),
+        (["loss=standard", "loss.filter_eps=0.1"], 2, "loss.filter_eps", "loss.name"),
+        (["trainer.batch_size=0"], 2, "trainer.batch_size=0", "1 or more"),
+        (["trainer.batch_size=two"], 2, "batch_size", "type"),
+        (["optimizer.lr=-1"], 2, "optimizer.lr=-1", "0"),
+        (["optimizer.lr=.nan"], 2, "optimizer.lr", "finite"),
+        (["trainer.precision=fp64"], 2, "trainer.precision=fp64", "fp32"),
+        (["trainer.max_steps=null"], 2, "no end", "give one"),
+        (["trainer.max_tokens=7"], 2, "less than one step", "raise trainer.max_tokens"),
+        (["size.vocab_size=8"], 2, "smaller than the data's vocabulary", "size.vocab_size="),
+        (["optimizer.warmup_steps=500"], 2, "warmup_steps=500", "lower"),
+        (["init_from=nowhere/at_all"], 2, "nowhere/at_all", ""),
+        (["memory_budget_gib=80"], 2, "needs a GPU", "drop memory_budget_gib"),
+        (["trainer.memory_snapshot=true"], 4, "memory snapshot", "memory_snapshot=false"),
+        (["loss=liger"], 4, "liger", "loss="),
+        (["data=text", "data.path=missing.txt"], 3, "missing.txt", ""),
+        (["trainer.seq_len=50000"], 3, "50,001", "seq_len"),
+    ],
+)
+def test_refused(
+    overrides: list[str], code: int, cause: str, remedy: str, command: Command, small: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    if any(o.startswith("data=") for o in overrides):
+        base = [o for o in small() if not o.startswith(("data.n_",))]
+    else:
+        base = small()
+    done = command("train.py", *base, *overrides)
+    error = done.stderr.strip().splitlines()
+    assert done.returncode == code, done.stderr + done.stdout
+    assert len(error) == 2, done.stderr
+    assert cause in error[0]
+    assert error[1].startswith("  -> ")
+    assert remedy in error[1]
+    runs = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+    assert not runs or code == 4, f"nothing is left behind: {runs}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_where_there_is_none(command: Command, small: Callable[..., list[str]]) -> None:
+    done = command("train.py", *small(), "device=cuda")
+    assert done.returncode == 4
+    assert "sees no GPU" in done.stderr
+    assert "device=cpu" in done.stderr
+
+
+def test_the_traceback_is_there_for_the_asking(command: Command) -> None:
+    assert "Traceback" not in command("train.py", "model=gal").stderr
+    assert "Traceback" in command("train.py", "model=gal", HYDRA_FULL_ERROR="1").stderr
+
+
+def test_a_full_disk_ends_the_run_with_its_cause(
+    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linrnn import checkpoint
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = Trainer(load_config(small()))
+    monkeypatch.setattr(checkpoint, "_save_tensors", no_space)
+    with pytest.raises(StorageError, match="No space left") as error:
+        trainer.fit()
+    assert error.value.exit_code == 7
+    assert trainer.directory.read_summary()["status"] == "failed"
+    assert not list(trainer.directory.checkpoints.iterdir()), "no half-written checkpoint"
+
+
+def test_out_of_memory_names_components_and_what_to_lower(
+    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(load_config(small()))
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(trainer, "_forward_backward", exhausted)
+    with pytest.raises(OutOfMemoryError, match="Tried to allocate") as error:
+        trainer.fit()
+    assert error.value.exit_code == 5
+    assert "trainer.batch_size=1" in error.value.remedy
+    assert "parameters" in capsys.readouterr().out
+    assert trainer.directory.read_summary()["status"] == "out_of_memory"
+
+
+def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:
+    holder = Trainer(load_config(small()))
+    done = command("train.py", *small())
+    assert done.returncode == 2
+    assert "another process" in done.stderr
+    assert holder.fit()["status"] == "finished"
+
+
+def test_a_read_only_results_directory(command: Command, small: Callable[..., list[str]]) -> None:
+    done = command("train.py", *small("results_dir=/proc/nowhere"))
+    assert done.returncode in (1, 7)
+    assert len(done.stderr.strip().splitlines()) == 2
+
+
+def test_a_dry_run_foresees_and_writes_nothing(command: Command, small: Callable[..., list[str]], tmp_path: Path) -> None:
+    done = command("train.py", *small("dry_run=true", "size=350m"))
+    assert done.returncode == 0, done.stderr
+    for word in ("parameters", "memory", "time", "nothing was run"):
+        assert word in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
+def test_help_names_groups_options_and_keys(command: Command) -> None:
+    done = command("train.py", "--help")
+    assert done.returncode == 0
+    for word in ("gated_deltanet", "cce_kahan", "experiment", "batch_size", "exit", "usage"):
+        assert word in done.stdout, word
+
+
+def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None:
+    trainer = Trainer(load_config(small()))
+    trainer.fit()
+    summary = json.loads((trainer.directory.path / "summary.json").read_text())
+    promised = (
+        "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats valid_loss_nats "
+        "valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second step_time_ms_median mfu device"
+    )
+    assert set(promised.split()) <= summary.keys()
