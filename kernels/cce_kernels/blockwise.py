@@ -1,0 +1,155 @@
+"""The loss in plain torch, a vocabulary chunk at a time: what CPU tensors run.
+
+Forward   for each chunk of C: z = E C_chunkᵀ in fp32, fold it into each row's running maximum and sum of exponentials.
+Backward  for each chunk: recompute z, turn it in place into dL/dz, then dE += dL/dz C_chunk and dC_chunk = dL/dzᵀ E.
+
+At most N × width fp32 numbers exist at once (two buffers with a softcap); width follows from `workspace_mib`.
+Costs 2 N D V multiply-adds forward and 6 backward. Inputs of 16 bits are multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool2d
+
+from .accumulator import Accumulator
+from .filtered import TILE, FilterStats, vocabulary_order
+from .options import Options
+
+_MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units
+_CACHE_BYTES = 8 * 2**20  # a chunk's logits stay near the cores' caches: wider chunks are slower, not faster
+
+
+def prepare(x: Tensor) -> Tensor:
+    """An operand as the passes below take it: any strides will do."""
+    return x
+
+
+def forward(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows' log-sum-exp, target logit and (with label smoothing) mean logit, fp32 (N,) each.
+
+    Args:
+        e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, -1 for none.
+    """
+    n_rows, vocab = e.shape[0], c.shape[0]
+    e = e.float()
+    largest = e.new_full((n_rows,), -torch.inf)
+    exp_sum, z_target, z_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
+    for chunk in _chunks(e, vocab, 0, o):
+        z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
+        rows, cols = _targets_in(columns, chunk)
+        z_target[rows] = z[rows, cols]
+        if o.label_smoothing:
+            z_sum += z.sum(dim=1)
+        new_largest = torch.maximum(largest, z.amax(dim=1))
+        anchor = new_largest.masked_fill(
+            new_largest == -torch.inf, 0
+        )  # a chunk may be masked out by the bias
+        exp_sum.mul_((largest - anchor).exp_()).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
+        largest = new_largest
+    return largest + exp_sum.log(), z_target, z_sum / vocab if o.label_smoothing else None
+
+
+def backward(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    stats: FilterStats | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None.
+
+    Args:
+        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
+    """
+    vocab = c.shape[0]
+    dtype_e, dtype_c, dtype_bias = dtypes
+    e32 = e.float()
+    sum_e = None if dtype_e is None else Accumulator(e, dtype_e, o.accumulate)
+    grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
+
+    order = None
+    if o.filter_eps is not None:
+        order, columns = vocabulary_order(columns, vocab)
+    scratch = Accumulator.scratch_bytes_per_entry(dtype_e or torch.float32, o.accumulate)
+    for chunk in _chunks(e32, vocab, scratch, o):
+        entries = chunk if order is None else order[chunk]
+        c_chunk = c[entries].float()
+        z = _logits(e32, c_chunk, None if bias is None else bias[entries], o)
+        slope = None if o.softcap is None else 1 - (z / o.softcap).square_()
+        rows, cols = _targets_in(columns, chunk)
+        p = z.sub_(lse[:, None]).exp_()
+
+        dropped = None
+        if o.filter_eps is not None:
+            dropped = p < o.filter_eps
+            dropped[rows, cols] = False
+            dropped |= ((a == 0) & (b == 0))[:, None]  # rows without a gradient hold nothing to keep
+            if stats is not None:
+                _record(stats, p, dropped, b)
+        dz = p.mul_(a[:, None])
+        if o.label_smoothing:
+            dz -= (o.label_smoothing / vocab * b)[:, None]
+        dz[rows, cols] -= (1 - o.label_smoothing) * b[rows]
+        if slope is not None:
+            dz *= slope
+
+        for eps in o.passes(sum_e is not None, grad_c is not None or grad_bias is not None):
+            if eps is not None:  # comes after the pass without a filter, so that it may work in place
+                dz.masked_fill_(dropped, 0)
+            if sum_e is not None and eps == o.eps_e:
+                sum_e.add((dz @ c_chunk).mul_(o.logit_scale))
+            if grad_c is not None and eps == o.eps_c:
+                grad_c[entries] = (dz.T @ e32).mul_(o.logit_scale).to(grad_c.dtype)
+            if grad_bias is not None and eps == o.eps_c:
+                grad_bias[entries] = dz.sum(dim=0).to(grad_bias.dtype)
+    return None if sum_e is None else sum_e.result(), grad_c, grad_bias
+
+
+def _chunks(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> Iterator[slice]:
+    n_rows, dim = e.shape
+    buffers = 4 + (4 if o.softcap is not None else 0) + (1 if o.filter_eps is not None else 0)
+    width = o.chunk_width(
+        vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE
+    )
+    width = min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
+    for first in range(0, vocab, width):
+        yield slice(first, min(first + width, vocab))
+
+
+def _logits(e: Tensor, c_chunk: Tensor, bias_chunk: Tensor | None, o: Options) -> Tensor:
+    z = e @ c_chunk.float().T
+    if o.logit_scale != 1:
+        z *= o.logit_scale
+    if bias_chunk is not None:
+        z += bias_chunk
+    return z if o.softcap is None else z.div_(o.softcap).tanh_().mul_(o.softcap)
+
+
+def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in the chunk, and its column there."""
+    rows = torch.nonzero((columns >= chunk.start) & (columns < chunk.stop)).squeeze(1)
+    return rows, columns[rows] - chunk.start
+
+
+def _record(stats: FilterStats, p: Tensor, dropped: Tensor, b: Tensor) -> None:
+    live = (b != 0)[:, None]
+    kept = ~dropped
+    tiles = max_pool2d(kept[None].float(), TILE, ceil_mode=True)
+    stats.add(
+        kept_entries=(kept & live).sum(),
+        kept_tiles=tiles.sum(),
+        tiles=tiles.numel(),
+        dropped_mass=torch.where(dropped & live, p, 0).sum(dim=1),
+    )

@@ -1,0 +1,236 @@
+"""The one public function: a linear layer and cross-entropy on top of it, without the N × V logits in
+memory."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import blockwise
+from .filtered import FilterStats
+from .interpreter import INTERPRETED
+from .options import Options
+from .rows import assemble_loss, reduce_loss, row_coefficients, target_columns
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REDUCTIONS = ("mean", "sum", "none")
+PAPER_EPS = 2.0**-12
+
+# What each name stands for. The paper's: Wijmans et al. 2024, table 1 and appendix; names as in Apple's package.
+PRESETS: dict[str, dict[str, Any]] = {
+    "cce_kahan": {"accumulate": "kahan"},
+    "cce_filter": {"accumulate": "kahan", "filter_eps": PAPER_EPS},
+    "paper/cce": {"accumulate": "bf16", "filter_eps": PAPER_EPS},
+    "paper/cce_kahan": {"accumulate": "kahan", "filter_eps": PAPER_EPS},
+    "paper/cce_kahan_full_c": {"accumulate": "kahan", "filter_eps": PAPER_EPS, "filter_c": False},
+    "paper/cce_kahan_full_e": {"accumulate": "kahan", "filter_eps": PAPER_EPS, "filter_e": False},
+    "paper/cce_exact": {"accumulate": "fp32"},
+}
+_PRESET_DEFAULTS = {"filter_eps": None, "filter_e": True, "filter_c": True, "accumulate": "kahan"}
+
+
+def linear_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    shift: int = 0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    filter_eps: float | None = None,
+    filter_e: bool = True,
+    filter_c: bool = True,
+    accumulate: str = "kahan",
+    workspace_mib: float | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    preset: str | None = None,
+) -> Tensor | tuple:
+    """Cross-entropy, in nats, of the logits softcap · tanh((logit_scale · e cᵀ + bias) / softcap).
+
+    Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. CUDA tensors run
+    Triton kernels, others a blockwise torch path with the same results and memory bound; TRITON_INTERPRET=1
+    runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing waits for the device.
+
+    Args:
+        e: (..., D) hidden states; c: (V, D) classifier; bf16, fp16 or fp32 each. Two dtypes are promoted to
+            their common one (bf16 with fp32: all in fp32); under autocast both are taken in autocast's. fp32
+            is multiplied in IEEE fp32. An input whose rows are not 16-byte aligned and contiguous is copied,
+            as is one of another dtype than the products'.
+        targets: (...) integers in [0, V). One outside raises on the CPU and gives that row a NaN loss on a GPU.
+        bias: (V,) or None.
+        ignore_index: targets with this value add nothing to loss and gradients.
+        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none": (...) row
+            losses.
+        shift: e at position t predicts the target at t + shift, along the last dimension of targets; row
+            losses and LSE then have the shape of targets[..., shift:].
+        softcap: positive, or None for none.
+        label_smoothing: as in torch.nn.functional.cross_entropy.
+        z_loss: adds z_loss · LSE², averaged like the loss.
+        filter_eps: drop entries of (softmax − onehot) with a probability below it from the gradients, never
+            the target's; None: exact gradients. Biased: see filtered.py. Not together with label_smoothing.
+        filter_e, filter_c: whether the filter applies to the gradient of e, to those of c and bias. Only one
+            of them: costs one more product.
+        accumulate: how the gradient of e is summed over vocabulary chunks: "kahan" (its own dtype and a
+            compensation of that dtype), "fp32", or "bf16" (its own dtype, plainly). The gradient of c needs
+            no such sum.
+        workspace_mib: extra memory of the backward pass, in MiB, beyond inputs, gradients and copies named
+            above; more is faster. Default: 256, or as much more as one vocabulary tile of so many rows takes.
+        return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
+        return_stats: also return a dict of 0-d device tensors: entries_kept and tiles_kept (shares), dropped_mass_mean
+            and dropped_mass_max (per row). The backward pass fills them in; NaN until then, and under
+            activation checkpointing, which hands backward to a second call. Without a filter nothing is
+            dropped.
+        preset: a name in PRESETS, in place of filter_eps, filter_e, filter_c and accumulate.
+
+    Returns:
+        loss (fp32), followed by lse and stats if asked for.
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype, device or value; the message starts with its name.
+    """
+    flags = {
+        "filter_eps": filter_eps, "filter_e": filter_e, "filter_c": filter_c, "accumulate": accumulate,
+    }  # fmt: skip
+    options = Options(
+        softcap=softcap,
+        logit_scale=logit_scale,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        workspace_mib=workspace_mib,
+        **(flags if preset is None else _preset_flags(preset, flags)),
+    )
+    _check(e, c, targets, bias, ignore_index, reduction, shift)
+
+    if shift:  # move the targets, not the hidden states: no copy of e
+        nothing = torch.full_like(targets[..., :shift], ignore_index)
+        targets = torch.cat((targets[..., shift:], nothing), dim=-1)
+    shape, flat = targets.shape, targets.reshape(-1).long()
+    stats = FilterStats(e.device) if return_stats else None
+    rows, lse = _apply(e.reshape(-1, e.shape[-1]), c, flat, bias, ignore_index, options, stats)
+
+    last = shape[-1] - shift if shift else None
+    loss = reduce_loss(rows, flat, ignore_index, reduction, shape)
+    if reduction == "none":
+        loss = loss[..., :last] if shift else loss
+    lse = lse.reshape(shape)
+    extras = ((lse[..., :last] if shift else lse),) if return_lse else ()
+    if stats is not None:
+        extras = (*extras, stats.report)
+    return (loss, *extras) if extras else loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """(row losses, LSE), both (N,), from e (N, D), c (V, D), bias (V,) or None; see rows.py for the
+    formulas."""
+
+    @staticmethod
+    def forward(ctx, e, c, targets, bias, ignore_index, options, stats):
+        backend = _backend(e)
+        dtype = _product_dtype(e, c)
+        ctx.dtypes = (e.dtype, c.dtype, None if bias is None else bias.dtype)
+        with torch.autocast(e.device.type, enabled=False):
+            columns = target_columns(targets, ignore_index, c.shape[0])
+            e, c = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
+            bias = None if bias is None else bias.contiguous()
+            lse, z_target, z_mean = backend.forward(e, c, bias, columns, options)
+            rows = assemble_loss(lse, z_target, z_mean, targets, columns, ignore_index, options)
+        ctx.save_for_backward(e, c, bias, targets, columns, lse)
+        ctx.ignore_index, ctx.options, ctx.stats = ignore_index, options, stats
+        return rows, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_lse):
+        e, c, bias, targets, columns, lse = ctx.saved_tensors
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        dtypes = tuple(dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True))
+        with torch.autocast(e.device.type, enabled=False):
+            a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ctx.ignore_index, ctx.options)
+            if ctx.stats is not None:
+                ctx.stats.start(e.shape[0])
+            grads = _backend(e).backward(e, c, bias, columns, lse, a, b, ctx.options, dtypes, ctx.stats)
+            if ctx.stats is not None:
+                ctx.stats.finish(b, c.shape[0])
+        return grads[0], grads[1], None, grads[2], None, None, None
+
+
+@torch.compiler.disable
+def _apply(e, c, targets, bias, ignore_index, options, stats) -> tuple[Tensor, Tensor]:
+    """The autograd function; under torch.compile a graph break."""
+    if e.shape[0] == 0:
+        nothing = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
+        return nothing, nothing
+    return _LinearCrossEntropy.apply(e, c, targets, bias, ignore_index, options, stats)
+
+
+def _backend(e: Tensor) -> ModuleType:
+    """The implementation that runs e: a module with prepare, forward and backward."""
+    if e.is_cuda or INTERPRETED:
+        from . import fused  # needs Triton, which a machine without a GPU may lack
+
+        return fused
+    return blockwise
+
+
+def _product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
+    """What e and c are multiplied in."""
+    device = e.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(e.dtype, c.dtype)
+
+
+def _preset_flags(preset: str, flags: dict[str, Any]) -> dict[str, Any]:
+    if preset not in PRESETS:
+        raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
+    for name, value in flags.items():
+        if value != _PRESET_DEFAULTS[name]:
+            raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
+    return PRESETS[preset]
+
+
+def _check(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, shift: int
+) -> None:
+    """Raise the ValueErrors that `linear_cross_entropy` promises."""
+    for name, x in (("e", e), ("c", c), ("bias", bias)):
+        if x is not None and x.dtype not in DTYPES:
+            raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
+        if x is not None and x.device != e.device:
+            raise ValueError(f"{name}: is on {x.device}, e on {e.device}")
+    if e.dim() < 1 or c.dim() != 2 or e.shape[-1] != c.shape[1] or 0 in c.shape:
+        raise ValueError(f"c: must be (V, D) for e (..., D), none of them 0, got {_sizes(c)} for {_sizes(e)}")
+    if targets.shape != e.shape[:-1]:
+        raise ValueError(f"targets: must be {_sizes(e[..., 0])} like e without D, got {_sizes(targets)}")
+    if targets.device != e.device:
+        raise ValueError(f"targets: is on {targets.device}, e on {e.device}")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ValueError(f"targets: must be integers, got {targets.dtype}")
+    if bias is not None and bias.shape != c.shape[:1]:
+        raise ValueError(f"bias: must be (V,) = {_sizes(c[:, 0])}, got {_sizes(bias)}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
+        raise ValueError(
+            f"shift: must lie in [0, {targets.shape[-1] if targets.dim() else 0}], the last dimension of targets, got {shift}"
+        )
+    if targets.device.type == "cpu":
+        outside = (targets != ignore_index) & ((targets < 0) | (targets >= c.shape[0]))
+        if outside.any():
+            raise ValueError(
+                f"targets: {targets[outside][0].item()} lies outside [0, {c.shape[0]}) and is not ignore_index"
+            )
+
+
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

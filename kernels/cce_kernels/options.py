@@ -1,0 +1,80 @@
+"""The options of one call, checked once and then passed around as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+DEFAULT_WORKSPACE_MIB = 256
+ACCUMULATE = ("kahan", "fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How logits, loss and gradients are computed; see `linear_cross_entropy` for the meaning of each
+    field."""
+
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    filter_eps: float | None = None
+    filter_e: bool = True
+    filter_c: bool = True
+    accumulate: str = "kahan"
+    workspace_mib: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap: must be positive or None, got {self.softcap}")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing: must lie in [0, 1], got {self.label_smoothing}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss: must not be negative, got {self.z_loss}")
+        if self.filter_eps is not None and not 0 < self.filter_eps < 1:
+            raise ValueError(f"filter_eps: must lie in (0, 1) or be None, got {self.filter_eps}")
+        if self.filter_eps is not None and self.label_smoothing > 0:
+            raise ValueError(
+                "label_smoothing: cannot combine with filter_eps; smoothing gives every entry a gradient, "
+                "so that there is nothing to drop"
+            )
+        if self.accumulate not in ACCUMULATE:
+            raise ValueError(f"accumulate: must be one of {', '.join(ACCUMULATE)}, got {self.accumulate!r}")
+        if self.workspace_mib is not None and not self.workspace_mib > 0:
+            raise ValueError(f"workspace_mib: must be positive or None, got {self.workspace_mib}")
+
+    @property
+    def eps_e(self) -> float | None:
+        """Threshold of the entries that reach the gradient of e; None: all do."""
+        return self.filter_eps if self.filter_e else None
+
+    @property
+    def eps_c(self) -> float | None:
+        """Threshold of the entries that reach the gradients of c and bias; None: all do."""
+        return self.filter_eps if self.filter_c else None
+
+    def passes(self, need_e: bool, need_c: bool) -> list[float | None]:
+        """The thresholds that dL/dz is needed with, the unfiltered one first; one if both gradients agree."""
+        wanted = {self.eps_e} if need_e else set()
+        wanted |= {self.eps_c} if need_c else set()
+        return sorted(wanted, key=lambda eps: eps is not None)
+
+    def chunk_width(self, vocab: int, fixed_bytes: int, bytes_per_column: int, multiple: int) -> int:
+        """Vocabulary entries per chunk so that fixed_bytes + width * bytes_per_column fits the workspace.
+
+        The width is a multiple of `multiple`, or `vocab` where that fits. Without a `workspace_mib` of the
+        caller's, one multiple is always taken, however long the batch.
+
+        Raises:
+            ValueError: the workspace_mib asked for does not hold one multiple.
+        """
+        budget = int((self.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
+        width = (budget - fixed_bytes) // bytes_per_column
+        if width >= vocab:
+            return vocab
+        if width < multiple and self.workspace_mib is not None:
+            least = -(-(fixed_bytes + multiple * bytes_per_column) // MIB)
+            raise ValueError(
+                f"workspace_mib: {self.workspace_mib} is too small for this shape, it takes {least} at least"
+            )
+        return max(multiple, width // multiple * multiple)

@@ -1,0 +1,71 @@
+"""Ground truth in plain torch: materialised logits, one line per formula, any precision, differentiable.
+
+With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_v exp z_iv, a row's loss is
+
+    LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
+
+A filter changes gradients alone: entries of dL/dz with softmax p < eps become 0, the target's entry stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .options import Options
+from .rows import assemble_loss, reduce_loss, target_columns
+
+
+def reference_linear_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    shift: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp as `cce_kernels.linear_cross_entropy` defines them, in `dtype`, with N × V memory.
+
+    Args:
+        e: (..., D). c: (V, D). targets: (...), integers. bias: (V,) or None.
+        dtype: what everything is computed in; gradients come back in the inputs' own dtypes.
+        options: the fields of `Options`.
+
+    Returns:
+        loss (a scalar, or (...) for reduction="none") and lse (...), both in `dtype`.
+    """
+    o = Options(**options)
+    if shift:
+        e, targets = e[..., :-shift, :], targets[..., shift:]
+    shape = targets.shape
+    e, targets = e.reshape(-1, e.shape[-1]).to(dtype), targets.reshape(-1)
+    c = c.to(dtype)
+    columns = target_columns(targets, ignore_index, c.shape[0])
+
+    # z_e carries the gradient of e, z_c the one of c and bias, so that each has a filter of its own.
+    z_e = _logits(e, c.detach(), None if bias is None else bias.detach().to(dtype), o)
+    z_c = _logits(e.detach(), c, None if bias is None else bias.to(dtype), o)
+    if o.filter_eps is not None:
+        p = torch.softmax(z_e.detach(), dim=1)
+        keep = p >= o.filter_eps
+        keep |= columns[:, None] == torch.arange(c.shape[0], device=c.device)
+        for z, filtered in ((z_e, o.filter_e), (z_c, o.filter_c)):
+            if filtered and z.requires_grad:
+                z.register_hook(lambda grad: torch.where(keep, grad, 0))
+    z = z_e + (z_c - z_c.detach())
+
+    lse = torch.logsumexp(z, dim=1)
+    z_target = z.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
+    rows = assemble_loss(lse, z_target, z.mean(dim=1), targets, columns, ignore_index, o)
+    return reduce_loss(rows, targets, ignore_index, reduction, shape), lse.reshape(shape)
+
+
+def _logits(e: Tensor, c: Tensor, bias: Tensor | None, o: Options) -> Tensor:
+    z = o.logit_scale * (e @ c.T)
+    if bias is not None:
+        z = z + bias
+    return z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap)

@@ -1,0 +1,117 @@
+"""What the Triton kernels share: tile sizes, TMA descriptors, the order of tiles, the logits of one tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .filtered import TILE
+from .interpreter import INTERPRETED, mend
+
+if INTERPRETED:
+    mend()
+
+GROUP = 16  # row tiles that walk over the same columns together, so that both operands stay in L2
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile of a product: rows × cols of output, `inner` of the summed dimension a step."""
+
+    rows: int
+    cols: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
+    """Tiles for operands of `dtype`; `cols` narrows the tile for outputs of few columns.
+
+    16 bits: 128 × 256 × 64 with two warpgroups, the shape that keeps Hopper's tensor cores busy: 128
+    accumulator registers a thread, 48 KiB of shared memory a stage, 144 of 227 KiB for three (64 remain to stage a stored tile).
+    fp32 multiplies on the ordinary units (IEEE, never TF32): small tiles, so that the accumulators fit.
+    """
+    if dtype == torch.float32:
+        return Tiles(64, 64, 32, 4, 2)
+    width = 256 if cols is None else min(256, max(64, triton.next_power_of_2(cols)))
+    return Tiles(TILE, width, 64, 8 if width > 64 else 4, 3)
+
+
+def flag_tile(dtype: torch.dtype) -> int:
+    """Side of the square tiles that the filter skips or keeps."""
+    return 64 if dtype == torch.float32 else TILE
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x (R, K) itself if TMA can read it (16-byte rows and base, unit column stride), else a copy that it
+    can."""
+    unit = 16 // x.itemsize
+    if x.stride(1) == 1 and x.stride(0) % unit == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0:
+        return x
+    rows, dim = x.shape
+    return x.new_empty(rows, triton.cdiv(dim, unit) * unit)[:, :dim].copy_(x)
+
+
+def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """TMA descriptor of x for blocks rows × cols; what a block reads beyond x is zero, and is not written."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols])
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Programs that a persistent kernel launches."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
+@triton.jit
+def grouped(unit, n_rows, n_cols, GROUP: tl.constexpr):
+    """(row, column) of the unit-th of n_rows × n_cols tiles: groups of GROUP rows, column by column
+    within."""
+    group_size = GROUP * n_cols
+    first = unit // group_size * GROUP
+    height = tl.minimum(n_rows - first, GROUP)
+    within = unit % group_size
+    return first + within % height, within // height
+
+
+@triton.jit
+def logits_tile(
+    e_desc,
+    c_desc,
+    bias_ptr,
+    row,
+    col,
+    V,
+    D,
+    logit_scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """z = softcap · tanh((logit_scale · e cᵀ + bias) / softcap) of rows row… and columns col…, in fp32.
+
+    Forward and backward both call this, so that the softmax they form is of the same logits.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for d in range(0, D, BLOCK_D):
+        e = e_desc.load([row, d])
+        c = c_desc.load([col, d])
+        acc = tl.dot(e, c.T, acc, input_precision="ieee")
+    z = acc * logit_scale
+    if bias_ptr is not None:
+        cols = col + tl.arange(0, BLOCK_V)
+        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if HAS_SOFTCAP:
+        z = softcap * (2 * tl.sigmoid(2 / softcap * z) - 1)
+    return z
