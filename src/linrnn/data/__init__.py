@@ -1,0 +1,8 @@
+"""Data: text to token shards once (`prepare`), shards to batches (`BatchLoader`, `ShardSet.batches_once`)."""
+
+from linrnn.data.loader import Batch, BatchLoader
+from linrnn.data.prepare import PreparedData, prepare
+from linrnn.data.progress import ConsoleProgress, Progress
+from linrnn.data.shards import ShardSet
+
+__all__ = ["Batch", "BatchLoader", "ConsoleProgress", "PreparedData", "Progress", "ShardSet", "prepare"]

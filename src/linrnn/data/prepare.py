@@ -1,0 +1,284 @@
+"""`prepare`: from a configuration to memory-mapped tokens, tokenising once.
+
+The result lies in `<data.cache_dir>/<data.name>-<key>/`, the key being a hash of the text (its content, not
+its place), the tokenizer and the options that decide which tokens come out. Work in progress lies under the
+same name with `.partial`, which the directory loses as the last act: what has its final name is whole.
+
+Without validation data of its own, a source gives every k-th document to validation, the first one first,
+k = round(1 / data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops with the
+document that reaches it. Documents end with the tokenizer's end token, where it has one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
+from linrnn.data.markov import END, MarkovChain
+from linrnn.data.progress import Meter, Progress, ProgressCallback
+from linrnn.data.shards import (
+    FORMAT_VERSION,
+    SPLITS,
+    ShardSet,
+    SplitWriter,
+    open_split,
+    read_meta,
+    storage_errors,
+    token_dtype,
+    write_json,
+    write_meta,
+)
+from linrnn.data.sources import Source, make_source
+from linrnn.data.tokenise import RECORD, Tokenisation, split_of
+from linrnn.errors import ConfigError, DataError
+from linrnn.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+TOKENIZER_SAMPLE_BYTES = 16 << 20  # the first so many bytes of training text teach a tokenizer trained here
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Data ready to train on.
+
+    Attributes:
+        train, valid: the tokens.
+        vocab_size: every id is below it.
+        eos_id: the token that ends a document, None if the tokenizer has none.
+        fingerprint: hex; changes with any byte of text, tokenizer or options.
+        valid_bytes_per_token: UTF-8 bytes of the validation text per token, end tokens counted as tokens.
+            Bits per byte are mean nats per token / ln 2 / this. None for generated data.
+        entropy_floor_nats: the lowest mean loss that any model can reach; None where that is unknown.
+        description: one line for humans.
+        directory: where it all lies.
+    """
+
+    train: ShardSet
+    valid: ShardSet
+    vocab_size: int
+    eos_id: int | None
+    fingerprint: str
+    valid_bytes_per_token: float | None
+    entropy_floor_nats: float | None
+    description: str
+    directory: Path
+
+    def verify(self) -> None:
+        """Read everything and compare with the recorded hashes; raises a DataError naming what differs."""
+        self.train.verify()
+        self.valid.verify()
+
+
+def prepare(config: DataConfig, *, progress: ProgressCallback | None = None) -> PreparedData:
+    """Prepare the data that `config` describes, or open what is there.
+
+    Args:
+        progress: called with a `Progress` now and then while there is work to do.
+
+    Raises:
+        DataError: data or tokenizer missing, empty, corrupt, or not what the configuration says.
+        StorageError: the cache directory cannot be written. The next attempt continues.
+    """
+    if isinstance(config, MarkovDataConfig):
+        return _prepare_markov(config, progress)
+    if isinstance(config, TokenizedDataConfig):
+        return _prepare_text(config, progress)
+    raise TypeError(f"cannot prepare {type(config).__name__}")
+
+
+# ------------------------------------------------------------------------------------------------------- text
+def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None) -> PreparedData:
+    source = make_source(config)
+    period = _holdout_period(config, source)
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        tokenizer = _tokenizer_trained_here(config, source, period, progress)
+    recipe = {
+        "source": source.identity,
+        "holdout_period": period,
+        "max_tokens": config.max_tokens,
+        "tokenizer_sha256": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+    }
+
+    def write_shards(directory: Path) -> dict[str, Any]:
+        try:
+            splits = Tokenisation(
+                directory, source, tokenizer, period=period, max_tokens=config.max_tokens, report=progress
+            ).run()
+        except DataError:
+            if not source.remote:  # once mended it is another text: this attempt is of no further use
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        with storage_errors(directory):
+            (directory / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+        return splits
+
+    directory, meta = _write_once(config, recipe, write_shards, progress)
+    train, valid = (open_split(directory, meta, split) for split in SPLITS)
+    ends = (
+        "no end token"
+        if tokenizer.eos_id is None
+        else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
+    )
+    return PreparedData(
+        train=train,
+        valid=valid,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        fingerprint=meta["fingerprint"],
+        valid_bytes_per_token=valid.n_bytes / valid.n_tokens,
+        entropy_floor_nats=None,
+        description=f"{source.description}: {_sizes(train, valid)}; tokenizer {tokenizer.name}, {ends}",
+        directory=directory,
+    )
+
+
+def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
+    """Every how many documents one is held out for validation; None where the source has validation text."""
+    if source.has_validation:
+        return None
+    if config.valid_fraction == 0:
+        raise ConfigError(
+            f"data={config.name} has no validation text of its own and data.valid_fraction is 0",
+            "set data.valid_fraction (0.01, say), or name validation data",
+        )
+    return round(1 / config.valid_fraction)
+
+
+def _tokenizer_trained_here(
+    config: TokenizedDataConfig, source: Source, period: int | None, progress: ProgressCallback | None
+) -> Tokenizer:
+    """A BPE trained on the first part of the training text, kept in the cache directory."""
+    key = _key([source.identity, period, config.tokenizer_vocab_size, TOKENIZER_SAMPLE_BYTES])
+    path = Path(config.cache_dir).expanduser() / f"tokenizer-{config.tokenizer_vocab_size}-{key}.json"
+    with _locked(path, progress):
+        if not path.is_file():
+            if progress:
+                progress(
+                    Progress(
+                        f"training a tokenizer of {config.tokenizer_vocab_size:,} entries", finished=True
+                    )
+                )
+            tokenizer = train_tokenizer(_sample(source, period), config.tokenizer_vocab_size)
+            with storage_errors(path):
+                write_json(path, json.loads(tokenizer.json))
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.name = f"of {tokenizer.vocab_size:,} entries trained on it"
+    return tokenizer
+
+
+def _sample(source: Source, period: int | None) -> Iterator[str]:
+    n_bytes = 0
+    for number, document in enumerate(source.documents("train")):
+        if split_of("train", number, period) == "train":
+            yield document.text
+            n_bytes += len(document.text.encode())
+            if n_bytes >= TOKENIZER_SAMPLE_BYTES:
+                return
+
+
+# -------------------------------------------------------------------------------------------------- generated
+def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None) -> PreparedData:
+    chain = MarkovChain(config)
+    sizes = {"train": config.n_tokens, "valid": config.n_valid_tokens}
+    recipe = {
+        "source": {"source": "markov", "branching": config.branching, "data_seed": config.data_seed},
+        "n_tokens": sizes,
+        "vocab_size": config.vocab_size,
+        "eos_id": END,
+    }
+
+    def write_shards(directory: Path) -> dict[str, Any]:
+        meter = Meter("generating", progress)
+        n_documents, n_tokens, total = 0, 0, config.n_tokens + config.n_valid_tokens
+        splits = {}
+        with storage_errors(directory):
+            for stream, (split, wanted) in enumerate(sizes.items()):
+                writer = SplitWriter(directory, split, token_dtype(config.vocab_size), None)
+                for tokens, ends in chain.documents(stream):
+                    room = min(len(tokens), wanted - writer.tokens)
+                    ends = np.append(ends[ends < room], room)
+                    writer.append(tokens[:room], ends, 0)
+                    n_documents, n_tokens = n_documents + len(ends), n_tokens + room
+                    meter.update(n_documents, n_tokens, n_tokens / total, finished=n_tokens == total)
+                    if writer.tokens == wanted:
+                        break
+                writer.finish()
+                splits[split] = [asdict(shard) for shard in writer.finished]
+        return splits
+
+    directory, meta = _write_once(config, recipe, write_shards, progress)
+    train, valid = (open_split(directory, meta, split) for split in SPLITS)
+    floor = chain.entropy_rate(reset_at_document=config.reset_at_document)
+    return PreparedData(
+        train=train,
+        valid=valid,
+        vocab_size=config.vocab_size,
+        eos_id=END,
+        fingerprint=meta["fingerprint"],
+        valid_bytes_per_token=None,
+        entropy_floor_nats=floor,
+        description=f"generated text of {config.vocab_size:,} tokens' vocabulary: {_sizes(train, valid)}; "
+        f"no model can go below {floor:.4f} nats",
+        directory=directory,
+    )
+
+
+# ---------------------------------------------------------------------------------------- the cache directory
+def _write_once(
+    config: DataConfig,
+    recipe: dict[str, Any],
+    write_shards: Callable[[Path], dict[str, Any]],
+    progress: ProgressCallback | None,
+) -> tuple[Path, dict[str, Any]]:
+    """The directory for `recipe` and its meta.json; written by one process alone if it is not there."""
+    directory = Path(config.cache_dir).expanduser() / f"{config.name}-{_key([FORMAT_VERSION, recipe])}"
+    if not directory.is_dir():
+        with _locked(directory, progress):
+            if not directory.is_dir():
+                partial = directory.with_name(directory.name + ".partial")
+                with storage_errors(partial):
+                    partial.mkdir(exist_ok=True)
+                splits = write_shards(partial)
+                with storage_errors(partial):
+                    for part in partial.glob("*.part"):
+                        part.unlink()
+                    write_meta(partial, {"format": FORMAT_VERSION, **recipe, "splits": splits})
+                    os.rename(partial, directory)
+                    (directory / RECORD).unlink(missing_ok=True)
+    return directory, read_meta(directory)
+
+
+@contextmanager
+def _locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
+    """Hold the lock of `path`; the system releases it when the process ends, however it ends."""
+    with storage_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                progress(Progress("waiting for another process that prepares it", finished=True))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _key(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _sizes(train: ShardSet, valid: ShardSet) -> str:
+    return f"{train.n_tokens:,} training and {valid.n_tokens:,} validation tokens"

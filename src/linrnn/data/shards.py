@@ -1,0 +1,322 @@
+"""Token shards on disk: written once, memory-mapped ever after.
+
+A prepared data set is a directory:
+
+    train-00000.bin        token ids, little-endian uint16 (vocabulary up to 65,536) or uint32, nothing else
+    train-00000.ends.npy   int64: where each document of the shard ends (exclusive, counted from its first
+                           token)
+    valid-00000.bin …      the same for the validation split
+    tokenizer.json         the tokenizer, for those who decode (absent for generated data)
+    meta.json              vocabulary, tokenizer hash, sources, options, and size and sha256 of every file
+                           above
+
+Documents are packed one after another and never straddle shards; blocks of tokens may.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from linrnn.errors import DataError, StorageError
+
+if TYPE_CHECKING:
+    from linrnn.data.loader import Batch
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "valid")
+SHARD_TOKENS = 1 << 27  # a shard is closed by the document that reaches this many tokens
+
+
+@dataclass(frozen=True)
+class ShardMeta:
+    """One shard in meta.json: `bytes` are the UTF-8 bytes of its text, sizes those of the files."""
+
+    file: str
+    tokens: int
+    documents: int
+    bytes: int
+    size: int
+    sha256: str
+    ends_size: int
+    ends_sha256: str
+
+    @property
+    def ends_file(self) -> str:
+        return Path(self.file).with_suffix(".ends.npy").name
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest supported type that holds every id of the vocabulary."""
+    if vocab_size > 1 << 32:
+        raise DataError(f"a vocabulary of {vocab_size:,} does not fit uint32", "use a smaller tokenizer")
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn a failed write under `path` into a StorageError; what is written stays for the next attempt."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {error.filename or path}: {error.strerror or error}",
+            "free space or set data.cache_dir elsewhere, then run the same command: preparation continues",
+        ) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that the file is either the old one or the whole new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class SplitWriter:
+    """Appends documents to the shards of one split; what `commit()` returns is enough to continue.
+
+    Everything up to the last `commit()` survives: a new writer made with that state cuts off whatever was
+    written after it, so that the same documents give the same bytes however often the work was interrupted.
+    """
+
+    def __init__(self, directory: Path, split: str, dtype: np.dtype, state: dict[str, Any] | None) -> None:
+        self._directory, self._split, self._dtype = directory, split, dtype
+        state = state or {"finished": [], "open": {"tokens": 0, "documents": 0, "bytes": 0}}
+        self.finished = [ShardMeta(**shard) for shard in state["finished"]]
+        self._open_shard(**state["open"])
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.finished) + self._tokens
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.finished) + self._documents
+
+    def append(self, ids: np.ndarray, ends: np.ndarray, n_bytes: int) -> None:
+        """Append whole documents.
+
+        Args:
+            ids: their tokens, one after another.
+            ends: (documents,) where each of them ends in `ids`, exclusive; the last is len(ids).
+            n_bytes: UTF-8 bytes of their text.
+        """
+        self._ids_file.write(ids.astype(self._dtype, copy=False).tobytes())
+        self._ends_file.write((ends + self._tokens).astype("<i8").tobytes())
+        self._tokens += len(ids)
+        self._documents += len(ends)
+        self._bytes += n_bytes
+        if self._tokens >= SHARD_TOKENS:
+            self._finish_shard()
+            self._open_shard()
+
+    def commit(self) -> dict[str, Any]:
+        """Make everything appended so far durable, and return the state that continues from here."""
+        for file in (self._ids_file, self._ends_file):
+            file.flush()
+            os.fsync(file.fileno())
+        shard = {"tokens": self._tokens, "documents": self._documents, "bytes": self._bytes}
+        return {"finished": [asdict(done) for done in self.finished], "open": shard}
+
+    def finish(self) -> None:
+        """Close the last shard. The writer is done; `finished` lists every shard."""
+        if self._tokens:
+            self._finish_shard()
+        else:
+            self.close()
+            self._path(".bin").unlink()
+
+    def close(self) -> None:
+        """Close the files; unless `finish` came before, what was written after the last `commit` is lost."""
+        for file in (self._ids_file, self._ends_file):
+            with suppress(OSError):  # commit, which finish calls, has flushed all that counts
+                file.close()
+
+    def _path(self, suffix: str) -> Path:
+        return self._directory / f"{self._split}-{len(self.finished):05d}{suffix}"
+
+    def _open_shard(self, tokens: int = 0, documents: int = 0, bytes: int = 0) -> None:
+        self._tokens, self._documents, self._bytes = tokens, documents, bytes
+        # Document ends stay in a plain file until the shard is finished; .part files are removed at the very
+        # end.
+        self._ids_file = _open_at(self._path(".bin"), tokens * self._dtype.itemsize)
+        self._ends_file = _open_at(self._path(".ends.part"), documents * 8)
+
+    def _finish_shard(self) -> None:
+        self.commit()
+        self.close()
+        ids_path, ends_path = self._path(".bin"), self._path(".ends.npy")
+        with open(ends_path, "wb") as file:
+            np.save(file, np.fromfile(self._path(".ends.part"), dtype="<i8"))
+            file.flush()
+            os.fsync(file.fileno())
+        self.finished.append(
+            ShardMeta(
+                file=ids_path.name,
+                tokens=self._tokens,
+                documents=self._documents,
+                bytes=self._bytes,
+                size=ids_path.stat().st_size,
+                sha256=sha256_of(ids_path),
+                ends_size=ends_path.stat().st_size,
+                ends_sha256=sha256_of(ends_path),
+            )
+        )
+        self._tokens = self._documents = self._bytes = 0
+
+
+def _open_at(path: Path, size: int) -> Any:
+    """Open for appending at byte `size`, dropping what lies beyond; the file must have at least that much."""
+    path.touch()
+    if path.stat().st_size < size:
+        raise DataError(
+            f"{path} is shorter than its progress record", f"delete {path.parent} and prepare again"
+        )
+    os.truncate(path, size)
+    return open(path, "ab")
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """The tokens of one split as one long sequence, memory-mapped.
+
+    Attributes:
+        directory: where the shards are.
+        fingerprint: hex; identifies the whole prepared data set and this split of it.
+        dtype: of the token ids on disk.
+        shards: what meta.json says of each shard.
+    """
+
+    directory: Path
+    fingerprint: str
+    dtype: np.dtype
+    shards: Sequence[ShardMeta]
+    _tokens: list[np.ndarray] = field(init=False, repr=False, compare=False)
+    _starts: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Map every shard, after checking that it is there and has the size that meta.json records."""
+        for shard in self.shards:
+            for name, size in ((shard.file, shard.size), (shard.ends_file, shard.ends_size)):
+                path = self.directory / name
+                if not path.is_file():
+                    raise _broken(path, "is missing")
+                if path.stat().st_size != size:
+                    raise _broken(path, f"has {path.stat().st_size:,} bytes, meta.json says {size:,}")
+            if shard.size != shard.tokens * self.dtype.itemsize:
+                raise _broken(self.directory / "meta.json", f"contradicts itself about {shard.file}")
+        # Plain arrays over the mapping: slicing np.memmap itself costs microseconds of Python each time.
+        tokens = [np.asarray(np.memmap(self.directory / s.file, self.dtype, "r")) for s in self.shards]
+        object.__setattr__(self, "_tokens", tokens)
+        object.__setattr__(self, "_starts", np.cumsum([0] + [shard.tokens for shard in self.shards]))
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def n_documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of the text these tokens stand for (0 for generated tokens)."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @cached_property
+    def document_ends(self) -> np.ndarray:
+        """(documents,) int64: exclusive end of every document, in tokens from the start of the split."""
+        ends = [
+            np.load(self.directory / shard.ends_file) + start
+            for shard, start in zip(self.shards, self._starts[:-1], strict=True)
+        ]
+        return np.concatenate(ends) if ends else np.zeros(0, np.int64)
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """Copy the tokens [start, start + len(out)) into `out`, across shard borders where need be."""
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        offset, filled = start - int(self._starts[shard]), 0
+        while filled < len(out):
+            piece = self._tokens[shard][offset : offset + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            shard, offset = shard + 1, 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens [start, stop) as int64."""
+        if not 0 <= start <= stop <= self.n_tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.n_tokens}")
+        out = np.empty(stop - start, np.int64)
+        if len(out):
+            self.read_into(start, out)
+        return out
+
+    def verify(self) -> None:
+        """Compare every byte with the sha256 in meta.json; raises a DataError naming what differs."""
+        for shard in self.shards:
+            for name, sha256 in ((shard.file, shard.sha256), (shard.ends_file, shard.ends_sha256)):
+                if sha256_of(self.directory / name) != sha256:
+                    raise _broken(self.directory / name, "differs from its sha256 in meta.json")
+
+    def batches_once(
+        self, seq_len: int, batch_size: int, max_tokens: int | None = None, *, reset_at_document: bool = False
+    ) -> "Iterator[Batch]":
+        """Every token predicted once, in order, `max_tokens` of them at most; see `linrnn.data.loader`."""
+        from linrnn.data.loader import batches_once
+
+        return batches_once(self, seq_len, batch_size, max_tokens, reset_at_document=reset_at_document)
+
+
+def _broken(path: Path, what: str) -> DataError:
+    return DataError(
+        f"{path} {what}", f"delete {path.parent} and run the same command: the data is prepared again"
+    )
+
+
+def write_meta(directory: Path, meta: dict[str, Any]) -> None:
+    """Write meta.json with its fingerprint: sha256 of all the rest, which holds the hash of every shard."""
+    write_json(directory / "meta.json", {**meta, "fingerprint": _fingerprint(meta)})
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """Read and check meta.json.
+
+    Raises:
+        DataError: it does not parse, was altered, or was written in another format.
+    """
+    path = directory / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        fingerprint = meta.pop("fingerprint")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(path, f"cannot be read ({type(error).__name__}: {error})") from None
+    if meta.get("format") != FORMAT_VERSION:
+        raise _broken(path, f"has format {meta.get('format')}, this version reads {FORMAT_VERSION}")
+    if fingerprint != _fingerprint(meta):
+        raise _broken(path, "was altered after it was written")
+    return {**meta, "fingerprint": fingerprint}
+
+
+def open_split(directory: Path, meta: dict[str, Any], split: str) -> ShardSet:
+    """Map one split of a prepared data set."""
+    shards = [ShardMeta(**shard) for shard in meta["splits"][split]]
+    return ShardSet(directory, f"{meta['fingerprint']}-{split}", token_dtype(meta["vocab_size"]), shards)
+
+
+def _fingerprint(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

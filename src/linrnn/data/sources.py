@@ -1,0 +1,248 @@
+"""Where text comes from: local files, the interpreter's own library, or a data set in the hub's layout.
+
+A source yields documents, always in the same order, and says what it is in a form that changes when its text
+does.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
+from linrnn.data.readers import Document, checked_text, find_files, read_documents
+from linrnn.data.shards import sha256_of, write_json
+from linrnn.errors import ConfigError, DataError, LinrnnError
+
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+
+
+class Source(Protocol):
+    """Text in documents.
+
+    Attributes:
+        description: for humans, a few words.
+        identity: JSON-able; equal for equal text, wherever its files lie.
+        has_validation: whether the source brings its own validation documents.
+        remote: whether reading may fail for reasons that pass, so that a second attempt makes sense.
+    """
+
+    description: str
+    identity: dict[str, Any]
+    has_validation: bool
+    remote: bool
+
+    def documents(self, split: str) -> Iterator[Document]:
+        """The documents of "train", or of "valid" where the source has its own."""
+        ...
+
+
+def make_source(config: TokenizedDataConfig) -> Source:
+    """The source that a configuration names."""
+    if isinstance(config, StdlibDataConfig):
+        return StdlibSource()
+    if isinstance(config, TextDataConfig):
+        return TextSource(config)
+    if isinstance(config, HubDataConfig):
+        return HubSource(config)
+    raise TypeError(f"no source for {type(config).__name__}")
+
+
+class TextSource:
+    """`data=text`: local files."""
+
+    remote = False
+
+    def __init__(self, config: TextDataConfig) -> None:
+        self._text_field = config.text_field
+        self._files = {"train": find_files(config.path, "data.path")}
+        if config.valid_path is not None:
+            self._files["valid"] = find_files(config.valid_path, "data.valid_path")
+        self.has_validation = "valid" in self._files
+        hashes = FileHashes(Path(config.cache_dir).expanduser())
+        self.identity = {
+            "source": "text",
+            "text_field": config.text_field,
+            **{
+                split: [[file.name, hashes.of(file)] for file in files]
+                for split, files in self._files.items()
+            },
+        }
+        hashes.save()
+        self.description = f"{config.path} ({_count(len(self._files['train']), 'file')})"
+
+    def documents(self, split: str) -> Iterator[Document]:
+        return read_documents(self._files[split], self._text_field)
+
+
+class StdlibSource:
+    """`data=stdlib`: the running interpreter's own .py files, without its tests; a file is a document."""
+
+    has_validation = False
+    remote = False
+
+    def __init__(self) -> None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = (file for file in root.rglob("*.py") if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts))
+        texts = ((file.relative_to(root).as_posix(), _utf8_text(file)) for file in sorted(files))
+        self._texts = {name: text for name, text in texts if text is not None}
+        if not self._texts:
+            raise DataError(f"{root} holds no Python sources", "use data=markov or data=text")
+        digest = hashlib.sha256(json.dumps(self._texts).encode()).hexdigest()
+        self.identity = {"source": "stdlib", "files": len(self._texts), "sha256": digest}
+        version = ".".join(map(str, sys.version_info[:3]))
+        self.description = f"Python {version}'s library ({_count(len(self._texts), 'file')})"
+
+    def documents(self, split: str) -> Iterator[Document]:
+        for done, text in enumerate(self._texts.values(), start=1):
+            yield Document(text, done / len(self._texts))
+
+
+class HubSource:
+    """`data=wikitext103` and `data=fineweb_edu`: a hub data set, or a local directory of the same layout."""
+
+    remote = True
+
+    def __init__(self, config: HubDataConfig) -> None:
+        self._config = config
+        self._split_names = {"train": config.train_split}
+        if config.valid_split is not None:
+            self._split_names["valid"] = config.valid_split
+        self.has_validation = config.valid_split is not None
+        self._starts = None if config.document_start is None else _compiled(config.document_start)
+        self.identity: dict[str, Any] = {
+            "source": "hub",
+            "path": config.path,
+            "subset": config.subset,
+            "splits": self._split_names,
+            "text_field": config.text_field,
+            "document_start": config.document_start,
+            "empty_row": config.empty_row,
+        }
+        local = Path(config.path).expanduser()
+        if local.is_dir():
+            hashes = FileHashes(Path(config.cache_dir).expanduser())
+            files = (file for file in sorted(local.rglob("*")) if file.is_file())
+            content = [[file.relative_to(local).as_posix(), hashes.of(file)] for file in files]
+            hashes.save()
+            self.identity |= {"path": local.name, "files": content}
+        subset = "" if config.subset is None else f", {config.subset}"
+        self.description = f"{config.path}{subset}, {config.train_split}"
+
+    def documents(self, split: str) -> Iterator[Document]:
+        """Rows as documents; with `document_start`, the rows from one match to the next joined into one.
+
+        Rows before the first match belong to the first document.
+        """
+        rows: list[str] = []
+        matched = False
+        fraction = None
+        for text, fraction in self._rows(self._split_names[split]):
+            if self._starts is None:
+                yield Document(text, fraction)
+                continue
+            if self._starts.search(text):
+                if matched:
+                    yield Document("".join(rows), fraction)
+                    rows = []
+                matched = True
+            rows.append(text)
+        if rows:
+            yield Document("".join(rows), fraction)
+
+    def _rows(self, split: str) -> Iterator[Document]:
+        config = self._config
+        dataset = self._load(split)
+        n_rows = len(dataset) if hasattr(dataset, "__len__") else None  # unknown when streaming
+        where = f"{config.path}, split {split}"
+        try:
+            for number, row in enumerate(dataset, start=1):
+                if config.text_field not in row:
+                    raise DataError(
+                        f"{where} has no field {config.text_field!r}",
+                        f"set data.text_field to one of: {', '.join(row)}",
+                    )
+                text = checked_text(row[config.text_field], f"{where}, row {number}", config.text_field)
+                yield Document(text or config.empty_row, None if n_rows is None else number / n_rows)
+        except LinrnnError:
+            raise
+        except Exception as error:  # datasets, hub and network errors share no base class
+            raise DataError(
+                f"reading {where} failed: {_first_line(error)}",
+                "run the same command again: preparation continues",
+            ) from error
+
+    def _load(self, split: str) -> Any:
+        import datasets
+
+        config = self._config
+        local = Path(config.path).expanduser().is_dir()
+        path = str(Path(config.path).expanduser()) if local else config.path
+        try:
+            # A local directory is read where it lies: without streaming it would be copied to datasets' own
+            # cache.
+            splits = datasets.load_dataset(path, config.subset, streaming=config.streaming or local)
+        except Exception as error:  # datasets, hub and network errors share no base class
+            raise DataError(
+                f"cannot load {config.path} ({config.subset}): {_first_line(error)}",
+                "check data.path, data.subset and the connection, or give a local directory in data.path",
+            ) from error
+        if split not in splits:
+            raise DataError(
+                f"{config.path} ({config.subset}) has no split {split!r}, only: {', '.join(splits)}",
+                "set data.train_split and data.valid_split, or give a copy that has it in data.path",
+            )
+        return splits[split]
+
+
+class FileHashes:
+    """sha256 of files, remembered in the cache directory by absolute path, size and modification time."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._path = cache_dir / "file_hashes.json"
+        self._known: dict[str, str] = {}
+        with suppress(OSError, ValueError):
+            self._known = dict(json.loads(self._path.read_text(encoding="utf-8")))
+
+    def of(self, file: Path) -> str:
+        stat = file.stat()
+        key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if key not in self._known:
+            self._known[key] = sha256_of(file)
+        return self._known[key]
+
+    def save(self) -> None:
+        """Remember for the next time, if the directory can be written: it is only a shortcut."""
+        with suppress(OSError):
+            os.makedirs(self._path.parent, exist_ok=True)
+            write_json(self._path, self._known)
+
+
+def _utf8_text(file: Path) -> str | None:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:  # a handful of old modules declare another encoding
+        return None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        cause = f"data.document_start={pattern!r} is not a regular expression: {error}"
+        raise ConfigError(cause, "mend it, or null for one document a row") from None
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

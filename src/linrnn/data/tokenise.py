@@ -1,0 +1,165 @@
+"""Documents to token shards, interruptible at any moment.
+
+After every batch of documents `progress.json` records how far each file counts and how many documents were
+read. The next attempt cuts off the rest, passes over that many documents (reading is far faster than
+tokenising) and goes on: the bytes come out the same however often the work was interrupted.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linrnn.data.progress import Meter, ProgressCallback
+from linrnn.data.readers import Document
+from linrnn.data.shards import SPLITS, SplitWriter, storage_errors, token_dtype, write_json
+from linrnn.data.sources import Source
+from linrnn.errors import DataError
+from linrnn.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 4 << 20  # tokenised and committed together
+BATCH_DOCUMENTS = 8192
+RECORD = "progress.json"
+
+
+def split_of(phase: str, document: int, period: int | None) -> str:
+    """Which split a document belongs to: number `document` (from 0) among those read for `phase`."""
+    if period is None:
+        return phase
+    return "valid" if document % period == 0 else "train"
+
+
+class Tokenisation:
+    """One attempt at writing the shards of both splits.
+
+    Args:
+        directory: where the shards and the record of progress are.
+        source: the text.
+        tokenizer: its end token, if it has one, is put after every document.
+        period: every how many documents one is held out for validation; None if the source has validation
+            text.
+        max_tokens: reading ends with the document that brings the training split to this many tokens.
+        report: called after every batch.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        period: int | None,
+        max_tokens: int | None,
+        report: ProgressCallback | None,
+    ) -> None:
+        self._directory, self._source, self._tokenizer = directory, source, tokenizer
+        self._period, self._max_tokens = period, max_tokens
+        self._record = directory / RECORD
+        state: dict[str, Any] = {"phase": 0, "documents": 0, "splits": {}}
+        if self._record.is_file():
+            state = json.loads(self._record.read_text(encoding="utf-8"))
+        self._phase, self._seen = state["phase"], state["documents"]
+        dtype = token_dtype(tokenizer.vocab_size)
+        with storage_errors(directory):
+            self._writers = {s: SplitWriter(directory, s, dtype, state["splits"].get(s)) for s in SPLITS}
+        self._meter = Meter("tokenising", report, self._count("tokens"))
+
+    def run(self) -> dict[str, Any]:
+        """Do what is left to do; returns what meta.json says of the shards, by split."""
+        phases = ["train"] if self._period is not None else ["valid", "train"]
+        try:
+            while True:
+                self._run_phase(phases[self._phase])
+                if self._phase == len(phases) - 1:
+                    break
+                self._phase, self._seen = self._phase + 1, 0
+            with storage_errors(self._directory):
+                for writer in self._writers.values():
+                    writer.finish()
+        finally:
+            for writer in self._writers.values():
+                writer.close()
+        self._meter.update(self._count("documents"), self._count("tokens"), 1.0, finished=True)
+        self._check_not_empty()
+        return {
+            split: [asdict(shard) for shard in writer.finished] for split, writer in self._writers.items()
+        }
+
+    def _run_phase(self, phase: str) -> None:
+        unread = itertools.islice(self._source.documents(phase), self._seen, None)
+        for batch in _batches(unread):
+            room = None
+            if phase == "train" and self._max_tokens is not None:
+                room = self._max_tokens - self._writers["train"].tokens
+                if room <= 0:
+                    return
+            splits = [split_of(phase, self._seen + i, self._period) for i in range(len(batch))]
+            self._write(self._encode([document.text for document in batch], splits, room))
+            self._seen += len(batch)
+            self._commit()
+            fraction = batch[-1].fraction if phase == "train" else None
+            if room is not None and self._max_tokens:
+                fraction = max(fraction or 0.0, min(1.0, self._writers["train"].tokens / self._max_tokens))
+            self._meter.update(self._count("documents"), self._count("tokens"), fraction)
+
+    def _encode(
+        self, texts: list[str], splits: list[str], room: int | None
+    ) -> Iterator[tuple[str, list[np.ndarray], int]]:
+        """By split: the tokens of each document, and the UTF-8 bytes of them all. Ends where `room` does."""
+        end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
+        documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        n_bytes = dict.fromkeys(SPLITS, 0)
+        for text, split, ids in zip(texts, splits, self._tokenizer.encode_batch(texts), strict=True):
+            if not ids:
+                continue
+            if room is not None and room <= 0:
+                break
+            documents[split].append(np.array(ids + end, dtype=np.uint32))
+            n_bytes[split] += len(text.encode())
+            if room is not None and split == "train":
+                room -= len(documents[split][-1])
+        return ((split, documents[split], n_bytes[split]) for split in SPLITS)
+
+    def _write(self, encoded: Iterable[tuple[str, list[np.ndarray], int]]) -> None:
+        with storage_errors(self._directory):
+            for split, documents, n_bytes in encoded:
+                if documents:
+                    ends = np.cumsum([len(document) for document in documents])
+                    self._writers[split].append(np.concatenate(documents), ends, n_bytes)
+
+    def _commit(self) -> None:
+        with storage_errors(self._directory):
+            splits = {split: writer.commit() for split, writer in self._writers.items()}
+            write_json(self._record, {"phase": self._phase, "documents": self._seen, "splits": splits})
+
+    def _count(self, what: str) -> int:
+        return sum(getattr(writer, what) for writer in self._writers.values())
+
+    def _check_not_empty(self) -> None:
+        if self._count("documents") == 1 and self._period is not None:
+            raise DataError(
+                f"{self._source.description} is a single document, so none can be held out for validation",
+                "give data.valid_path, or text in more than one document (in .txt a blank line ends one)",
+            )
+        for split, writer in self._writers.items():
+            if writer.tokens < 2:
+                raise DataError(
+                    f"{self._source.description} gives {writer.tokens} {split} tokens", "give more text"
+                )
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
