@@ -6,8 +6,10 @@
 Three products a chunk:
   1. `gradient_kernel` recomputes the chunk's logits and writes dz from the accumulator, rounded once to the
      operands' dtype. The logits never leave fp32, so that they match the forward pass's LSE.
-  2. `product_kernel`, dE += dz C_chunk: the only sum across chunks, compensated in fp32 registers (accumulator.py).
-  3. `product_kernel`, dC_chunk = dzᵀ E: complete in one product over all rows: fp32 in registers, one rounding.
+  2. `product_kernel`, dE += dz C_chunk: the only sum across chunks, compensated in fp32 registers
+     (accumulator.py).
+  3. `product_kernel`, dC_chunk = dzᵀ E: complete in one product over all rows, fp32 in registers, rounded
+      once.
 Every output tile has one owner: no locks, no atomics, deterministic. dz is stored relative to the largest row
 coefficient ("peak"), which the products multiply back in: the small gradients of a mean over many tokens do
 not underflow in fp16.
@@ -16,8 +18,7 @@ With a filter (filtered.py) a chunk is a run of vocabulary_order instead of the 
 gathered, dC's scattered back. dz tiles without a survivor are neither written nor read: the products walk
 over lists of the others. Where only one gradient is filtered, dz is made twice.
 
-Cost: 3 N D V multiply-adds on the tensor cores; N × width × 2 bytes of workspace, written once and read
-twice.
+Cost: 3 N D V multiply-adds on the tensor cores; N × width × 2 bytes of workspace, written once, read twice.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def gradient_kernel(
 
     inside = rows < N
     column = tl.load(columns_ptr + rows, mask=inside, other=-1).to(tl.int32) - first
-    lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # beyond N: p = 0
     a = tl.load(a_ptr + rows, mask=inside, other=0.0)
     b = tl.load(b_ptr + rows, mask=inside, other=0.0)
     p = tl.exp2((z - lse[:, None]) * LOG2E)
@@ -85,12 +86,11 @@ def gradient_kernel(
     dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
     if HAS_SOFTCAP:
         dz *= 1 - (z / softcap) * (z / softcap)
-    is_entry = inside[:, None] & (cols < W)[None, :]
 
     if flags_ptr is None:
-        dz = tl.where(is_entry, dz, 0.0)
         dz_desc.store([row, col], dz.to(dz_desc.dtype))
     else:
+        is_entry = inside[:, None] & (cols < W)[None, :]
         counts = (b != 0)[:, None] & is_entry
         keep = ((p >= eps) | is_target) & ((a != 0)[:, None] | counts) & is_entry
         dz = tl.where(keep, dz, 0.0)
@@ -143,21 +143,17 @@ def product_kernel(
         else:
             tile = tl.load(lists_ptr + row_tile * lists + step // (BLOCK_M // BLOCK_K))
             k = tile * BLOCK_M + step % (BLOCK_M // BLOCK_K) * BLOCK_K
-        if TRANSPOSE_A:
-            a = a_desc.load([k, row]).T
-        else:
-            a = a_desc.load([row, k])
+        a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
         acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
     acc *= tl.load(peak_ptr) * scale
 
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < COLS)[None, :]
-    if places_ptr is None:
-        places = rows.to(tl.int64)
-    else:
+    places = rows
+    if places_ptr is not None:
         places = tl.load(places_ptr + rows, mask=rows < M, other=0)
-    offsets = places[:, None] * COLS + cols[None, :]
+    offsets = places.to(tl.int64)[:, None] * COLS + cols[None, :]
     if not FIRST:
         acc += tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if lost_ptr is not None:
@@ -187,7 +183,7 @@ def backward(
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
     """
-    (n_rows, dim), vocab = e.shape, c.shape[0]
+    n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
     sum_e = None if dtype_e is None else Accumulator(e, dtype_e, o.accumulate)
     grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
@@ -220,7 +216,7 @@ def backward(
             if grad_c is not None and eps == o.eps_c:
                 out = grad_c[chunk] if places is None else grad_c
                 _product(dz, e, out, None, places, None if flags is None else flags.T, peak, o, True, True)
-            if grad_bias is not None and eps == o.eps_c:
+            if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk if places is None else places] = (dbias.sum(dim=0) * peak).to(dtype_bias)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
@@ -275,7 +271,7 @@ def _gradient(
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,
         **tiles.launch,
     )  # fmt: skip
-    if kept is not None and stats is not None and flags is not None:
+    if stats is not None and flags is not None and kept is not None and dropped is not None:
         stats.add(kept.sum(dtype=torch.float64), flags.sum(), flags.numel(), dropped.sum(dim=0))
     return flags, dbias
 

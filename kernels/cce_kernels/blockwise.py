@@ -1,10 +1,11 @@
 """The loss in plain torch, a vocabulary chunk at a time: what CPU tensors run.
 
-Forward   for each chunk of C: z = E C_chunkᵀ in fp32, fold it into each row's running maximum and sum of exponentials.
-Backward  for each chunk: recompute z, turn it in place into dL/dz, then dE += dL/dz C_chunk and dC_chunk = dL/dzᵀ E.
+Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of
+exponentials. Backward: for each chunk, z again, turned in place into dL/dz; then dE += dL/dz C_chunk and
+dC_chunk = dL/dzᵀ E.
 
 At most N × width fp32 numbers exist at once (two buffers with a softcap); width follows from `workspace_mib`.
-Costs 2 N D V multiply-adds forward and 6 backward. Inputs of 16 bits are multiplied in fp32.
+Costs N D V multiply-adds forward and 3 N D V backward. Inputs of 16 bits are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def backward(
             dz *= slope
 
         for eps in o.passes(sum_e is not None, grad_c is not None or grad_bias is not None):
-            if eps is not None:  # comes after the pass without a filter, so that it may work in place
+            if eps is not None and dropped is not None:  # after the unfiltered pass: may work in place
                 dz.masked_fill_(dropped, 0)
             if sum_e is not None and eps == o.eps_e:
                 sum_e.add((dz @ c_chunk).mul_(o.logit_scale))

@@ -2,16 +2,16 @@
 
 An entry of (softmax − onehot) is dropped where its softmax probability p < eps; the target's entry always
 stays, with its full p_t − 1. The rule looks at one entry alone, so the gradients do not depend on how the
-work is tiled. At most 1 / eps entries per row survive (4096 for 2^-12), and tiles without a survivor are skipped by both products.
-Method: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), section 4.3; there a
-tile that holds one survivor keeps all its entries, and the vocabulary is sorted by mean logit.
+work is tiled. At most 1 / eps entries per row survive (4096 for 2^-12), and tiles without a survivor are
+skipped by both products. Method: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
+(2024); there a tile that holds one survivor keeps all its entries, and the vocabulary is sorted by mean
+logit.
 
 **Vocabulary order.** Survivors crowd into few tiles when likely entries are neighbours. We order by how often
-an
-entry is a target in this batch, ties by index: known before any product runs, and close to the frequency
-order that left 0.48 of the tiles on a trained 32K model (mean-logit order 0.66, the tokenizer's own 0.90). It
-is computed on the
-device without a synchronisation: integer counts and a stable sort, hence the same every time.
+an entry is a target in this batch, ties by index: known before any product runs, and an estimate of the
+frequency order, which left 0.48 of the tiles on a small trained model of 32K entries (mean-logit order 0.66,
+the tokenizer's own 0.90). Integer counts and a stable sort on the device: no synchronisation, always the
+same.
 
 The filter is biased: mass it drops is missing from the gradient, nearly all of it where the model is
 untrained (p ≈ 1 / V < eps). It suits fine-tuning, not the start of pretraining; `FilterStats` says how much

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
 PAPER_EPS = 2.0**-12
 
-# What each name stands for. The paper's: Wijmans et al. 2024, table 1 and appendix; names as in Apple's package.
+# What each name stands for; paper/…: the variants of Wijmans et al. 2024, named as in Apple's package.
 PRESETS: dict[str, dict[str, Any]] = {
     "cce_kahan": {"accumulate": "kahan"},
     "cce_filter": {"accumulate": "kahan", "filter_eps": PAPER_EPS},
@@ -59,18 +59,19 @@ def linear_cross_entropy(
 
     Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. CUDA tensors run
     Triton kernels, others a blockwise torch path with the same results and memory bound; TRITON_INTERPRET=1
-    runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing waits for the device.
+    runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing waits for the
+    device.
 
     Args:
         e: (..., D) hidden states; c: (V, D) classifier; bf16, fp16 or fp32 each. Two dtypes are promoted to
             their common one (bf16 with fp32: all in fp32); under autocast both are taken in autocast's. fp32
-            is multiplied in IEEE fp32. An input whose rows are not 16-byte aligned and contiguous is copied,
-            as is one of another dtype than the products'.
-        targets: (...) integers in [0, V). One outside raises on the CPU and gives that row a NaN loss on a GPU.
+            is multiplied in IEEE fp32. On a GPU, an input whose rows are not contiguous and 16-byte aligned
+            is copied, as is one of another dtype than the products'.
+        targets: (...) integers in [0, V). One outside raises on the CPU and makes the loss NaN on a GPU.
         bias: (V,) or None.
         ignore_index: targets with this value add nothing to loss and gradients.
-        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none": (...) row
-            losses.
+        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none": row losses
+            (...).
         shift: e at position t predicts the target at t + shift, along the last dimension of targets; row
             losses and LSE then have the shape of targets[..., shift:].
         softcap: positive, or None for none.
@@ -78,18 +79,18 @@ def linear_cross_entropy(
         z_loss: adds z_loss · LSE², averaged like the loss.
         filter_eps: drop entries of (softmax − onehot) with a probability below it from the gradients, never
             the target's; None: exact gradients. Biased: see filtered.py. Not together with label_smoothing.
-        filter_e, filter_c: whether the filter applies to the gradient of e, to those of c and bias. Only one
-            of them: costs one more product.
+        filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only
+            one of them costs one more product.
         accumulate: how the gradient of e is summed over vocabulary chunks: "kahan" (its own dtype and a
-            compensation of that dtype), "fp32", or "bf16" (its own dtype, plainly). The gradient of c needs
-            no such sum.
-        workspace_mib: extra memory of the backward pass, in MiB, beyond inputs, gradients and copies named
-            above; more is faster. Default: 256, or as much more as one vocabulary tile of so many rows takes.
+            compensation of that dtype), "fp32", or "bf16" (its own dtype, plainly). That of c needs no such
+            sum.
+        workspace_mib: extra memory of the backward pass, in MiB, beyond inputs, gradients and the copies
+            named above; more is faster. Default: 256, or what the narrowest chunk of so many rows takes if
+            more.
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
-        return_stats: also return a dict of 0-d device tensors: entries_kept and tiles_kept (shares), dropped_mass_mean
-            and dropped_mass_max (per row). The backward pass fills them in; NaN until then, and under
-            activation checkpointing, which hands backward to a second call. Without a filter nothing is
-            dropped.
+        return_stats: also return a dict of 0-d device tensors: entries_kept and tiles_kept (shares),
+            dropped_mass_mean and dropped_mass_max (per row). The backward pass fills them in; NaN until then,
+            and under activation checkpointing, which hands backward to a second call.
         preset: a name in PRESETS, in place of filter_eps, filter_e, filter_c and accumulate.
 
     Returns:
@@ -221,15 +222,13 @@ def _check(
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
-        raise ValueError(
-            f"shift: must lie in [0, {targets.shape[-1] if targets.dim() else 0}], the last dimension of targets, got {shift}"
-        )
+        last = targets.shape[-1] if targets.dim() else 0
+        raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
     if targets.device.type == "cpu":
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= c.shape[0]))
         if outside.any():
-            raise ValueError(
-                f"targets: {targets[outside][0].item()} lies outside [0, {c.shape[0]}) and is not ignore_index"
-            )
+            first = targets[outside][0].item()
+            raise ValueError(f"targets: {first} lies outside [0, {c.shape[0]}) and is not ignore_index")
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:

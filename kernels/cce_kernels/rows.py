@@ -26,7 +26,7 @@ def assemble_loss(
 ) -> Tensor:
     """Row losses (N,): 0 where ignored, NaN where the target lies outside the vocabulary."""
     loss = lse - z_target
-    if o.label_smoothing:
+    if z_mean is not None and o.label_smoothing:
         loss = loss + o.label_smoothing * (z_target - z_mean)
     if o.z_loss:
         loss = loss + o.z_loss * lse.square()

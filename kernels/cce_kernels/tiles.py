@@ -38,7 +38,7 @@ def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
     """Tiles for operands of `dtype`; `cols` narrows the tile for outputs of few columns.
 
     16 bits: 128 × 256 × 64 with two warpgroups, the shape that keeps Hopper's tensor cores busy: 128
-    accumulator registers a thread, 48 KiB of shared memory a stage, 144 of 227 KiB for three (64 remain to stage a stored tile).
+    accumulator registers a thread, 48 KiB of shared memory a stage, 144 of 227 KiB for three.
     fp32 multiplies on the ordinary units (IEEE, never TF32): small tiles, so that the accumulators fit.
     """
     if dtype == torch.float32:
