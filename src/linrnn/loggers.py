@@ -15,7 +15,7 @@ def has_wandb_key() -> bool:
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))
-    return bool(wandb.login(prompt=False))
+    return bool(wandb.login(prompt=False, verify=False))
 
 
 class Console:

@@ -1,0 +1,13 @@
+"""What runs on this machine, what does not, why, and what to install: `python scripts/doctor.py`."""
+
+from linrnn.config.cli import run
+from linrnn.config.schema import Config
+from linrnn.doctor import diagnose
+
+
+def main(config: Config) -> None:
+    print(diagnose(config))
+
+
+if __name__ == "__main__":
+    run(main, description=__doc__)

@@ -1,0 +1,104 @@
+"""The doctor names everything there is, tells the truth about it, and keeps keys to itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrnn import doctor
+from linrnn.config import load_config
+from linrnn.doctor import Finding, attempt, diagnose, free_bytes, losses, models, table
+from linrnn.errors import UnsupportedError
+from linrnn.losses import apple_variants, check_loss, loss_names
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def test_the_command_prints_every_loss_and_model_exits_zero_and_never_shows_the_key(tmp_path):
+    key = "0123456789abcdef0123456789abcdef01234567"
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "doctor.py", "device=cpu"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in (*loss_names(), "gla", "gated_deltanet", "kda", "transformer", "torch", "triton", "disk"):
+        assert name in done.stdout
+    assert "present" in done.stdout
+    assert key not in done.stdout + done.stderr
+
+
+def test_verdicts_are_those_of_check_loss():
+    verdicts = {finding.name: finding.verdict for finding in losses(CPU, torch.float32)}
+    for name in set(loss_names()) - {"cce_apple"}:
+        try:
+            check_loss(load_config([f"loss={name}"]).loss, CPU, torch.float32)
+        except UnsupportedError:
+            assert verdicts[name] == "no"
+        else:
+            assert verdicts[name] == "ok"
+    assert verdicts["standard"] == "ok"
+    assert verdicts["liger"] == "no"
+
+
+def test_every_installed_apple_variant_has_a_line():
+    names = [finding.name for finding in losses(CPU, torch.float32)]
+    assert [name for name in names if name.startswith("cce_apple")] == [
+        f"cce_apple loss.variant={variant}" for variant in apple_variants()
+    ]
+
+
+def test_without_apples_package_one_line_says_what_to_install(monkeypatch):
+    def refuse():
+        raise UnsupportedError("not installed", "pip install it")
+
+    monkeypatch.setattr(doctor, "apple_variants", refuse)
+    assert sum(finding.name.startswith("cce_apple") for finding in losses(CPU, torch.float32)) == 1
+
+
+def test_every_model_runs_on_a_cpu():
+    findings = models(CPU)
+    assert [finding.name for finding in findings] == ["gla", "gated_deltanet", "kda", "transformer"]
+    assert {finding.verdict for finding in findings} == {"ok"}
+
+
+def test_a_refusal_becomes_cause_and_remedy_and_a_bug_stays_an_exception():
+    def refuse(value):
+        raise UnsupportedError(f"{value} cannot run", "install it")
+
+    assert attempt("thing", refuse, 7) == Finding("thing", "no", "7 cannot run", "install it")
+    with pytest.raises(ZeroDivisionError):
+        attempt("thing", lambda: 1 / 0)
+
+
+def test_the_table_is_aligned_and_the_remedy_stands_under_the_cause():
+    lines = table([Finding("a", "ok"), Finding("longer", "no", "why", "do this")]).splitlines()
+    assert lines == ["  a       ok", "  longer  no  why", "              -> do this"]
+
+
+def test_free_space_of_a_directory_that_is_still_to_be_made(tmp_path):
+    assert free_bytes(str(tmp_path / "not" / "yet")) == pytest.approx(free_bytes(str(tmp_path)), rel=0.01)
+
+
+def test_asking_for_a_gpu_where_there_is_none_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(UnsupportedError, match="sees no GPU"):
+        diagnose(load_config(["device=cuda"]))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_card_is_named_and_the_tritons_losses_run():
+    report = diagnose(load_config(["device=cuda"]))
+    assert torch.cuda.get_device_name() in report
+    assert {
+        finding.verdict for finding in losses(torch.device("cuda"), torch.bfloat16) if finding.name == "liger"
+    } == {"ok"}
