@@ -80,6 +80,7 @@ def backward(
     grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
 
+    passes = o.passes(sum_e is not None, grad_c is not None or grad_bias is not None)
     order = None
     if o.filter_eps is not None:
         order, columns = vocabulary_order(columns, vocab)
@@ -93,7 +94,7 @@ def backward(
         p = z.sub_(lse[:, None]).exp_()
 
         dropped = None
-        if o.filter_eps is not None:
+        if o.filter_eps in passes and o.filter_eps is not None:
             dropped = p < o.filter_eps
             dropped[rows, cols] = False
             dropped |= ((a == 0) & (b == 0))[:, None]  # rows without a gradient hold nothing to keep
@@ -106,7 +107,7 @@ def backward(
         if slope is not None:
             dz *= slope
 
-        for eps in o.passes(sum_e is not None, grad_c is not None or grad_bias is not None):
+        for eps in passes:
             if eps is not None and dropped is not None:  # after the unfiltered pass: may work in place
                 dz.masked_fill_(dropped, 0)
             if sum_e is not None and eps == o.eps_e:

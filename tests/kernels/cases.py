@@ -1,0 +1,233 @@
+"""What every implementation must get right: one table of cases and one check, run on CPU tensors, in Triton's
+interpreter and on a GPU.
+
+Truth is the reference in fp64. The budget is relative: twice the error of torch's own path in the same dtype,
+F.cross_entropy(F.linear(e, c).float()), measured on the same inputs, plus 1e-6 for cases it gets exactly right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
+from torch import Tensor
+
+IGNORE = -100
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    shape: tuple[int, ...] = (130,)  # leading dimensions; N is their product
+    dim: int = 40
+    vocab: int = 777
+    dtype: torch.dtype = FP32
+    dtype_c: torch.dtype | None = None  # None: as e
+    bias: bool = False
+    ignored: float = 0.3  # share of the targets
+    peak: float = 0.0  # how far each row's target logit stands out, as in a trained model
+    strided: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _variants() -> list[Case]:
+    cases = [
+        Case("ragged"),
+        Case("one_row", shape=(1,), ignored=0),
+        Case("one_entry", vocab=1, dim=16, shape=(3,), ignored=0),
+        Case("two_entries_one_dimension", vocab=2, dim=1, shape=(5,), ignored=0),
+        Case("odd_dimension", dim=37, vocab=1001),
+        Case("exact_tiles", shape=(128,), dim=64, vocab=512),
+        Case("no_ignored", ignored=0),
+        Case("all_ignored", ignored=1),
+        Case("leading_dimensions", shape=(2, 3, 11)),
+        Case("strided_inputs", strided=True),
+        Case("trained_like", peak=12),
+        Case("sum", options={"reduction": "sum"}),
+        Case("row_losses", options={"reduction": "none"}),
+        Case("shift", shape=(3, 21), options={"shift": 1}),
+        Case("shift_two_row_losses", shape=(3, 21), options={"shift": 2, "reduction": "none"}),
+        Case("bias", bias=True),
+        Case("softcap", peak=12, options={"softcap": 15.0}),
+        Case("logit_scale", options={"logit_scale": 0.3}),
+        Case("label_smoothing", options={"label_smoothing": 0.1}),
+        Case("z_loss", options={"z_loss": 1e-2}),
+        Case(
+            "everything", shape=(4, 33), peak=6, bias=True, strided=True,
+            options={
+                "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
+                "reduction": "none",
+            },
+        ),
+        Case("many_chunks_kahan", vocab=1300, options={"workspace_mib": 0.5}),
+        Case("many_chunks_fp32", vocab=1300, options={"workspace_mib": 0.5, "accumulate": "fp32"}),
+    ]  # fmt: skip
+    typed = [replace(case, name=f"{case.name}-{str(dtype)[6:]}", dtype=dtype) for dtype in (FP32, BF16, FP16)
+             for case in cases]  # fmt: skip
+    return [
+        *typed,
+        Case("mixed-bf16_fp32", dtype=BF16, dtype_c=FP32, bias=True),
+        Case("mixed-fp32_bf16", dtype=FP32, dtype_c=BF16, bias=True),
+        Case("mixed-bf16_fp16", dtype=BF16, dtype_c=FP16),
+    ]
+
+
+CASES = _variants()
+
+
+def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """e, c, targets and bias of a case; gradients wanted of all but the targets."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    c = normal(case.vocab, case.dim) / case.dim**0.5
+    targets = torch.randint(0, case.vocab, case.shape, generator=g)
+    e = normal(*case.shape, case.dim) + case.peak * c[targets]
+    if case.ignored:
+        targets[torch.rand(case.shape, generator=g) < case.ignored] = IGNORE
+    e, c, targets = e.to(device, case.dtype), c.to(device, case.dtype_c or case.dtype), targets.to(device)
+    if case.strided:  # columns of a wider tensor, a transposed parameter, every other target
+        e = torch.cat((e, e), dim=-1)[..., case.dim // 2 : case.dim // 2 + case.dim]
+        c = c.T.contiguous().T
+        targets = torch.stack((targets, targets), dim=-1)[..., 1]
+    bias = normal(case.vocab).to(device, case.dtype) if case.bias else None
+    for x in (e, c, bias):
+        if x is not None:
+            x.requires_grad_()
+    return e, c, targets, bias
+
+
+def torch_path(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, *, reduction: str = "mean", shift: int = 0,
+    softcap: float | None = None, logit_scale: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    """The loss as one writes it in torch, its logits in e's dtype and then fp32."""
+    if shift:
+        e, targets = e[..., :-shift, :], targets[..., shift:]
+    common = torch.promote_types(e.dtype, c.dtype)
+    z = F.linear(e.to(common), c.to(common), None if logit_scale != 1 or bias is None else bias.to(common))
+    z = z.float() * logit_scale
+    if logit_scale != 1 and bias is not None:
+        z = z + bias
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z, flat = z.flatten(0, -2), targets.flatten()
+    rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing)
+    rows = rows + (flat != IGNORE) * z_loss * z.logsumexp(dim=-1).square()
+    if reduction == "none":
+        return rows.reshape(targets.shape)
+    return rows.sum() if reduction == "sum" else rows.sum() / (flat != IGNORE).sum().clamp(min=1)
+
+
+def gradients(loss: Tensor, inputs: tuple[Tensor | None, ...], seed: int = 1) -> list[Tensor]:
+    """Gradients of the inputs that are not None; row losses get an arbitrary upstream gradient."""
+    upstream = torch.randn(loss.shape, generator=torch.Generator().manual_seed(seed)) if loss.dim() else None
+    wanted = [x for x in inputs if x is not None]
+    return list(torch.autograd.grad(loss, wanted, None if upstream is None else upstream.to(loss)))
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    """Relative Frobenius error; absolute where the truth is 0."""
+    truth = truth.double()
+    size = truth.norm().item()
+    return ((x.double() - truth).norm() / (size or 1.0)).item()
+
+
+def in_fp64(*inputs: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+
+
+def check(case: Case, device: str) -> None:
+    """Loss and gradients within twice torch's error, in each input's dtype, finite, the loss in fp32."""
+    e, c, targets, bias = draw(case, device)
+    e64, c64, bias64 = in_fp64(e, c, bias)
+    truth, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **_truth_options(case))
+    truth_grads = gradients(truth, (e64, c64, bias64))
+
+    baseline = torch_path(e, c, targets, bias, **case.options)
+    baseline_grads = gradients(baseline, (e, c, bias))
+    loss = linear_cross_entropy(e, c, targets, bias=bias, **case.options)
+    grads = gradients(loss, (e, c, bias))
+
+    assert loss.dtype == torch.float32
+    assert loss.shape == truth.shape
+    assert torch.isfinite(loss).all()
+    assert error(loss, truth) <= 2 * error(baseline, truth) + 1e-6
+    for name, grad, x, base, want in zip(
+        ("e", "c", "bias"), grads, (e, c, bias), baseline_grads, truth_grads, strict=False
+    ):
+        assert grad.dtype == x.dtype
+        assert grad.shape == x.shape
+        assert error(grad, want) <= 2 * error(base, want) + 1e-6, name
+    if case.ignored == 1:
+        assert not loss.any()
+        assert not any(grad.any() for grad in grads)
+
+
+def _truth_options(case: Case) -> dict[str, Any]:
+    return {k: v for k, v in case.options.items() if k not in ("workspace_mib", "accumulate")}
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """A filtering call: which gradients are filtered."""
+
+    filter_e: bool = True
+    filter_c: bool = True
+
+
+FILTERED = [Filtered(), Filtered(filter_c=False), Filtered(filter_e=False)]
+
+
+def check_filtered(filtered: Filtered, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Gradients agree with the fp64 reference that drops the same entries; statistics with a count of them."""
+    case = Case("filtered", shape=(150,), vocab=1300, peak=9, bias=True, dtype=dtype)
+    options = {"filter_e": filtered.filter_e, "filter_c": filtered.filter_c}
+    e, c, targets, bias = draw(case, device)
+    e64, c64, bias64 = in_fp64(e, c, bias)
+    p = torch.softmax(e64 @ c64.T + bias64, dim=1).detach()
+    eps = _gap_near(p, 2**-8)  # no entry so near to the threshold that rounding decides
+
+    truth, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, filter_eps=eps, **options)
+    truth_grads = gradients(truth, (e64, c64, bias64))
+    loss, stats = linear_cross_entropy(
+        e, c, targets, bias=bias, filter_eps=eps, return_stats=True, workspace_mib=0.75, **options
+    )
+    grads = gradients(loss, (e, c, bias))
+
+    exact, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64)
+    exact_grads = gradients(exact, (e64, c64, bias64))
+    baseline_grads = gradients(torch_path(e, c, targets, bias), (e, c, bias))
+    for name, grad, want, base, unfiltered in zip(
+        ("e", "c", "bias"), grads, truth_grads, baseline_grads, exact_grads, strict=True
+    ):
+        assert error(grad, want) <= 2 * error(base, unfiltered) + 1e-6, name
+        is_filtered = filtered.filter_e if name == "e" else filtered.filter_c
+        assert (error(want, unfiltered) > 1e-2) == is_filtered, "the case must show whether entries were dropped"
+
+    kept = targets != IGNORE
+    stays = (p >= eps) | (targets[:, None] == torch.arange(case.vocab, device=device))
+    mass = torch.where(stays, 0, p).sum(dim=1)[kept]
+    assert stats["entries_kept"].item() == stays[kept].double().mean().float().item()
+    assert abs(stats["dropped_mass_mean"].item() - mass.mean().item()) < 1e-5
+    assert abs(stats["dropped_mass_max"].item() - mass.max().item()) < 1e-5
+    assert 0 < stats["tiles_kept"].item() <= 1
+    return stats
+
+
+def _gap_near(p: Tensor, eps: float) -> float:
+    """A threshold near eps in the middle of the widest relative gap between neighbouring probabilities."""
+    near = p[(p > eps / 1.1) & (p < eps * 1.1)].log().sort().values
+    widest = (near[1:] - near[:-1]).argmax()
+    assert near[widest + 1] - near[widest] > 1e-4
+    return ((near[widest] + near[widest + 1]) / 2).exp().item()

@@ -1,0 +1,16 @@
+"""The torch path for CPU tensors against fp64."""
+
+import pytest
+import torch
+from cases import BF16, CASES, FILTERED, FP32, check, check_filtered
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_are_within_twice_torchs_error(case):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("filtered", FILTERED, ids=str)
+def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
+    check_filtered(filtered, dtype, "cpu")

@@ -1,0 +1,84 @@
+"""The Triton kernels themselves, on CPU tensors in Triton's interpreter.
+
+The interpreter is switched on when Triton is first imported, so a process of its own runs the tests below; under
+TRITON_INTERPRET=1 they run in place.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from cases import BF16, CASES, FILTERED, FP16, FP32, Case, check, check_filtered, draw, gradients
+
+triton = pytest.importorskip("triton")
+
+HERE = os.environ.get("TRITON_INTERPRET") == "1"
+BROKEN = triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+in_interpreter = pytest.mark.skipif(not HERE, reason="runs in the process that test_interpreter starts")
+pytestmark = pytest.mark.skipif(BROKEN, reason="Triton 3.6's interpreter fails with numpy 2.4")
+
+
+@pytest.mark.skipif(HERE, reason="the interpreter is on: the tests below run in place")
+def test_kernels_are_right_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+@in_interpreter
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_are_within_twice_torchs_error(case):
+    check(case, "cpu")
+
+
+@in_interpreter
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("filtered", FILTERED, ids=str)
+def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
+    check_filtered(filtered, dtype, "cpu")
+
+
+@in_interpreter
+def test_tiles_without_survivors_are_skipped():
+    from cce_kernels import linear_cross_entropy
+
+    e, c, targets, _ = draw(Case("peaked", shape=(256,), vocab=1280, dim=64, peak=40, dtype=BF16), "cpu")
+    targets = targets.clamp(max=99)  # all survivors in the first tile of the vocabulary's order
+    e = (40 * c[targets.clamp(min=0)]).detach().requires_grad_()
+    loss, stats = linear_cross_entropy(e, c, targets, filter_eps=2**-6, return_stats=True)
+    gradients(loss, (e, c))
+    assert stats["tiles_kept"].item() < 0.5
+
+
+@in_interpreter
+def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
+    """On a GPU nothing may wait for the targets: the row shows it. CPU calls raise instead."""
+    from cce_kernels.linear_cross_entropy import _apply
+    from cce_kernels.options import Options
+
+    e, c, targets, _ = draw(Case("outside", shape=(6,), ignored=0), "cpu")
+    targets[2], targets[4] = c.shape[0], -1
+    rows, lse = _apply(e, c, targets, None, -100, Options(), None)
+    assert rows.isnan().tolist() == [False, False, True, False, True, False]
+    assert lse.isfinite().all()
+
+
+@in_interpreter
+def test_a_bias_of_minus_infinity_masks_whole_tiles():
+    from cce_kernels import linear_cross_entropy
+
+    e, c, _, bias = draw(Case("masked", bias=True, vocab=1300), "cpu")
+    allowed = slice(700, 720)
+    masked = torch.full_like(bias, -torch.inf)
+    masked[allowed] = bias.detach()[allowed]
+    targets = torch.randint(0, 20, e.shape[:1])
+    loss = linear_cross_entropy(e, c, targets + 700, bias=masked)
+    want = linear_cross_entropy(e, c[allowed], targets, bias=bias[allowed])
+    torch.testing.assert_close(loss, want)
+    for grad, wanted in zip(gradients(loss, (e, c)), gradients(want, (e, c)), strict=True):
+        torch.testing.assert_close(grad, wanted)
