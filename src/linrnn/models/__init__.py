@@ -1,0 +1,8 @@
+"""The four architectures, built from FLA's own blocks, behind one interface: `LanguageModel`."""
+
+from linrnn.models.build import build_model
+from linrnn.models.language_model import LanguageModel
+from linrnn.models.support import check_supported
+from linrnn.models.weights import load_weights
+
+__all__ = ["LanguageModel", "build_model", "check_supported", "load_weights"]

@@ -1,0 +1,57 @@
+"""Causal attention for FLA's `Attention` layer through torch's scaled_dot_product_attention, on CPU and GPU.
+
+FLA calls the flash_attn package, which few machines have; the two functions below have its signatures. They are
+installed even where flash_attn is present, so that results do not depend on it.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from linrnn.errors import UnsupportedError
+from linrnn.models.fla_models import import_fla
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1)
+) -> Tensor:
+    """Attention of q (B, T, H, D) on k, v (B, S, H, D), S ≥ T, the last query seeing all S keys; (B, T, H, D)."""
+    if not causal or tuple(window_size) != (-1, -1):
+        raise UnsupportedError(
+            "attention here is causal and without a window", "use FLA's Attention without window_size"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    same_length = q.shape[2] == k.shape[2]
+    mask = None if same_length else causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=same_length).transpose(1, 2)
+
+
+@torch.compiler.disable
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """The same within each document of packed q, k, v (T, H, D) that end at `cu_seqlens_q` (n_documents + 1,)."""
+    lengths = cu_seqlens_q.diff().tolist()
+    documents = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    outputs = [
+        flash_attn_func(*(x[None] for x in document), causal=causal, window_size=window_size)[0]
+        for document in documents
+    ]
+    return torch.cat(outputs)
+
+
+def install_sdpa() -> None:
+    """Put both functions where FLA's Attention looks them up. Calling it again changes nothing."""
+    module = import_fla("fla.layers.attn")
+    module.flash_attn_func = flash_attn_func
+    module.flash_attn_varlen_func = flash_attn_varlen_func

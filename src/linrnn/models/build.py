@@ -1,0 +1,57 @@
+"""From an `Architecture` to a model with deterministic weights."""
+
+import torch
+from torch import nn
+
+from linrnn import cpu_ops
+from linrnn.architecture import Architecture
+from linrnn.errors import ConfigError
+from linrnn.models.attention import install_sdpa
+from linrnn.models.fla_models import fla_classes, fla_config
+from linrnn.models.language_model import LanguageModel
+
+# Parameters that FLA's kernels read in fp32 whatever the model's dtype: logarithms of decay rates.
+KEPT_IN_FP32 = ("A_log", "dt_bias")
+
+
+def build_model(
+    arch: Architecture,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+) -> LanguageModel:
+    """Build FLA's model for `arch`, initialised as FLA does.
+
+    Weights are drawn on the CPU in fp32, so that a seed gives the same ones on every device; the generator's state is
+    left as it was.
+
+    Args:
+        dtype: of the parameters, fp32 or bf16; A_log and dt_bias stay in fp32.
+        seed: of the weights; None: go on from the CPU generator's state.
+
+    Raises:
+        ConfigError: another dtype.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
+    device = torch.device(device)
+    if arch.model == "transformer":
+        install_sdpa()
+    config = fla_config(arch)
+    causal_lm, _ = fla_classes(arch.model)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        hf = causal_lm(config)
+    if device.type == "cpu":
+        cpu_ops.install()
+    cast_parameters(hf, dtype)
+    return LanguageModel(hf.to(device), arch).train()
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast in place all parameters but A_log and dt_bias, and no buffers; ties and attributes stay."""
+    for name, parameter in module.named_parameters():
+        if not name.endswith(KEPT_IN_FP32):
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,111 @@
+"""`model.chunk_size`: how many tokens FLA's recurrent kernels put in a chunk.
+
+FLA's layers do not pass a chunk size on; they look their kernel up in their module at each call. `with_chunk_size`
+stands a version with the size filled in there for the duration of one layer's call, so that models with different
+chunk sizes can live in one process.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrnn.cpu_ops import mixers
+from linrnn.models.fla_models import import_fla
+
+# FLA's module, the kernel's name there, and the sizes that the kernel takes (GLA's of 128 and 256: see `chunk_gla`).
+KERNELS = {
+    "gla": ("fla.layers.gla", "chunk_gla", (64, 128, 256)),
+    "gated_deltanet": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
+    "kda": ("fla.layers.kda", "chunk_kda", (32, 64)),
+}
+# At this many tokens or fewer FLA's GLA layer takes its recurrent kernel, which has no chunks.
+GLA_RECURRENT_TOKENS = 64
+
+
+def with_chunk_size(forward: Callable[..., Any], model: str, chunk_size: int) -> Callable[..., Any]:
+    """`forward` of a block of `model`, run with kernels of this chunk size."""
+    module_name, name, _ = KERNELS[model]
+    module = import_fla(module_name)
+    kernel = functools.partial(chunk_gla if model == "gla" else getattr(module, name), chunk_size=chunk_size)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        usual = getattr(module, name)
+        setattr(module, name, kernel)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            setattr(module, name, usual)
+
+    return call
+
+
+@torch.compiler.disable
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    chunk_size: int,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """FLA's `chunk_gla`, which fixes 64, with a chunk size of 64, 128 or 256; same arguments and results."""
+    if q.device.type == "cpu":
+        options = {"output_final_state": output_final_state, "state_v_first": state_v_first}
+        return mixers.chunk_gla(
+            q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, **options
+        )
+    return _ChunkGLA.apply(
+        q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size
+    )
+
+
+class _ChunkGLA(torch.autograd.Function):
+    """FLA's forward and backward passes, which take any chunk size, tied together."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size):  # type: ignore[no-untyped-def]
+        gla = import_fla("fla.ops.gla.chunk")
+        q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+        options = {
+            "scale": q.shape[-1] ** -0.5,
+            "initial_state": initial_state,
+            "state_v_first": state_v_first,
+            "cu_seqlens": cu_seqlens,
+            "chunk_size": chunk_size,
+            "chunk_indices": None
+            if cu_seqlens is None
+            else gla.prepare_chunk_indices(cu_seqlens, chunk_size),
+        }
+        with torch.cuda.device_of(q):
+            g_cumsum, scores, _, state, output = gla.chunk_gla_fwd(
+                q=q, k=k, v=v, g=g, g_cumsum=None, output_final_state=output_final_state, **options
+            )
+        ctx.save_for_backward(q, k, v, g_cumsum, scores)
+        ctx.options, ctx.g_dtype = options, g.dtype
+        return output, state
+
+    @staticmethod
+    def backward(ctx, d_output, d_state):  # type: ignore[no-untyped-def]
+        gla = import_fla("fla.ops.gla.chunk")
+        q, k, v, g_cumsum, scores = ctx.saved_tensors
+        with torch.cuda.device_of(q):
+            dq, dk, dv, dg, d_initial = gla.chunk_gla_bwd(
+                q=q,
+                k=k,
+                v=v,
+                g=None,
+                g_cumsum=g_cumsum,
+                h=None,
+                A=scores,
+                do=d_output.contiguous(),
+                dht=d_state,
+                **ctx.options,
+            )
+        return dq.to(q), dk.to(k), dv.to(v), dg.to(ctx.g_dtype), d_initial, None, None, None, None

@@ -1,0 +1,50 @@
+"""FLA's own model classes, imported only when one is built, and their configuration for an `Architecture`."""
+
+import importlib
+import warnings
+from typing import Any
+
+from linrnn.architecture import Architecture
+
+CLASSES = {
+    "gla": "GLA",
+    "gated_deltanet": "GatedDeltaNet",
+    "kda": "KDA",
+    "transformer": "Transformer",
+}
+
+
+def import_fla(module: str) -> Any:
+    """Import a module of FLA (seconds, the first time) without its remarks on a machine that has no GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+        warnings.filterwarnings("ignore", message="Flash Attention is not installed")
+        return importlib.import_module(module)
+
+
+def fla_classes(model: str) -> tuple[type, type]:
+    """The causal language model's class and its configuration's."""
+    module = import_fla(f"fla.models.{model}")
+    return getattr(module, f"{CLASSES[model]}ForCausalLM"), getattr(module, f"{CLASSES[model]}Config")
+
+
+def fla_config(arch: Architecture) -> Any:
+    """FLA's configuration; what is not named here keeps FLA's default (initializer_range 0.02, norm_eps 1e-6, …)."""
+    shared = {
+        "hidden_size": arch.hidden_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_heads": arch.num_heads,
+        "intermediate_size": arch.intermediate_size,
+        "vocab_size": arch.vocab_size,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "use_cache": False,
+    }
+    match arch.model:
+        case "gla":
+            d = arch.hidden_size
+            mixer = {"expand_k": arch.key_dim / d, "expand_v": arch.value_dim / d}
+        case "gated_deltanet" | "kda":
+            mixer = {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim}
+        case _:
+            mixer = {}
+    return fla_classes(arch.model)[1](**shared, **mixer)

@@ -1,0 +1,107 @@
+"""A causal language model of FLA's without its loss: token ids in, hidden states out."""
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from linrnn.architecture import Architecture
+from linrnn.errors import ConfigError
+from linrnn.models.chunk_size import GLA_RECURRENT_TOKENS, with_chunk_size
+
+
+class LanguageModel(nn.Module):
+    """FLA's backbone and head, called separately.
+
+    Attributes:
+        hf: FLA's model, a transformers `PreTrainedModel`; its state dict has the names that checkpoints use.
+        arch: the dimensions it was built from.
+    """
+
+    def __init__(self, hf: Any, arch: Architecture) -> None:
+        super().__init__()
+        self.hf = hf
+        self.arch = arch
+        self._compiled = False
+        self._checkpointed = False
+        self._set_block_forwards()
+
+    def forward(self, input_ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, (B, T, D).
+
+        Args:
+            input_ids_BT: token ids, int64.
+            cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T. State,
+                convolutions and attention do not cross them; the ends of the B rows must be among them. None: each
+                row is one document.
+
+        Raises:
+            ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use chunks.
+        """
+        if self.arch.model == "gla" and self.arch.chunk_size is not None:
+            n_tokens = input_ids_BT.shape[1] if cu_seqlens is None else input_ids_BT.numel()
+            if n_tokens <= GLA_RECURRENT_TOKENS:
+                raise ConfigError(
+                    f"model.chunk_size={self.arch.chunk_size} has no effect on {n_tokens} tokens: at "
+                    f"{GLA_RECURRENT_TOKENS} or fewer FLA's GLA uses a recurrent kernel",
+                    f"use model.chunk_size=null, or trainer.seq_len above {GLA_RECURRENT_TOKENS}",
+                )
+        options = {"use_cache": False, "return_dict": False}
+        if cu_seqlens is None:
+            return self.hf.model(input_ids=input_ids_BT, **options)[0]
+        hidden_1ND = self.hf.model(input_ids=input_ids_BT.reshape(1, -1), cu_seqlens=cu_seqlens, **options)[0]
+        return hidden_1ND.view(*input_ids_BT.shape, -1)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """(V, D): logits are hidden states times its transpose; the embedding itself where tied."""
+        return self.hf.lm_head.weight
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers: a mixer and an MLP each, with their norms."""
+        return self.hf.model.layers
+
+    @property
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        """Every parameter once, by component: embedding, mixers, mlps, norms, head (empty where tied)."""
+        backbone = self.hf.model
+        norms = [
+            backbone.norm,
+            *(norm for block in self.blocks for norm in (block.attn_norm, block.mlp_norm)),
+        ]
+        return {
+            "embedding": list(backbone.embeddings.parameters()),
+            "mixers": [p for block in self.blocks for p in block.attn.parameters()],
+            "mlps": [p for block in self.blocks for p in block.mlp.parameters()],
+            "norms": [p for norm in norms for p in norm.parameters()],
+            "head": [] if self.head_weight is backbone.embeddings.weight else [self.head_weight],
+        }
+
+    def set_activation_checkpointing(self, mode: str) -> None:
+        """`none` keeps every activation; `full` keeps each block's input and computes the block again backwards."""
+        if mode not in ("none", "full"):
+            raise ConfigError(f"activation_checkpointing={mode} is not one of none, full", "use none or full")
+        self._checkpointed = mode == "full"
+        self._set_block_forwards()
+
+    def compile_blocks(self) -> None:
+        """Compile each block with torch.compile; FLA's recurrent kernels stay outside the graphs."""
+        self._compiled = True
+        self._set_block_forwards()
+
+    def _set_block_forwards(self) -> None:
+        """Compose each block's forward: compiled, then with its chunk size, then checkpointed."""
+        for block in self.blocks:
+            forward: Callable[..., Any] = MethodType(type(block).forward, block)
+            if self._compiled:
+                forward = torch.compile(forward)
+            if self.arch.chunk_size is not None:
+                forward = with_chunk_size(forward, self.arch.model, self.arch.chunk_size)
+            if self._checkpointed:
+                forward = partial(checkpoint, forward, use_reentrant=False)
+            block.forward = forward

@@ -1,0 +1,79 @@
+"""What cannot run on this machine is refused before anything is built, with the cause and the remedy."""
+
+import importlib.metadata
+import importlib.util
+
+import torch
+from packaging.version import Version
+
+from linrnn.architecture import MODELS
+from linrnn.config.schema import ModelConfig
+from linrnn.errors import ConfigError, UnsupportedError
+from linrnn.models.chunk_size import KERNELS
+
+FLA_VERSION = "0.6.0"
+# FLA 0.6.0 refuses the backward pass of scalar-gated delta rules on Hopper with these (wrong results; its issue 640).
+WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
+
+
+def check_supported(model: ModelConfig, device: torch.device) -> None:
+    """Refuse a model that cannot train on `device` with the installed versions.
+
+    Raises:
+        ConfigError: an unknown model, or a chunk size that its kernel does not take.
+        UnsupportedError: FLA missing or of another version, no such device, or a Triton with known wrong results.
+    """
+    if model.name not in MODELS:
+        raise ConfigError(
+            f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}"
+        )
+    _check_chunk_size(model)
+    try:
+        installed = importlib.metadata.version("flash-linear-attention")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError(
+            f"model={model.name} is built from flash-linear-attention, which is not installed",
+            f"pip install flash-linear-attention=={FLA_VERSION}",
+        ) from None
+    if installed != FLA_VERSION:
+        raise UnsupportedError(
+            f"flash-linear-attention {installed} is installed; linrnn calls into {FLA_VERSION}",
+            f"pip install flash-linear-attention=={FLA_VERSION}",
+        )
+    if device.type == "cuda":
+        _check_cuda(model)
+    elif device.type != "cpu":
+        raise UnsupportedError(f"device {device.type} is not supported", "use device=cpu or device=cuda")
+
+
+def _check_chunk_size(model: ModelConfig) -> None:
+    if model.chunk_size is None:
+        return
+    if model.name not in KERNELS:
+        raise ConfigError(
+            f"model.chunk_size={model.chunk_size}: {model.name} has no chunks", "use model.chunk_size=null"
+        )
+    sizes = KERNELS[model.name][2]
+    if model.chunk_size not in sizes:
+        raise ConfigError(
+            f"model.chunk_size={model.chunk_size}: FLA's {model.name} kernel takes {', '.join(map(str, sizes))}",
+            f"use model.chunk_size={min(sizes, key=lambda size: abs(size - (model.chunk_size or 0)))}, or null",
+        )
+
+
+def _check_cuda(model: ModelConfig) -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"PyTorch {torch.__version__} sees no GPU", "use device=cpu, or install a CUDA build of PyTorch"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            f"model={model.name} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'"
+        )
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    triton = Version(importlib.metadata.version("triton"))
+    if model.name == "gated_deltanet" and hopper and WRONG_ON_HOPPER[0] <= triton < WRONG_ON_HOPPER[1]:
+        raise UnsupportedError(
+            f"Gated DeltaNet's backward pass is wrong on Hopper GPUs with Triton {triton} (FLA's issue 640)",
+            "pip install 'triton>=3.7.1,<3.8', or use model=kda or model=gla",
+        )

@@ -1,0 +1,181 @@
+"""`init_from=` a model in FLA's Hugging Face format: config.json and *.safetensors, local or on the hub; never pickle."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from linrnn.architecture import Architecture
+from linrnn.errors import ConfigError, DataError
+from linrnn.models.fla_models import fla_classes
+from linrnn.models.language_model import LanguageModel
+
+# Settings that change neither a parameter's shape nor what the model computes, or that `_overrides` compares itself.
+NOT_COMPARED = {
+    "attn_mode",
+    "bos_token_id",
+    "eos_token_id",
+    "expand_k",
+    "expand_v",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "fuse_norm",
+    "fuse_swiglu",
+    "head_dim",
+    "hidden_ratio",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_heads",
+    "num_hidden_layers",
+    "pad_token_id",
+    "tie_word_embeddings",
+    "use_cache",
+    "use_gk",
+    "use_gv",
+    "use_l2warp",
+    "vocab_size",
+}
+
+
+def load_weights(model: LanguageModel, source: str) -> None:
+    """Copy the weights of a Hugging Face model of the same architecture into `model`, in its dtype and on its device.
+
+    Args:
+        source: a directory, or the name of a model on the hub.
+
+    Raises:
+        DataError: nothing there, no safetensors, or a damaged file.
+        ConfigError: another architecture; the remedy names the overrides that give this one.
+    """
+    directory = Path(source) if Path(source).is_dir() else _download(source)
+    _check_config(directory, source, model.arch, model.hf.config)
+    expected = model.hf.state_dict()
+    found: set[str] = set()
+    for name, tensor in _tensors(directory, source):
+        if name not in expected:
+            raise ConfigError(
+                f"init_from={source}: this model has no parameter {name}", _same_size(model.arch)
+            )
+        if tensor.shape != expected[name].shape:
+            raise ConfigError(
+                f"init_from={source}: {name} is {tuple(tensor.shape)} there and {tuple(expected[name].shape)} here",
+                _same_size(model.arch),
+            )
+        expected[name].copy_(tensor)
+        found.add(name)
+    tied = {"lm_head.weight", "model.embeddings.weight"} if model.arch.tie_embeddings else set()
+    missing = expected.keys() - found - (tied if tied & found else set())
+    if missing:
+        raise ConfigError(f"init_from={source}: {sorted(missing)[0]} is not there", _same_size(model.arch))
+
+
+def _same_size(arch: Architecture) -> str:
+    return f"use the dimensions that it was trained with instead of size={arch.size}"
+
+
+def _download(name: str) -> Path:
+    """The hub's files in the local cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.index.json"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"init_from={name}: no such directory, and the hub gave nothing ({reason})",
+            "name a directory with config.json and *.safetensors, or a model on the hub that this machine can reach",
+        ) from error
+
+
+def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise DataError(
+            f"init_from={source}: {directory} holds no *.safetensors",
+            "save the model with save_pretrained; pickled weights are not read",
+        )
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DataError(
+                f"init_from={source}: {path.name} cannot be read ({error})", "copy it again"
+            ) from error
+
+
+def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
+    """Compare what config.json says with the architecture here."""
+    try:
+        settings = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"init_from={source}: {directory}/config.json cannot be read",
+            "save the model with save_pretrained",
+        ) from error
+    if settings.get("model_type") != arch.model:
+        raise ConfigError(
+            f"init_from={source}: that is a {settings.get('model_type')}, and this run has model={arch.model}",
+            f"use model={settings.get('model_type')}, or another init_from",
+        )
+    config_class = fla_classes(arch.model)[1]
+    theirs = config_class.from_dict(settings)
+    if overrides := _overrides(theirs, arch):
+        raise ConfigError(
+            f"init_from={source}: the dimensions differ from size={arch.size}", f"add {' '.join(overrides)}"
+        )
+    for name in inspect.signature(config_class.__init__).parameters.keys() - NOT_COMPARED:
+        there, here = (getattr(config, name, None) for config in (theirs, ours))
+        if name in ("num_kv_heads", "num_v_heads"):
+            there, here = (value or arch.num_heads for value in (there, here))
+        if there != here:
+            raise ConfigError(
+                f"init_from={source}: it has {name}={there}, and models here have {name}={here}",
+                f"start from a {arch.model} with {name}={here}",
+            )
+
+
+def _overrides(theirs: Any, arch: Architecture) -> list[str]:
+    """The overrides that turn `arch` into the architecture of FLA's configuration `theirs`."""
+    d, heads = theirs.hidden_size, theirs.num_heads
+    match arch.model:
+        case "gla":
+            k_dim, v_dim = round(d * theirs.expand_k) // heads, round(d * theirs.expand_v) // heads
+        case "gated_deltanet" | "kda":
+            k_dim, v_dim = theirs.head_dim, int(theirs.head_dim * theirs.expand_v)
+        case _:
+            k_dim = v_dim = d // heads
+    mixer = f"size.mixers.{arch.model}"
+    wanted: dict[str, tuple[Any, Any]] = {
+        "size.hidden_size": (d, arch.hidden_size),
+        "size.num_layers": (theirs.num_hidden_layers, arch.num_layers),
+        f"{mixer}.num_heads": (heads, arch.num_heads),
+        f"{mixer}.head_k_dim": (k_dim, arch.head_k_dim),
+        f"{mixer}.head_v_dim": (v_dim, arch.head_v_dim),
+        "size.vocab_size": (theirs.vocab_size, arch.vocab_size),
+        "size.tie_embeddings": (theirs.tie_word_embeddings, arch.tie_embeddings),
+    }
+    overrides = [f"{key}={str(there).lower()}" for key, (there, here) in wanted.items() if there != here]
+    width = theirs.intermediate_size or 256 * -(-int(d * (theirs.hidden_ratio or 4) * 2 / 3) // 256)
+    if overrides or width != arch.intermediate_size:
+        there = Architecture(
+            **{
+                **vars(arch),
+                "hidden_size": d,
+                "num_heads": heads,
+                "head_k_dim": k_dim,
+                "head_v_dim": v_dim,
+                "intermediate_size": width,
+            }
+        )
+        share = (there.mixer_parameters + there.mlp_parameters) / d**2
+        overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
+    return overrides
