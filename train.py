@@ -4,15 +4,16 @@ from linrnn.config.cli import run
 from linrnn.config.schema import Config
 
 
-def main(config: Config) -> int:
-    from linrnn.trainer import Trainer  # imported here so that --help and wrong keys answer at once
-
+def main(config: Config) -> None:
+    # Imported here, so that --help and wrong keys answer at once.
     if config.dry_run:
         from linrnn.forecast import print_forecast
 
         print_forecast(config)
-        return 0
-    return Trainer(config).fit().exit_code
+    else:
+        from linrnn.trainer import Trainer
+
+        Trainer(config).fit()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from linrnn import checkpoint
+from linrnn import accounting, checkpoint
 from linrnn.architecture import Architecture, resolve
 from linrnn.config.schema import Config
 from linrnn.errors import ConfigError
@@ -37,6 +37,19 @@ class Plan:
                 f"use size.vocab_size={data_vocab_size} or more, or null",
             )
         return resolve(self.config.model, self.config.size, vocab_size)
+
+    def memory_estimate(self, arch: Architecture) -> accounting.MemoryEstimate:
+        """Memory that a step is foreseen to need."""
+        trainer = self.config.trainer
+        return accounting.memory_estimate(
+            arch,
+            batch_size=trainer.batch_size,
+            seq_len=trainer.seq_len,
+            precision=self.precision,
+            loss=self.config.loss,
+            activation_checkpointing=trainer.activation_checkpointing,
+            accumulation_steps=trainer.accumulation_steps,
+        )
 
 
 def make_plan(config: Config) -> Plan:

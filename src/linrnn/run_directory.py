@@ -21,48 +21,56 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
-    """Creates, reopens or moves aside a run's directory, and holds a lock on it until the process ends.
+    """A run's directory: checked when constructed, created (or reopened, or moved aside) and locked by :meth:`open`.
 
     Args:
         path: the directory.
-        config_yaml: the whole configuration, written for people.
         identity: every key that two runs in one directory must share, flattened.
         resume: `auto` (continue an existing run), `never` (move it aside), `must` (fail without one).
 
     Raises:
-        ConfigError: the directory holds another configuration, another process uses it, or `must` finds no run.
+        ConfigError: the directory holds another configuration, or `must` finds no run.
     """
 
-    def __init__(self, path: Path, *, config_yaml: str, identity: dict[str, Any], resume: str) -> None:
+    def __init__(self, path: Path, *, identity: dict[str, Any], resume: str) -> None:
         self.path = path
-        existing = (path / IDENTITY).exists()
-        if resume == "must" and not existing:
+        self._identity, self._resume = identity, resume
+        self.resumed = resume != "never" and (path / IDENTITY).exists()
+        if resume == "must" and not self.resumed:
             raise ConfigError(f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys")
-        if resume == "never" and path.exists():
-            self._locked(path)
-            os.close(self._lock)
-            print(f"moved the existing run to {_move_aside(path)}")
-            existing = False
-        path.mkdir(parents=True, exist_ok=True)
-        self._locked(path)
-        if existing:
-            self._check_identity(identity)
-        else:
-            self.write_json(IDENTITY, identity)
-        self.resumed = existing
+        if self.resumed:
+            self._check_identity()
+
+    def open(self, config_yaml: str) -> None:
+        """Make the directory this process's own until :meth:`close`; `config_yaml` is written for people.
+
+        Raises:
+            ConfigError: another process uses it.
+        """
+        if self._resume == "never" and self.path.exists():
+            self._locked()
+            self.close()
+            print(f"moved the existing run to {_move_aside(self.path)}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._locked()
+        self.write_json(IDENTITY, self._identity)
         self.write_text(CONFIG, config_yaml)
 
-    def _locked(self, path: Path) -> None:
-        self._lock = os.open(path, os.O_RDONLY)
+    def close(self) -> None:
+        """Let others use the directory."""
+        os.close(self._lock)
+
+    def _locked(self) -> None:
+        self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another process is writing to {path}", "wait for it, or give this run another run_name or group"
+                f"another process is writing to {self.path}", "wait for it, or give this run another run_name or group"
             ) from None
 
-    def _check_identity(self, identity: dict[str, Any]) -> None:
-        changed = differences(json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(identity)))
+    def _check_identity(self) -> None:
+        changed = differences(json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(self._identity)))
         if changed:
             raise ConfigError(
                 f"{self.path} holds a run of another configuration ({'; '.join(changed)})",

@@ -31,9 +31,9 @@ def progress_line(
 
 
 def memory_lines(components: dict[str, int]) -> list[str]:
-    """Bytes by component as lines in GiB, largest first."""
-    largest_first = sorted(components.items(), key=lambda item: -item[1])
-    return [f"  {name:<28}{size / GIB:10.3f} GiB" for name, size in largest_first]
+    """Bytes by component as lines in GiB; `whole/part` stands indented."""
+    rows = [("  " * name.count("/") + name.rsplit("/", 1)[-1], size) for name, size in components.items()]
+    return [f"  {name:<24}{size / GIB:10.3f} GiB" for name, size in rows]
 
 
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:

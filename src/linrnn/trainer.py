@@ -5,6 +5,8 @@ Read :meth:`Trainer.fit` first, then :meth:`Trainer.train_step`.
 
 import contextlib
 import math
+import shlex
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -74,13 +76,9 @@ class Trainer:
         self.name = run_name(config)
         self.directory = RunDirectory(
             Path(config.results_dir) / config.group / self.name,
-            config_yaml=to_yaml(config),
             identity=identity(config),
             resume=config.trainer.resume,
         )
-        self.directory.write_json(ENVIRONMENT, describe_environment())
-        self.console = Console(self.directory.path / LOG, config.logger.console_every_seconds)
-
         self.loss = build_loss(config.loss, device=self.device)
         dtype = parameter_dtype(self.precision)
         self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
@@ -114,6 +112,15 @@ class Trainer:
             DivergedError: the loss is not finite; the last good checkpoint is kept.
             OutOfMemoryError: with the memory by component and what to lower.
         """
+        self.directory.open(to_yaml(self.config))
+        try:
+            return self._fit()
+        finally:
+            self.directory.close()
+
+    def _fit(self) -> dict[str, Any]:
+        self.directory.write_json(ENVIRONMENT, describe_environment())
+        self.console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
         if finished := self._resume():
             return finished
         self.wandb = WandbMirror(
@@ -244,7 +251,7 @@ class Trainer:
             yield end_of_step
 
     def _log(self, step: int, metrics: dict[str, float | None]) -> None:
-        self.metrics.write(step, metrics)
+        self.metrics.write({"step": step, **metrics})
         self.wandb.log(step, metrics)
 
     def _show_progress(self, step: int, loss: float) -> None:
@@ -343,7 +350,7 @@ class Trainer:
         for line in memory_lines(self.memory.report()):
             self.console.line(line)
         self.console.line("memory that a whole step was foreseen to need:")
-        for line in memory_lines(self.plan.memory(self.architecture)):
+        for line in memory_lines(self.plan.memory_estimate(self.architecture).components()):
             self.console.line(line)
         trainer = self.config.trainer
         options = [
@@ -394,4 +401,5 @@ class Trainer:
             "wall_seconds": wall_seconds,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "data_fingerprint": self.data.fingerprint,
+            "command": shlex.join(["python", *sys.argv]),
         }

@@ -59,6 +59,8 @@ def to_config(composed: DictConfig) -> Config:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(_first_line(error), "give the key a value of the type that its YAML file describes") from error
+    if added := vars(config).keys() - {field.name for field in dataclasses.fields(config)}:
+        raise ConfigError(f"{', '.join(sorted(added))}: there is no such key", "run with --help for the keys there are")
     validate(config)
     return config
 
@@ -78,9 +80,9 @@ def read_config(path: Path) -> Config:
         raw = OmegaConf.load(path)
         typed = OmegaConf.structured(Config)
         for group, options in SCHEMAS.items():
-            typed[group] = OmegaConf.structured(options.get(raw[group].name, options.get("")))
+            typed[group] = OmegaConf.structured(options.get("") or options[raw[group].name])
         return to_config(OmegaConf.merge(typed, raw))
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, KeyError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration ({_first_line(error)})",
             "name the directory of a run or of one of its checkpoints, written by this version",
@@ -141,16 +143,21 @@ def _first_line(error: BaseException) -> str:
 def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Turn Hydra's exception into one line of cause and one of remedy."""
     text = " ".join(str(error).split())
-    if missing := re.search(r"Could not find '(?:[\w/]*/)?([\w.-]+)/([^'/]+)'", text):
+    if missing := re.search(r"Could not find '(?:[\w/]*/)?([\w.-]+)/([^'/]*)'", text):
         group, option = missing.groups()
         options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
         return ConfigError(
             f"{group}={option}: there is no such {group}",
             f"nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
         )
-    if missing := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '(\w+)'", text):
+    if missing := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text):
         return _unknown_key(next(name for name in missing.groups() if name), overrides, config_name)
-    return ConfigError(_first_line(error), "run with --help for the groups and keys there are")
+    if bad_value := re.search(r"Error merging override (.*)", text):
+        reason = _first_line(error.__cause__ or error)
+        return ConfigError(f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes")
+    if bad_form := re.search(r"Error parsing override '(.*?)'", text):
+        return ConfigError(f"{bad_form.group(1)!r} cannot be read", "write overrides as key=value or group=option")
+    return ConfigError(_first_line(error), "write overrides as key=value or group=option; --help shows what there is")
 
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
@@ -161,7 +168,12 @@ def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> Config
     except ConfigError as error:
         return error
     full = next((name for o in overrides if (name := o.split("=")[0].lstrip("+~")).endswith(key)), key)
-    parent = full.rsplit(".", 1)[0] + "."
-    siblings = [name for name in valid if "." in full and name.startswith(parent)]
-    scope = f"; {parent[:-1]} has: {', '.join(name[len(parent):] for name in siblings)}" if siblings else ""
-    return ConfigError(f"{full}: there is no such key", f"nearest: {', '.join(nearest(full, valid))}{scope}")
+    group, _, leaf = full.rpartition(".")
+    owners = [o for o, schema in SCHEMAS.get(group, {}).items() if o and leaf in {f.name for f in dataclasses.fields(schema)}]
+    siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
+    hints = [
+        f"it is an option of {', '.join(f'{group}={owner}' for owner in owners)}" if owners else "",
+        f"nearest: {', '.join(nearest(full, valid))}" if not owners else "",
+        f"{group} has: {', '.join(siblings)}" if siblings else "",
+    ]
+    return ConfigError(f"{full}: there is no such key", "; ".join(hint for hint in hints if hint))

@@ -252,8 +252,17 @@ class EvaluateConfig:
     device: str = one_of("auto", "cpu", "cuda")
 
 
+@dataclass
+class ReportConfig:
+    """scripts/report.py: keys are explained in configs/report.yaml."""
+
+    group: str
+    results_dir: str
+    output_dir: str | None
+
+
 # Commands: configs/<name>.yaml and what it may contain.
-COMMANDS: dict[str, type] = {"train": Config, "evaluate": EvaluateConfig}
+COMMANDS: dict[str, type] = {"train": Config, "evaluate": EvaluateConfig, "report": ReportConfig}
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".
 SCHEMAS: dict[str, dict[str, type]] = {

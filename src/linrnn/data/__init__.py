@@ -4,5 +4,6 @@ from linrnn.data.loader import Batch, BatchLoader
 from linrnn.data.prepare import PreparedData, prepare
 from linrnn.data.progress import ConsoleProgress, Progress
 from linrnn.data.shards import ShardSet
+from linrnn.data.vocabulary import vocabulary_size
 
-__all__ = ["Batch", "BatchLoader", "ConsoleProgress", "PreparedData", "Progress", "ShardSet", "prepare"]
+__all__ = ["Batch", "BatchLoader", "ConsoleProgress", "PreparedData", "Progress", "ShardSet", "prepare", "vocabulary_size"]

@@ -1,0 +1,21 @@
+"""The runs of a group as a table and a plot: `python scripts/report.py group=mve`."""
+
+from pathlib import Path
+
+from linrnn.config.cli import run
+from linrnn.config.schema import ReportConfig
+
+
+def main(config: ReportConfig) -> None:
+    from linrnn.report import write_report
+    from linrnn.results import read_runs
+
+    results = Path(config.results_dir)
+    output = Path(config.output_dir) if config.output_dir else results / "summaries" / config.group
+    paths = write_report(read_runs(results / config.group), output, config.group)
+    print(paths[0].read_text())
+    print("wrote " + ", ".join(str(path) for path in paths))
+
+
+if __name__ == "__main__":
+    run(main, "report", __doc__)

@@ -1,0 +1,67 @@
+"""`dry_run=true`: what a run will need, foreseen from formulas; nothing is built, tokenised, run or written."""
+
+from pathlib import Path
+
+import torch
+
+from linrnn import accounting
+from linrnn.architecture import Architecture
+from linrnn.config import run_name
+from linrnn.config.schema import Config
+from linrnn.data import vocabulary_size
+from linrnn.plan import Plan, make_plan
+from linrnn.summary import duration, memory_lines
+
+
+def print_forecast(config: Config) -> None:
+    """Print parameters, memory by component, FLOPs and time of the run that `config` describes.
+
+    Raises:
+        LinrnnError: as the run itself would, where that can be known beforehand.
+    """
+    plan = make_plan(config)
+    arch = plan.architecture(vocabulary_size(config.data))
+    for line in [*_run(plan, arch), *_memory(plan, arch), *_time(plan, arch), "", "nothing was run or written"]:
+        print(line)
+
+
+def _run(plan: Plan, arch: Architecture) -> list[str]:
+    config = plan.config
+    return [
+        f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {plan.device.type}",
+        f"  would be written to {Path(config.results_dir) / config.group / run_name(config)}",
+        f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens = {plan.total_steps * plan.tokens_per_step:,}",
+        f"  {arch.num_layers} layers, width {arch.hidden_size}, {arch.num_heads} heads of {arch.head_k_dim} (keys) and "
+        f"{arch.head_v_dim} (values), MLP {arch.intermediate_size}, vocabulary {arch.vocab_size:,}",
+        "",
+        f"parameters  {arch.n_parameters:,} ({'tied' if arch.tie_embeddings else 'untied'} embeddings)",
+        f"  body       {arch.body_parameters:,}",
+        f"  embedding  {arch.embedding_parameters:,}{'' if arch.tie_embeddings else ', and the head as many'}",
+    ]
+
+
+def _memory(plan: Plan, arch: Architecture) -> list[str]:
+    components = plan.memory_estimate(arch).components()
+    heading = "memory of one step, on a GPU" + (" (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else "")
+    return ["", heading, *memory_lines(components)]
+
+
+def _time(plan: Plan, arch: Architecture) -> list[str]:
+    trainer = plan.config.trainer
+    flops = accounting.step_flops(
+        arch,
+        trainer.batch_size * trainer.accumulation_steps,
+        trainer.seq_len,
+        plan.config.loss,
+        trainer.activation_checkpointing,
+    )
+    lines = ["", f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation"]
+    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
+    seconds = accounting.time_estimate(flops.hardware, accounting.peak_flops_per_second(name, plan.precision))
+    if seconds is None:
+        return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
+    return [
+        *lines,
+        f"  {seconds * 1e3:,.1f} ms a step, {duration(seconds * plan.total_steps)} in all, if {name} reaches "
+        f"{accounting.ASSUMED_MFU:.0%} of its peak (small models reach much less)",
+    ]
