@@ -1,9 +1,9 @@
 """Dimensions of a model, and its parameters counted from formulas; nothing is built here.
 
 All four architectures of a size have the same depth, width and norms. A layer has about
-`layer_parameters_per_d2 · hidden_size²` parameters: the mixer takes what its heads need, the SwiGLU MLP's width fills
-the rest, rounded to the nearest multiple of d / 16 (in steps of 8, at least 8). Such a step is 3/16 d² parameters, so
-that at 12 d² per layer the bodies are within 1.6 % of each other.
+`layer_parameters_per_d2 · hidden_size²` parameters: the mixer takes what its heads need, the SwiGLU MLP's
+width fills the rest, rounded to the nearest multiple of d / 16 (in steps of 8, at least 8). Such a step is
+3/16 d² parameters, so that at 12 d² per layer the bodies are within 1.6 % of each other.
 """
 
 from collections.abc import Iterable
@@ -132,7 +132,7 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
     width = round(left / (3 * d * unit)) * unit
     if width < unit:
         raise ConfigError(
-            f"size={size.name}: a {model.name} mixer has {bare.mixer_parameters / d**2:.2f} d² parameters, which "
+            f"size={size.name}: the {model.name} mixer has {bare.mixer_parameters / d**2:.2f} d² parameters and "
             f"leaves no MLP within {size.layer_parameters_per_d2:g} d² per layer",
             f"lower size.mixers.{model.name}'s heads or raise size.layer_parameters_per_d2",
         )
@@ -146,22 +146,20 @@ def _check_heads(arch: Architecture) -> None:
     if arch.model == "transformer":
         if not arch.key_dim == arch.value_dim == arch.hidden_size:
             raise ConfigError(
-                f"{where}: {arch.num_heads} heads of {k_dim} and {v_dim} do not split hidden_size={arch.hidden_size}",
+                f"{where}: {arch.num_heads} heads of {k_dim} do not make up the width of {arch.hidden_size}",
                 "attention needs num_heads · head_k_dim = num_heads · head_v_dim = size.hidden_size",
             )
         if k_dim % 2:
-            raise ConfigError(
-                f"{where}.head_k_dim={k_dim} is odd", "rotary embeddings need an even head dimension"
-            )
+            raise ConfigError(f"{where}.head_k_dim={k_dim} is odd", "rotary positions need an even one")
     if arch.model in ("gated_deltanet", "kda"):
         if k_dim > MAX_KEY_DIM:
             raise ConfigError(
-                f"{where}.head_k_dim={k_dim} is above {MAX_KEY_DIM}, the largest key of FLA's delta-rule kernels",
+                f"{where}.head_k_dim={k_dim} is above {MAX_KEY_DIM}, the most FLA's kernels take",
                 f"use more heads with head_k_dim={MAX_KEY_DIM} or less",
             )
         if int(k_dim * (v_dim / k_dim)) != v_dim:
             raise ConfigError(
-                f"{where}: FLA takes the value dimension as a ratio, and {v_dim}/{k_dim} does not give back {v_dim}",
+                f"{where}: FLA takes the value dimension as a ratio, and {v_dim}/{k_dim} is not exact",
                 "use a head_v_dim that is a multiple of head_k_dim, or half of it",
             )
 
@@ -175,7 +173,8 @@ def parameter_table(
         default_vocab_size: for the sizes that take their vocabulary from the data.
     """
     lines = [
-        "| size | model | layers | width | heads | key dim | value dim | MLP width | body | vocabulary | tied | untied |",
+        "| size | model | layers | width | heads | key dim | value dim | MLP width | body | vocabulary "
+        "| tied | untied |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     models = list(models)

@@ -1,6 +1,7 @@
-"""The CPU versions of FLA's functions against recurrences in fp64, FLA's own naive references, and each other."""
+"""The CPU versions of FLA's functions against recurrences in fp64 and FLA's own naive references."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def relative_error(x: Tensor, truth: Tensor) -> float:
 def test_chunked_form_equals_the_recurrence_forward_and_backward(
     rule: str, n_tokens: int, decay: float
 ) -> None:
-    """Errors in fp32 stay within four times those of the fp32 recurrence, plus the rounding of the summed log-decay."""
+    """fp32 errors: within four times the fp32 recurrence's, plus the rounding of the summed log-decay."""
     tensors = inputs(rule, n_tokens, decay)
     truth = output_and_gradients(STEP_BY_STEP[rule], tensors, torch.float64)
     baseline = output_and_gradients(STEP_BY_STEP[rule], tensors, torch.float32)
@@ -107,7 +108,7 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(rule: str) ->
     packed = output_and_gradients(CHUNKED[rule], tensors, torch.float64, cu_seqlens=torch.tensor(bounds))
 
     def separately(*leaves: Tensor) -> Tensor:
-        documents = zip(bounds, bounds[1:], strict=False)
+        documents = itertools.pairwise(bounds)
         return torch.cat(
             [CHUNKED[rule](*(x[:, a:b] for x in leaves[:-1]), leaves[-1])[0] for a, b in documents], 1
         )
@@ -141,7 +142,9 @@ def test_fla_references_agree() -> None:
 
     raw, beta, A_log = torch.randn(2, 75, HEADS, KEYS), torch.randn(2, 75, HEADS), torch.randn(HEADS)
     normal_q, normal_k = (F.normalize(x, dim=-1) for x in (q, k))
-    in_kernel = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+    in_kernel = dict.fromkeys(
+        ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True
+    )
     dt_bias = torch.randn(HEADS * KEYS)
     gate = naive_kda_gate(raw, A_log, dt_bias)
     expected, _ = naive_recurrent_kda(normal_q, normal_k, v, gate, torch.sigmoid(beta))
@@ -172,7 +175,7 @@ def test_convolution_stops_at_document_ends_and_continues_from_a_state() -> None
     packed, _ = layers.causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=torch.tensor(bounds))
     separate = [
         layers.causal_conv1d(x[:, a:b], weight, bias, activation="silu")[0]
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
     ]
     torch.testing.assert_close(packed, torch.cat(separate, 1))
     whole, last = layers.causal_conv1d(x, weight, output_final_state=True)

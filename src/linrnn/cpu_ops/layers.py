@@ -1,7 +1,7 @@
 """FLA's small fused functions in plain torch, with FLA's signatures as its layers call them.
 
-Norms and rotations work in fp32 and return the dtype of their input, as FLA's kernels do. A convolution's state is the
-last W inputs of each sequence, (N, D, W).
+Norms and rotations work in fp32 and return the dtype of their input, as FLA's kernels do. A convolution's
+state is the last W inputs of each sequence, (N, D, W).
 """
 
 import torch
@@ -15,7 +15,7 @@ def _not_here(option: str) -> UnsupportedError:
     return UnsupportedError(f"{option} has no CPU version in linrnn.cpu_ops", "run it on a GPU")
 
 
-# ---------------------------------------------------------------------------------------------------- norms and MLP
+# --------------------------------------------------------------------------------------- norms and MLP
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -62,7 +62,7 @@ def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return F.linear(F.silu(x) * y, weight, bias)
 
 
-# ------------------------------------------------------------------------------------------------ position and time
+# ----------------------------------------------------------------------------------- position and time
 def rotary_embedding(
     x: Tensor,
     cos: Tensor,
@@ -98,7 +98,7 @@ def causal_conv1d(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Depthwise causal convolution of x (B, T, D) with weight (D, W); no tap reaches into the document before."""
+    """Depthwise causal convolution of x (B, T, D) with weight (D, W), each document for itself."""
     if residual is not None or (cu_seqlens is not None and (initial_state is not None or output_final_state)):
         raise _not_here("a convolution with a residual, or with documents and a state,")
     n_tokens, width = x.shape[1], weight.shape[1]

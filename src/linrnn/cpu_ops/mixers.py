@@ -1,7 +1,8 @@
 """FLA's recurrent kernels in plain torch, with FLA's signatures as its layers call them (see `chunked`).
 
-Shapes: q, k (B, T, H, K); v (B, T, H, V); states (N, H, K, V), or (N, H, V, K) with `state_v_first`. `chunk_size` is a
-matter of speed alone. A packed row of documents (`cu_seqlens`) starts each of them from an empty state.
+Shapes: q, k (B, T, H, K); v (B, T, H, V); states (N, H, K, V), or (N, H, V, K) with `state_v_first`.
+`chunk_size` is a matter of speed alone. A packed row of documents (`cu_seqlens`) starts each of them from an
+empty state.
 """
 
 import torch
@@ -77,7 +78,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule of Gated DeltaNet (g (B, T, H)) and of KDA (g (B, T, H, K)); beta (B, T, H).
 
-    With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,) or (H·K,).
+    With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,)
+    or (H·K,).
     """
     _check_packing(cu_seqlens, initial_state, output_final_state)
     if q.shape[2] != v.shape[2] or safe_gate or lower_bound is not None:

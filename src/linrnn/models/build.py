@@ -23,8 +23,8 @@ def build_model(
 ) -> LanguageModel:
     """Build FLA's model for `arch`, initialised as FLA does.
 
-    Weights are drawn on the CPU in fp32, so that a seed gives the same ones on every device; the generator's state is
-    left as it was.
+    Weights are drawn on the CPU in fp32, so that a seed gives the same ones on every device; the generator's
+    state is left as it was.
 
     Args:
         dtype: of the parameters, fp32 or bf16; A_log and dt_bias stay in fp32.

@@ -1,8 +1,8 @@
 """`model.chunk_size`: how many tokens FLA's recurrent kernels put in a chunk.
 
-FLA's layers do not pass a chunk size on; they look their kernel up in their module at each call. `with_chunk_size`
-stands a version with the size filled in there for the duration of one layer's call, so that models with different
-chunk sizes can live in one process.
+FLA's layers do not pass a chunk size on; they look their kernel up in their module at each call.
+`with_chunk_size` stands a version with the size filled in there for the duration of one layer's call, so that
+models with different chunk sizes can live in one process.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from linrnn.cpu_ops import mixers
 from linrnn.models.fla_models import import_fla
 
-# FLA's module, the kernel's name there, and the sizes that the kernel takes (GLA's of 128 and 256: see `chunk_gla`).
+# FLA's module, the kernel's name there, and the sizes that it takes (for GLA: see `chunk_gla`).
 KERNELS = {
     "gla": ("fla.layers.gla", "chunk_gla", (64, 128, 256)),
     "gated_deltanet": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
@@ -70,7 +70,7 @@ class _ChunkGLA(torch.autograd.Function):
     """FLA's forward and backward passes, which take any chunk size, tied together."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size):
         gla = import_fla("fla.ops.gla.chunk")
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         options = {

@@ -22,14 +22,14 @@ def import_fla(module: str) -> Any:
         return importlib.import_module(module)
 
 
-def fla_classes(model: str) -> tuple[type, type]:
+def fla_classes(model: str) -> tuple[Any, Any]:
     """The causal language model's class and its configuration's."""
     module = import_fla(f"fla.models.{model}")
     return getattr(module, f"{CLASSES[model]}ForCausalLM"), getattr(module, f"{CLASSES[model]}Config")
 
 
 def fla_config(arch: Architecture) -> Any:
-    """FLA's configuration; what is not named here keeps FLA's default (initializer_range 0.02, norm_eps 1e-6, …)."""
+    """FLA's configuration; what is not named keeps FLA's default (initializer_range 0.02, norm_eps 1e-6)."""
     shared = {
         "hidden_size": arch.hidden_size,
         "num_hidden_layers": arch.num_layers,

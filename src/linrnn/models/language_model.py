@@ -35,12 +35,13 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids_BT: token ids, int64.
-            cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T. State,
-                convolutions and attention do not cross them; the ends of the B rows must be among them. None: each
-                row is one document.
+            cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T.
+                State, convolutions and attention do not cross them; the ends of the B rows must be among
+                them. None: each row is one document.
 
         Raises:
-            ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use chunks.
+            ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use
+                chunks.
         """
         if self.arch.model == "gla" and self.arch.chunk_size is not None:
             n_tokens = input_ids_BT.shape[1] if cu_seqlens is None else input_ids_BT.numel()
@@ -70,20 +71,21 @@ class LanguageModel(nn.Module):
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """Every parameter once, by component: embedding, mixers, mlps, norms, head (empty where tied)."""
         backbone = self.hf.model
+        blocks = backbone.layers
         norms = [
             backbone.norm,
-            *(norm for block in self.blocks for norm in (block.attn_norm, block.mlp_norm)),
+            *(norm for block in blocks for norm in (block.attn_norm, block.mlp_norm)),
         ]
         return {
             "embedding": list(backbone.embeddings.parameters()),
-            "mixers": [p for block in self.blocks for p in block.attn.parameters()],
-            "mlps": [p for block in self.blocks for p in block.mlp.parameters()],
+            "mixers": [p for block in blocks for p in block.attn.parameters()],
+            "mlps": [p for block in blocks for p in block.mlp.parameters()],
             "norms": [p for norm in norms for p in norm.parameters()],
             "head": [] if self.head_weight is backbone.embeddings.weight else [self.head_weight],
         }
 
     def set_activation_checkpointing(self, mode: str) -> None:
-        """`none` keeps every activation; `full` keeps each block's input and computes the block again backwards."""
+        """`none` keeps every activation; `full` keeps each block's input and computes the rest again."""
         if mode not in ("none", "full"):
             raise ConfigError(f"activation_checkpointing={mode} is not one of none, full", "use none or full")
         self._checkpointed = mode == "full"

@@ -12,7 +12,8 @@ from linrnn.errors import ConfigError, UnsupportedError
 from linrnn.models.chunk_size import KERNELS
 
 FLA_VERSION = "0.6.0"
-# FLA 0.6.0 refuses the backward pass of scalar-gated delta rules on Hopper with these (wrong results; its issue 640).
+# FLA 0.6.0 refuses the backward pass of scalar-gated delta rules on Hopper with these (wrong results; its
+# issue 640).
 WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
 
 
@@ -21,7 +22,8 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
 
     Raises:
         ConfigError: an unknown model, or a chunk size that its kernel does not take.
-        UnsupportedError: FLA missing or of another version, no such device, or a Triton with known wrong results.
+        UnsupportedError: FLA missing or of another version, no such device, or a Triton with known wrong
+            results.
     """
     if model.name not in MODELS:
         raise ConfigError(
@@ -56,8 +58,8 @@ def _check_chunk_size(model: ModelConfig) -> None:
     sizes = KERNELS[model.name][2]
     if model.chunk_size not in sizes:
         raise ConfigError(
-            f"model.chunk_size={model.chunk_size}: FLA's {model.name} kernel takes {', '.join(map(str, sizes))}",
-            f"use model.chunk_size={min(sizes, key=lambda size: abs(size - (model.chunk_size or 0)))}, or null",
+            f"model.chunk_size={model.chunk_size} is not one that FLA's {model.name} kernel takes",
+            f"use model.chunk_size={' or '.join(map(str, sizes))}, or null for its default",
         )
 
 

@@ -1,4 +1,4 @@
-"""`init_from=` a model in FLA's Hugging Face format: config.json and *.safetensors, local or on the hub; never pickle."""
+"""`init_from=` a model in FLA's Hugging Face format, a directory or on the hub: safetensors, never pickle."""
 
 import inspect
 import json
@@ -14,7 +14,8 @@ from linrnn.errors import ConfigError, DataError
 from linrnn.models.fla_models import fla_classes
 from linrnn.models.language_model import LanguageModel
 
-# Settings that change neither a parameter's shape nor what the model computes, or that `_overrides` compares itself.
+# Settings that change neither a parameter's shape nor what the model computes, or that `_overrides` compares
+# itself.
 NOT_COMPARED = {
     "attn_mode",
     "bos_token_id",
@@ -44,7 +45,7 @@ NOT_COMPARED = {
 
 
 def load_weights(model: LanguageModel, source: str) -> None:
-    """Copy the weights of a Hugging Face model of the same architecture into `model`, in its dtype and on its device.
+    """Copy the weights of a Hugging Face model into `model`, in its dtype and on its device.
 
     Args:
         source: a directory, or the name of a model on the hub.
@@ -62,9 +63,10 @@ def load_weights(model: LanguageModel, source: str) -> None:
             raise ConfigError(
                 f"init_from={source}: this model has no parameter {name}", _same_size(model.arch)
             )
-        if tensor.shape != expected[name].shape:
+        there, here = tuple(tensor.shape), tuple(expected[name].shape)
+        if there != here:
             raise ConfigError(
-                f"init_from={source}: {name} is {tuple(tensor.shape)} there and {tuple(expected[name].shape)} here",
+                f"init_from={source}: {name} is {there} there and {here} here",
                 _same_size(model.arch),
             )
         expected[name].copy_(tensor)
@@ -90,7 +92,7 @@ def _download(name: str) -> Path:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
             f"init_from={name}: no such directory, and the hub gave nothing ({reason})",
-            "name a directory with config.json and *.safetensors, or a model on the hub that this machine can reach",
+            "name a directory with config.json and *.safetensors, or a model that the hub has",
         ) from error
 
 
@@ -123,7 +125,7 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
         ) from error
     if settings.get("model_type") != arch.model:
         raise ConfigError(
-            f"init_from={source}: that is a {settings.get('model_type')}, and this run has model={arch.model}",
+            f"init_from={source}: it is a {settings.get('model_type')} and this run has model={arch.model}",
             f"use model={settings.get('model_type')}, or another init_from",
         )
     config_class = fla_classes(arch.model)[1]
@@ -132,7 +134,7 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
         raise ConfigError(
             f"init_from={source}: the dimensions differ from size={arch.size}", f"add {' '.join(overrides)}"
         )
-    for name in inspect.signature(config_class.__init__).parameters.keys() - NOT_COMPARED:
+    for name in inspect.signature(config_class).parameters.keys() - NOT_COMPARED:
         there, here = (getattr(config, name, None) for config in (theirs, ours))
         if name in ("num_kv_heads", "num_v_heads"):
             there, here = (value or arch.num_heads for value in (there, here))

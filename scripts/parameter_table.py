@@ -1,0 +1,19 @@
+"""The README's table of sizes, as it stands between the `sizes` markers there."""
+
+from linrnn.architecture import MODELS, parameter_table
+from linrnn.config import load_config
+from linrnn.config.schema import MarkovDataConfig
+
+SIZES = ("smoke", "mve", "350m", "1b3")
+
+
+def main() -> None:
+    models = [load_config([f"model={name}"]).model for name in MODELS]
+    sizes = [load_config([f"size={name}"]).size for name in SIZES]
+    data = load_config(["data=markov"]).data
+    assert isinstance(data, MarkovDataConfig)
+    print(parameter_table(models, sizes, data.vocab_size))
+
+
+if __name__ == "__main__":
+    main()

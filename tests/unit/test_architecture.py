@@ -1,0 +1,125 @@
+"""Dimensions and parameter counts, from formulas, for every model at every size."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from linrnn.architecture import MODELS, Architecture, parameter_table, resolve
+from linrnn.config import load_config
+from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
+from linrnn.errors import ConfigError
+
+SIZES = ("smoke", "mve", "350m", "1b3")
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@functools.cache
+def load(model: str, size: str) -> tuple[ModelConfig, SizeConfig]:
+    config = load_config([f"model={model}", f"size={size}"])
+    return config.model, config.size
+
+
+def architecture(model: str, size: str, vocab_size: int = 512) -> Architecture:
+    model_config, size_config = load(model, size)
+    return resolve(model_config, size_config, size_config.vocab_size or vocab_size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(size: str) -> None:
+    architectures = [architecture(model, size) for model in MODELS]
+    assert len({(a.num_layers, a.hidden_size, a.vocab_size, a.tie_embeddings) for a in architectures}) == 1
+    bodies = [a.body_parameters for a in architectures]
+    assert max(bodies) / min(bodies) < 1.03
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", MODELS)
+def test_formulas_count_the_parameters_of_the_built_modules_exactly(model: str, size: str) -> None:
+    """On torch's meta device, so that the largest needs no memory."""
+    import torch
+
+    from linrnn.models.attention import install_sdpa
+    from linrnn.models.fla_models import fla_classes, fla_config
+
+    install_sdpa()
+    for tied in (True, False):
+        arch = dataclasses.replace(architecture(model, size), tie_embeddings=tied)
+        with torch.device("meta"):
+            hf = fla_classes(model)[0](fla_config(dataclasses.replace(arch, num_layers=2)))
+        hf.tie_weights()
+        layer = hf.model.layers[0]
+
+        def count(module: torch.nn.Module) -> int:
+            return sum(parameter.numel() for parameter in module.parameters())
+
+        assert count(layer.attn) == arch.mixer_parameters
+        assert count(layer.mlp) == arch.mlp_parameters
+        assert 2 * arch.num_layers * count(layer.attn_norm) + count(hf.model.norm) == arch.norm_parameters
+        assert count(hf.model.embeddings) == arch.embedding_parameters
+        assert count(hf) == dataclasses.replace(arch, num_layers=2).n_parameters
+        assert layer.mlp.intermediate_size == arch.intermediate_size
+
+
+def test_sizes_are_what_they_are_called() -> None:
+    mve = architecture("gla", "mve")
+    assert (mve.hidden_size, mve.num_layers, mve.num_heads, mve.head_k_dim, mve.head_v_dim) == (
+        256,
+        2,
+        4,
+        64,
+        128,
+    )
+    for model in MODELS:
+        assert architecture(model, "smoke").n_parameters < 1e6
+        assert architecture(model, "mve").n_parameters == pytest.approx(10e6, rel=0.05)
+        assert architecture(model, "350m").n_parameters == pytest.approx(350e6, rel=0.03)
+        largest = architecture(model, "1b3")
+        assert 1.2e9 < largest.body_parameters < 1.3e9
+        assert not largest.tie_embeddings
+        assert largest.n_parameters == largest.body_parameters + 2 * 128256 * 2048
+
+
+def size_config(hidden_size: int = 128, per_d2: float = 12, **mixers: MixerDims) -> SizeConfig:
+    return SizeConfig("test", hidden_size, 2, per_d2, None, True, mixers)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "cause"),
+    [
+        ("gla", size_config(), "gives no heads for model=gla"),
+        ("gla", size_config(per_d2=2, gla=MixerDims(2, 32, 64)), "leaves no MLP"),
+        ("transformer", size_config(transformer=MixerDims(3, 32, 32)), "do not make up the width"),
+        ("transformer", size_config(transformer=MixerDims(4, 16, 32)), "do not make up the width"),
+        ("transformer", size_config(60, transformer=MixerDims(4, 15, 15)), "odd"),
+        ("kda", size_config(2048, kda=MixerDims(2, 512, 512)), "above 256"),
+        ("gated_deltanet", size_config(gated_deltanet=MixerDims(1, 49, 1)), "as a ratio"),
+    ],
+)
+def test_impossible_dimensions_are_refused_with_a_remedy(model: str, size: SizeConfig, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause) as error:
+        resolve(ModelConfig(model, None), size, 512)
+    assert error.value.remedy
+
+
+def test_the_table_has_every_model_at_every_size_and_marks_the_size_s_own_choice() -> None:
+    models = [load(model, "smoke")[0] for model in MODELS]
+    sizes = [load("gla", size)[1] for size in SIZES]
+    rows = parameter_table(models, sizes, 512).splitlines()
+    assert len(rows) == 2 + len(MODELS) * len(SIZES)
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| mve | gla | 2 | 256 | 4 | 64 | 128 |" in rows[6]
+    assert "**10.29 M** | 18.48 M |" in rows[6]
+
+
+def test_the_readme_holds_the_table_that_the_command_prints() -> None:
+    text = README.read_text() if README.exists() else ""
+    if "<!-- sizes -->" not in text:
+        pytest.skip("README.md has no <!-- sizes --> markers yet")
+    from linrnn.config import load_config
+
+    models = [load(model, "smoke")[0] for model in MODELS]
+    sizes = [load("gla", size)[1] for size in SIZES]
+    table = parameter_table(models, sizes, load_config([]).data.vocab_size)
+    assert text.split("<!-- sizes -->")[1].strip() == table

@@ -1,0 +1,450 @@
+"""The four models on the CPU: what they compute, how they are built, saved, loaded and refused."""
+
+import dataclasses
+import importlib.metadata
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrnn.architecture import MODELS, Architecture, resolve
+from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
+from linrnn.errors import ConfigError, DataError, UnsupportedError
+from linrnn.models import LanguageModel, build_model, check_supported, load_weights, support
+from linrnn.models.chunk_size import KERNELS
+
+CPU = torch.device("cpu")
+TINY = SizeConfig(
+    name="tiny",
+    hidden_size=64,
+    num_layers=2,
+    layer_parameters_per_d2=16,
+    vocab_size=None,
+    tie_embeddings=True,
+    mixers={
+        "gla": MixerDims(2, 16, 32),
+        "gated_deltanet": MixerDims(2, 16, 32),
+        "kda": MixerDims(2, 16, 16),
+        "transformer": MixerDims(2, 32, 32),
+    },
+)
+
+
+def architecture(model: str, chunk_size: int | None = None, **size: Any) -> Architecture:
+    return resolve(ModelConfig(model, chunk_size), dataclasses.replace(TINY, **size), vocab_size=96)
+
+
+def build(
+    model: str, seed: int | None = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> LanguageModel:
+    return build_model(architecture(model, **options), device="cpu", dtype=dtype, seed=seed)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: LanguageModel, ids: Tensor, **options: Any) -> Tensor:
+    logits = model(ids, **options) @ model.head_weight.T
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gradients(model: LanguageModel, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model, ids, **options).backward()
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+# ------------------------------------------------------------------------------------------------ what they compute
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("length", [5, 64, 90])
+def test_every_parameter_gets_a_finite_gradient_at_any_length(model: str, length: int) -> None:
+    network = build(model)
+    ids = tokens(2, length)
+    assert network(ids).shape == (2, length, 64)
+    grads = gradients(network, ids)
+    assert grads.keys() == dict(network.named_parameters()).keys()
+    assert all(grad.isfinite().all() and grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_token_changes_no_hidden_state_before_it(model: str) -> None:
+    network = build(model)
+    ids = tokens(1, 80)
+    changed = ids.clone()
+    changed[0, 50] = (ids[0, 50] + 1) % 96
+    before, after = network(ids)[0], network(changed)[0]
+    assert torch.equal(before[:50], after[:50])
+    assert (before[50:] - after[50:]).abs().amax(-1).gt(0).all()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_equal_separate_ones(model: str) -> None:
+    """Two rows of 70 with document ends inside; hidden states and gradients as if each came alone."""
+    network = build(model)
+    ids = tokens(2, 70)
+    bounds = [0, 3, 66, 70, 71, 140]
+    packed = network(ids, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    assert packed.shape == (2, 70, 64)
+    flat = ids.reshape(1, -1)
+    separate = torch.cat([network(flat[:, a:b]) for a, b in pairwise(bounds)], 1)
+    torch.testing.assert_close(packed.reshape(1, 140, 64), separate, rtol=1e-4, atol=1e-5)
+    weights = torch.randn_like(separate)
+    parameters = list(network.parameters())
+    ours = torch.autograd.grad((packed.reshape(1, 140, 64) * weights).sum(), parameters)
+    theirs = torch.autograd.grad((separate * weights).sum(), parameters)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_training_lowers_the_loss(model: str) -> None:
+    network = build(model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    ids = tokens(2, 70)
+    first = loss_of(network, ids).item()
+    for _ in range(15):
+        loss = loss_of(network, ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss_of(network, ids).item() < first - 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(model: str) -> None:
+    """FLA's layers take other kernels in evaluation at 64 tokens or fewer."""
+    network = build(model)
+    for length in (20, 90):
+        ids = tokens(1, length)
+        expected = network(ids).detach()
+        network.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(network(ids), expected, rtol=1e-4, atol=1e-5)
+        network.train()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> None:
+    hf = build(model).hf.eval()
+    ids = tokens(1, 20)
+    with torch.no_grad():
+        expected = hf(ids, use_cache=False).logits
+        start = hf(ids[:, :12], use_cache=True)
+        logits, cache = [start.logits], start.past_key_values
+        for t in range(12, 20):
+            step = hf(ids[:, t : t + 1], use_cache=True, past_key_values=cache)
+            logits.append(step.logits)
+            cache = step.past_key_values
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_transformer_equals_transformers_llama_with_the_same_weights() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    network = build("transformer")
+    arch = network.arch
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=arch.vocab_size,
+            hidden_size=arch.hidden_size,
+            intermediate_size=arch.intermediate_size,
+            num_hidden_layers=arch.num_layers,
+            num_attention_heads=arch.num_heads,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+        )
+    )
+    renamed = {
+        "embeddings": "embed_tokens",
+        ".attn.": ".self_attn.",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    }
+    weights = {}
+    for name, tensor in network.hf.state_dict().items():
+        for ours, theirs in renamed.items():
+            name = name.replace(ours, theirs)
+        weights[name] = tensor
+    llama.load_state_dict(weights)
+    ids = tokens(2, 70)
+    with torch.no_grad():
+        ours, theirs = network.hf.eval()(ids).logits, llama.eval()(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- how they are built
+@pytest.mark.parametrize("model", MODELS)
+def test_a_seed_decides_the_weights_and_leaves_the_generator_alone(model: str) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, again, other = build(model, seed=1), build(model, seed=1), build(model, seed=2)
+    assert torch.equal(torch.rand(1), expected)
+    a, b, c = (network.hf.state_dict() for network in (first, again, other))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["model.embeddings.weight"], c["model.embeddings.weight"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_hold_every_parameter_once_and_the_formulas_count_them(model: str, tied: bool) -> None:
+    network = build(model, tie_embeddings=tied)
+    arch, parts = network.arch, network.parts
+    everything = [id(parameter) for part in parts.values() for parameter in part]
+    assert sorted(everything) == sorted(id(parameter) for parameter in network.parameters())
+    counts = {name: sum(p.numel() for p in part) for name, part in parts.items()}
+    assert counts == {
+        "embedding": arch.embedding_parameters,
+        "mixers": arch.num_layers * arch.mixer_parameters,
+        "mlps": arch.num_layers * arch.mlp_parameters,
+        "norms": arch.norm_parameters,
+        "head": 0 if tied else arch.embedding_parameters,
+    }
+    assert sum(counts.values()) == arch.n_parameters
+    assert (network.head_weight is network.hf.model.embeddings.weight) == tied
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bf16_parameters_keep_decay_rates_in_fp32_and_still_train(model: str) -> None:
+    network = build(model, dtype=torch.bfloat16)
+    for name, parameter in network.named_parameters():
+        assert parameter.dtype == (torch.float32 if name.endswith(("A_log", "dt_bias")) else torch.bfloat16)
+    grads = gradients(network, tokens(2, 70))
+    assert all(grad.isfinite().all() for grad in grads.values())
+    exact = gradients(build(model), tokens(2, 70))
+    cosines = [
+        torch.nn.functional.cosine_similarity(grads[name].float().flatten(), exact[name].flatten(), dim=0)
+        for name in exact
+        if exact[name].ndim == 2
+    ]
+    assert min(cosines) > 0.98
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bf16_autocast_runs_and_stays_near_fp32(model: str) -> None:
+    network, ids = build(model), tokens(2, 70)
+    exact = loss_of(network, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(network, ids)
+    loss.backward()
+    assert abs(loss.item() - exact.item()) < 0.02
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpointed_activations_give_the_same_gradients(model: str) -> None:
+    network, ids = build(model), tokens(2, 70)
+    kept = gradients(network, ids)
+    network.set_activation_checkpointing("full")
+    computed_again = gradients(network, ids)
+    assert all(torch.equal(kept[name], computed_again[name]) for name in kept)
+
+
+def test_checkpointing_saves_fewer_activations_and_can_be_switched_off() -> None:
+    network, ids = build("gla"), tokens(2, 90)
+
+    def saved() -> int:
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            network(ids)
+        return sum(sizes)
+
+    everything = saved()
+    network.set_activation_checkpointing("full")
+    assert saved() < everything / 5
+    network.set_activation_checkpointing("none")
+    assert saved() == everything
+    with pytest.raises(ConfigError, match="none, full"):
+        network.set_activation_checkpointing("some")
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Dynamo alone (no C++ compiler needed), over a kernel with a chunk size set."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward: compile_(forward, backend="eager"))
+    network, ids = build("kda", chunk_size=32), tokens(2, 70)
+    eager = gradients(network, ids)
+    network.set_activation_checkpointing(checkpointing)
+    network.compile_blocks()
+    for name, grad in gradients(network, ids).items():
+        torch.testing.assert_close(grad, eager[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [(m, size) for m, (_, _, sizes) in KERNELS.items() for size in sizes]
+)
+def test_chunk_size_reaches_the_kernel_and_changes_no_result(
+    model: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linrnn.cpu_ops.chunked import ChunkGrid
+
+    seen = []
+    plan = ChunkGrid.plan
+    monkeypatch.setattr(ChunkGrid, "plan", lambda *args: seen.append(args[2]) or plan(*args))
+    usual, sized = build(model), build(model, chunk_size=size)
+    ids = tokens(2, 70)
+    torch.testing.assert_close(sized(ids), usual(ids), rtol=1e-4, atol=1e-5)
+    assert seen == [size] * 2 + [None] * 2
+
+
+def test_a_chunk_size_without_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no effect on 64 tokens"):
+        build("gla", chunk_size=128)(tokens(1, 64))
+
+
+# --------------------------------------------------------------------------------------------------- saving, loading
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_save_pretrained_and_from_pretrained_keep_the_logits(model: str, tied: bool, tmp_path: Path) -> None:
+    network = build(model, tie_embeddings=tied)
+    network.hf.save_pretrained(tmp_path)
+    ids = tokens(1, 70)
+    with torch.no_grad():
+        expected = network.hf.eval()(ids).logits
+        loaded = type(network.hf).from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(ids).logits, expected)
+        other = build(model, seed=9, tie_embeddings=tied)
+        load_weights(other, str(tmp_path))
+        assert torch.equal(other.hf.eval()(ids).logits, expected)
+    assert (other.head_weight is other.hf.model.embeddings.weight) == tied
+
+
+def saved(model: str, directory: Path, **size: Any) -> str:
+    build(model, **size).hf.save_pretrained(directory)
+    return str(directory)
+
+
+def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit(tmp_path: Path) -> None:
+    source = saved("gla", tmp_path / "gla", hidden_size=32, layer_parameters_per_d2=20, tie_embeddings=False)
+    with pytest.raises(ConfigError) as error:
+        load_weights(build("gla"), source)
+    for override in ("size.hidden_size=32", "size.tie_embeddings=false", "size.layer_parameters_per_d2="):
+        assert override in error.value.remedy
+    share = float(error.value.remedy.split("size.layer_parameters_per_d2=")[1].split()[0])
+    fitting = build("gla", hidden_size=32, tie_embeddings=False, layer_parameters_per_d2=share)
+    load_weights(fitting, source)
+    with pytest.raises(ConfigError, match="it is a gla"):
+        load_weights(build("kda"), source)
+
+
+def test_other_settings_and_damaged_or_missing_files_are_refused(tmp_path: Path) -> None:
+    network = build("transformer")
+    with pytest.raises(DataError, match="no such directory"):
+        load_weights(network, str(tmp_path / "nothing here"))
+    source = Path(saved("transformer", tmp_path / "model"))
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**settings, "window_size": 32}))
+    with pytest.raises(ConfigError, match="window_size=32"):
+        load_weights(network, str(source))
+    (source / "config.json").write_text(json.dumps(settings))
+    weights = source / "model.safetensors"
+    complete = weights.read_bytes()
+    weights.write_bytes(complete[:-100])
+    with pytest.raises(DataError, match="cannot be read"):
+        load_weights(network, str(source))
+    weights.rename(source / "pytorch_model.bin")
+    with pytest.raises(DataError, match=r"no \*.safetensors"):
+        load_weights(network, str(source))
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_supported_on_the_cpu(model: str) -> None:
+    check_supported(ModelConfig(model, None), CPU)
+
+
+@pytest.mark.parametrize(
+    ("model", "chunk_size", "cause"),
+    [
+        ("mamba", None, "no such model"),
+        ("transformer", 64, "has no chunks"),
+        ("gla", 32, "not one that FLA's gla kernel takes"),
+        ("kda", 128, "not one that FLA's kda kernel takes"),
+        ("gated_deltanet", 128, "not one that FLA's gated_deltanet kernel takes"),
+    ],
+)
+def test_impossible_choices_are_refused(model: str, chunk_size: int | None, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        check_supported(ModelConfig(model, chunk_size), CPU)
+
+
+def test_a_gpu_that_is_not_there_and_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="sees no GPU"):
+        check_supported(ModelConfig("gla", None), torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="device mps"):
+        check_supported(ModelConfig("gla", None), torch.device("mps"))
+
+
+def test_fla_missing_or_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "FLA_VERSION", "0.5.9")
+    with pytest.raises(UnsupportedError, match="linrnn calls into 0.5.9"):
+        check_supported(ModelConfig("gla", None), CPU)
+
+    def missing(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(UnsupportedError, match="not installed"):
+        check_supported(ModelConfig("gla", None), CPU)
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "refused"),
+    [("3.6.0", 9, True), ("3.4.0", 9, True), ("3.7.1", 9, False), ("3.3.1", 9, False), ("3.6.0", 8, False)],
+)
+def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wrongly(
+    triton: str, capability: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: triton if name == "triton" else version(name)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    cuda = torch.device("cuda")
+    check_supported(ModelConfig("kda", None), cuda)
+    if not refused:
+        return check_supported(ModelConfig("gated_deltanet", None), cuda)
+    with pytest.raises(UnsupportedError, match=f"Triton {triton}"):
+        check_supported(ModelConfig("gated_deltanet", None), cuda)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- the GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
+    """Same seed, same weights; hidden states and gradients of FLA's kernels against cpu_ops, packed or not."""
+    try:
+        check_supported(ModelConfig(model, None), torch.device("cuda"))
+    except UnsupportedError as error:
+        pytest.skip(error.cause)
+    ids, bounds = tokens(2, 130), torch.tensor([0, 100, 130, 140, 260])
+    on_cpu, on_gpu = build(model), build_model(architecture(model), device="cuda", seed=0)
+    for name, tensor in on_cpu.hf.state_dict().items():
+        assert torch.equal(tensor, on_gpu.hf.state_dict()[name].cpu())
+    for cu_seqlens in (None, bounds):
+        theirs = gradients(on_cpu, ids, cu_seqlens=cu_seqlens)
+        ours = gradients(on_gpu, ids.cuda(), cu_seqlens=None if cu_seqlens is None else cu_seqlens.cuda())
+        for name, grad in theirs.items():
+            error = (ours[name].cpu() - grad).norm() / grad.norm()
+            assert error < 2e-2, f"{name}: {error:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model", "size"), [("gla", 64), ("gla", 128), ("gla", 256), ("kda", 32)])
+def test_chunk_sizes_agree_on_the_gpu(model: str, size: int) -> None:
+    ids = tokens(2, 520).cuda()
+    usual = gradients(build_model(architecture(model), device="cuda", seed=0), ids)
+    sized = gradients(build_model(architecture(model, chunk_size=size), device="cuda", seed=0), ids)
+    for name, grad in usual.items():
+        error = (sized[name] - grad).norm() / grad.norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"
