@@ -222,7 +222,7 @@ def backward(
 
 
 def _chunk_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
-    """Columns per chunk: dz, the gathered rows of C and the partial sums within the workspace."""
+    """Columns per chunk: dz, gathered rows of C (two chunks' at a time) and partial sums within the workspace."""
     n_rows, dim = e.shape
     tile = flag_tile(e.dtype)
     fixed = (
@@ -230,7 +230,7 @@ def _chunk_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats:
     )
     per_column = n_rows * e.itemsize + triton.cdiv(n_rows, tile) * 4
     if o.filter_eps is not None:
-        per_column += dim * e.itemsize + (triton.cdiv(8 * n_rows, tile) if with_stats else 0)
+        per_column += 2 * dim * e.itemsize + (triton.cdiv(8 * n_rows, tile) if with_stats else 0)
     return o.chunk_width(vocab, fixed, per_column, tiles_for(e.dtype).cols)
 
 

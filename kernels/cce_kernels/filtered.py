@@ -82,10 +82,13 @@ class FilterStats:
         self._mass += dropped_mass
 
     def finish(self, b: Tensor, vocab: int) -> None:
-        """Fill in the report; b (N,) is non-zero for rows that count. Without a filter nothing was dropped."""
+        """Fill in the report; b (N,) is non-zero for rows that count. No chunk recorded: nothing dropped."""
         n_rows = (b != 0).sum().clamp(min=1)
-        filtered = self._n_tiles > 0
-        self.report["entries_kept"].copy_(self._entries / (n_rows * vocab) if filtered else torch.ones(()))
-        self.report["tiles_kept"].copy_(self._tiles / self._n_tiles if filtered else torch.ones(()))
+        if self._n_tiles:
+            self.report["entries_kept"].copy_(self._entries / (n_rows * vocab))
+            self.report["tiles_kept"].copy_(self._tiles / self._n_tiles)
+        else:
+            self.report["entries_kept"].fill_(1)
+            self.report["tiles_kept"].fill_(1)
         self.report["dropped_mass_mean"].copy_(self._mass.sum() / n_rows)
         self.report["dropped_mass_max"].copy_(self._mass.max())

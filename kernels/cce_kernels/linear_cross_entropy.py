@@ -139,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         backend = _backend(e)
         dtype = _product_dtype(e, c)
         ctx.dtypes = (e.dtype, c.dtype, None if bias is None else bias.dtype)
-        with torch.autocast(e.device.type, enabled=False):
+        with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
             columns = target_columns(targets, ignore_index, c.shape[0])
             e, c = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
             bias = None if bias is None else bias.contiguous()
@@ -155,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         e, c, bias, targets, columns, lse = ctx.saved_tensors
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
         dtypes = tuple(dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True))
-        with torch.autocast(e.device.type, enabled=False):
+        with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
             a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ctx.ignore_index, ctx.options)
             if ctx.stats is not None:
                 ctx.stats.start(e.shape[0])

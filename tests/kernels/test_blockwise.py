@@ -1,7 +1,6 @@
 """The torch path for CPU tensors against fp64."""
 
 import pytest
-import torch
 from cases import BF16, CASES, FILTERED, FP32, check, check_filtered
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels themselves, on CPU tensors in Triton's interpreter.
 
-The interpreter is switched on when Triton is first imported, so a process of its own runs the tests below; under
-TRITON_INTERPRET=1 they run in place.
+The interpreter is switched on when Triton is first imported, so a process of its own runs the tests below;
+under TRITON_INTERPRET=1 they run in place.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import BF16, CASES, FILTERED, FP16, FP32, Case, check, check_filtered, draw, gradients
+from cases import BF16, CASES, FILTERED, Case, check, check_filtered, draw, gradients
 
 triton = pytest.importorskip("triton")
 
@@ -30,17 +30,21 @@ def test_kernels_are_right_in_the_interpreter():
     assert " passed" in run.stdout
 
 
+# The interpreter is slow: every case in bf16, and what differs in the other dtypes (tiles, rounding).
+OTHERS = ("ragged", "one_row", "everything", "many_chunks_kahan", "mixed")
+SLOW_CASES = [case for case in CASES if case.dtype == BF16 or case.name.startswith(OTHERS)]
+
+
 @in_interpreter
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", SLOW_CASES, ids=str)
 def test_loss_and_gradients_are_within_twice_torchs_error(case):
     check(case, "cpu")
 
 
 @in_interpreter
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("filtered", FILTERED, ids=str)
-def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
-    check_filtered(filtered, dtype, "cpu")
+def test_filter_drops_exactly_the_entries_below_the_threshold(filtered):
+    check_filtered(filtered, BF16, "cpu")
 
 
 @in_interpreter

@@ -1,0 +1,87 @@
+"""Every kernel, as the launchers call it, compiles for Hopper (sm_90) within its resources; no GPU needed."""
+
+import os
+
+import pytest
+import torch
+from cases import BF16, FP32, Case, draw
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver, jit  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
+SHARED_MEMORY_BYTES = 227 * 1024  # of one multiprocessor, for one program
+
+
+class Hopper:
+    """As much of a driver as compiling without a device takes."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What launches compiled instead of running: a list of (name, CompiledKernel)."""
+    kernels, run = [], jit.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    monkeypatch.setattr(jit.JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", Hopper())
+    return kernels
+
+
+def launch_all(case: Case, dtypes=None) -> None:
+    """Launch what forward and backward of a case launch. Nothing runs: the tensors' values mean nothing."""
+    from cce_kernels import fused
+    from cce_kernels.filtered import FilterStats
+    from cce_kernels.options import Options
+
+    e, c, targets, bias = (None if x is None else x.detach() for x in draw(case, "cpu"))
+    e, c, options = fused.prepare(e), fused.prepare(c), Options(**case.options)
+    fused.forward(e, c, bias, targets, options)
+    rows = torch.ones(e.shape[0])
+    stats = FilterStats(e.device)
+    stats.start(e.shape[0])
+    dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
+    fused.backward(e, c, bias, targets, rows, rows, rows, options, dtypes, stats)
+
+
+PLAIN = {"shape": (256,), "dim": 512, "vocab": 1024, "ignored": 0}
+EVERYTHING = {"softcap": 20.0, "logit_scale": 2.0, "label_smoothing": 0.1, "workspace_mib": 1.5}
+# Together: every branch of every kernel, operands of 16 and 32 bits (fp16 takes bf16's path), sizes of 1.
+LAUNCHES = [
+    Case("bf16", dtype=BF16, **PLAIN, options={"workspace_mib": 1.5}),
+    Case("bf16-everything", dtype=BF16, bias=True, **PLAIN, options=EVERYTHING),
+    Case("bf16-filter_e", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False}),
+    Case("bf16-ones", shape=(1,), dim=1, vocab=1, ignored=0, dtype=BF16),
+    Case("fp32-filter", dtype=FP32, bias=True, **PLAIN, options={"softcap": 9.0, "filter_eps": 2**-8}),
+]
+
+
+@pytest.mark.parametrize("case", LAUNCHES, ids=str)
+def test_every_kernel_compiles_for_hopper_within_its_shared_memory(compiled, case):
+    launch_all(case)
+    names = {name for name, _ in compiled}
+    assert names == {"forward_kernel", "combine_kernel", "gradient_kernel", "product_kernel"}
+    for name, kernel in compiled:
+        assert kernel.asm["cubin"], name
+        assert kernel.metadata.shared <= SHARED_MEMORY_BYTES, (name, kernel.metadata.shared)
+        if name != "combine_kernel":
+            assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands do not come through TMA"
+            assert ("wgmma" in kernel.asm["ptx"]) == (case.dtype != FP32), name
+
+
+def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(compiled):
+    launch_all(LAUNCHES[0], dtypes=(FP32, FP32, None))
+    assert any("wgmma" in kernel.asm["ptx"] for name, kernel in compiled if name == "product_kernel")

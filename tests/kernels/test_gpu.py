@@ -1,0 +1,175 @@
+"""The Triton kernels on an NVIDIA GPU: the cases of the other files, then what only a GPU can show."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    BF16,
+    CASES,
+    FILTERED,
+    FP16,
+    FP32,
+    IGNORE,
+    Case,
+    check,
+    check_filtered,
+    draw,
+    error,
+    gradients,
+)
+from cce_kernels import PRESETS, linear_cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MIB = 2**20
+MODERATE = [
+    Case("moderate", shape=(2048,), dim=256, vocab=8001),
+    Case("moderate_odd", shape=(3, 333), dim=203, vocab=5003, bias=True),
+    Case("moderate_chunks", shape=(2048,), dim=512, vocab=8192, options={"workspace_mib": 12}),
+    Case("moderate_trained", shape=(2048,), dim=512, vocab=8192, peak=15, options={"softcap": 30.0}),
+    Case("wide", shape=(1024,), dim=2304, vocab=4096, strided=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def ieee_products():
+    """The fp32 baselines and references multiply in fp32, not TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_small_cases_are_within_twice_torchs_error(case):
+    check(case, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("case", MODERATE, ids=str)
+def test_moderate_cases_are_within_twice_torchs_error(case, dtype):
+    check(Case(**{**vars(case), "dtype": dtype}), "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("filtered", FILTERED, ids=str)
+def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
+    check_filtered(filtered, dtype, "cuda")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_runs_are_identical_bit_for_bit(preset):
+    e, c, targets, bias = draw(
+        Case("repeat", shape=(4099,), dim=320, vocab=20011, dtype=BF16, bias=True, peak=8), "cuda"
+    )
+
+    def run():
+        loss = linear_cross_entropy(e, c, targets, bias=bias, workspace_mib=32, preset=preset)
+        return [loss.detach(), *gradients(loss, (e, c, bias))]
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("workspace_mib", [48, 200])
+def test_extra_memory_stays_within_the_workspace(preset, workspace_mib):
+    n_rows, dim, vocab = 8192, 512, 50257  # bf16 logits: 785 MiB
+    e = torch.randn(n_rows, dim, device="cuda", dtype=BF16, requires_grad=True)
+    c = (torch.randn(vocab, dim, device="cuda") / dim**0.5).to(BF16).requires_grad_()
+    targets = torch.randint(0, vocab, (n_rows,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib, preset=preset).backward()
+    extra = torch.cuda.max_memory_allocated() - before
+    gradients_bytes = 2 * (e.numel() + c.numel())
+    assert extra <= gradients_bytes + (workspace_mib + 8) * MIB
+
+
+def test_autocast_multiplies_in_bf16_and_returns_gradients_in_fp32():
+    e, c, targets, _ = draw(Case("autocast", shape=(1024,), dim=256, vocab=5000), "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = linear_cross_entropy(e, c, targets)
+        baseline = F.cross_entropy(F.linear(e, c).float(), targets, ignore_index=IGNORE)
+    rounded = [x.detach().bfloat16().double().requires_grad_() for x in (e, c)]
+    truth = F.cross_entropy(F.linear(*rounded), targets, ignore_index=IGNORE)
+    assert error(loss, truth) <= 2 * error(baseline, truth) + 1e-6
+    for grad, base, want in zip(
+        gradients(loss, (e, c)), gradients(baseline, (e, c)), gradients(truth, tuple(rounded)), strict=True
+    ):
+        assert grad.dtype == FP32
+        assert error(grad, want) <= 2 * error(base, want)
+
+
+def test_kahan_sums_over_many_chunks_as_well_as_fp32():
+    case = Case("sums", shape=(512,), dim=256, vocab=65536, dtype=BF16, ignored=0)
+    e, c, targets, _ = draw(case, "cuda")
+    e64, c64 = (x.detach().double().requires_grad_() for x in (e, c))
+    truth = gradients(F.cross_entropy(e64 @ c64.T, targets), (e64, c64))[0]
+    errors = {}
+    for accumulate in ("kahan", "fp32", "bf16"):  # 256 chunks of 256 columns
+        loss = linear_cross_entropy(e, c, targets, accumulate=accumulate, workspace_mib=0.8)
+        errors[accumulate] = error(gradients(loss, (e,))[0], truth)
+    assert errors["kahan"] <= 1.05 * errors["fp32"]
+    assert errors["bf16"] > 1.5 * errors["fp32"]
+
+
+def test_more_logits_than_32_bits_count():
+    """N V = 2.6e9: loss and gradients agree with fp32 products over chunks of rows."""
+    n_rows, dim, vocab = 20000, 64, 128256
+    generator = torch.Generator("cuda").manual_seed(0)
+    e = torch.randn(n_rows, dim, device="cuda", generator=generator).to(BF16).requires_grad_()
+    c = (torch.randn(vocab, dim, device="cuda", generator=generator) / 8).to(BF16).requires_grad_()
+    targets = torch.randint(0, vocab, (n_rows,), device="cuda", generator=generator)
+    loss = linear_cross_entropy(e, c, targets, reduction="sum", workspace_mib=8192)
+    grads = gradients(loss, (e, c))
+
+    e32, c32 = e.detach().float(), c.detach().float().requires_grad_()
+    total, grad_e = 0.0, []
+    for rows in range(0, n_rows, 2000):
+        part = e32[rows : rows + 2000].requires_grad_()
+        rows_loss = F.cross_entropy(part @ c32.T, targets[rows : rows + 2000], reduction="sum")
+        rows_loss.backward()
+        grad_e.append(part.grad)
+        total += rows_loss.item()
+    assert abs(loss.item() - total) <= 2e-6 * total
+    for grad, want in zip(grads, (torch.cat(grad_e), c32.grad), strict=True):
+        rounding = error(want.to(BF16), want)
+        assert error(grad, want) <= 2 * rounding  # of the entries of dz, of the result
+
+
+def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
+    e, c, targets, _ = draw(Case("outside", shape=(300,), ignored=0), "cuda")
+    targets[7] = c.shape[0]
+    rows = linear_cross_entropy(e, c, targets, reduction="none")
+    assert rows.isnan().nonzero().tolist() == [[7]]
+
+
+def test_nothing_waits_for_the_device():
+    e, c, targets, bias = draw(
+        Case("sync", shape=(1024,), dim=128, vocab=5000, bias=True, dtype=BF16), "cuda"
+    )
+    for preset in ("cce_kahan", "cce_filter"):
+        linear_cross_entropy(e, c, targets, bias=bias, preset=preset).backward()  # compile first
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            linear_cross_entropy(e, c, targets, bias=bias, preset=preset).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_inside_a_compiled_and_checkpointed_program():
+    e, c, targets, _ = draw(Case("compiled", shape=(512,), dim=128, vocab=3000, dtype=BF16), "cuda")
+
+    def program(e, c):
+        return checkpoint(linear_cross_entropy, torch.tanh(e), c, targets, use_reentrant=False)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program)(e, c)
+    want = program(e, c)
+    torch.testing.assert_close(compiled, want)
+    for a, b in zip(gradients(compiled, (e, c)), gradients(want, (e, c)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=2e-2)

@@ -1,0 +1,269 @@
+"""The public function: what it accepts, refuses and promises beyond the numbers. CPU tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BF16, FP16, FP32, IGNORE, Case, check, draw, error, gradients, in_fp64, torch_path
+from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels.accumulator import Accumulator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "softcap": st.sampled_from([5.0, 30.0]),
+        "logit_scale": st.sampled_from([0.1, 2.0]),
+        "label_smoothing": st.sampled_from([0.1, 1.0]),
+        "z_loss": st.just(1e-2),
+        "reduction": st.sampled_from(["mean", "sum", "none"]),
+        "accumulate": st.sampled_from(["kahan", "fp32"]),
+        "workspace_mib": st.sampled_from([0.5, 4]),
+    },
+)
+random_cases = st.builds(
+    Case,
+    name=st.just("random"),
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    dim=st.integers(1, 70),
+    vocab=st.integers(1, 700),
+    dtype=st.sampled_from([FP32, BF16, FP16]),
+    bias=st.booleans(),
+    ignored=st.sampled_from([0, 0.5, 1]),
+    peak=st.sampled_from([0.0, 5.0]),
+    strided=st.booleans(),
+    options=options,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(random_cases)
+def test_any_shape_dtype_stride_and_option(case):
+    check(case, "cpu", floor=1e-5)  # one row of one dimension may cancel, by chance not in torch's order
+
+
+@pytest.mark.parametrize("chain", ["e", "c", "both"])
+def test_gradients_that_nobody_wants_are_not_computed(chain):
+    e, c, targets, _ = draw(Case("partial"), "cpu")
+    want = gradients(linear_cross_entropy(e, c, targets), (e, c))
+    e, c = e.detach().requires_grad_(chain != "c"), c.detach().requires_grad_(chain != "e")
+    linear_cross_entropy(e, c, targets).backward()
+    for x, grad in ((e, want[0]), (c, want[1])):
+        assert (x.grad is not None) == x.requires_grad
+        assert x.grad is None or torch.equal(x.grad, grad)
+
+
+def test_no_grad_gives_the_same_loss():
+    e, c, targets, _ = draw(Case("no_grad"), "cpu")
+    with torch.no_grad():
+        loss = linear_cross_entropy(e, c, targets)
+    assert not loss.requires_grad
+    assert loss == linear_cross_entropy(e, c, targets)
+
+
+def test_tied_weights_sum_both_gradients():
+    e, c, targets, _ = draw(Case("tied"), "cpu")
+    ids = torch.arange(e.shape[0]) * 5 % c.shape[0]
+
+    def loss(function, c):
+        return function(torch.tanh(F.embedding(ids, c)), c, targets)
+
+    (c64,) = in_fp64(c)
+    want = torch.autograd.grad(loss(lambda *x: reference_linear_cross_entropy(*x)[0], c64), c64)[0]
+    base = torch.autograd.grad(loss(lambda e, c, t: torch_path(e, c, t, None), c), c)[0]
+    grad = torch.autograd.grad(loss(linear_cross_entropy, c), c)[0]
+    assert error(grad, want) <= 2 * error(base, want) + 1e-6
+
+
+def test_autocast_multiplies_in_bf16_and_returns_gradients_in_fp32():
+    e, c, targets, bias = draw(Case("autocast", bias=True), "cpu")
+    rounded = [x.detach().bfloat16().double().requires_grad_() for x in (e, c)]
+    truth, _ = reference_linear_cross_entropy(*rounded, targets, bias=bias.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(e, c, targets, bias=bias)
+    assert error(loss, truth) < 1e-6
+    for grad, want in zip(gradients(loss, (e, c)), gradients(truth, tuple(rounded)), strict=True):
+        assert grad.dtype == torch.float32
+        assert error(grad, want) < 1e-6  # the torch path multiplies the rounded inputs in fp32
+
+
+def test_backward_inside_autocast_is_the_same_as_outside():
+    e, c, targets, _ = draw(Case("autocast_backward", dtype=FP32), "cpu")
+    outside = gradients(linear_cross_entropy(e, c, targets), (e, c))
+    loss = linear_cross_entropy(e, c, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(loss, (e, c))
+    assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
+
+
+def test_log_sum_exp_is_returned_and_differentiable():
+    case = Case("lse", shape=(4, 17), bias=True)
+    e, c, targets, bias = draw(case, "cpu")
+    loss, lse = linear_cross_entropy(e, c, targets, bias=bias, shift=1, return_lse=True)
+    e64, c64, bias64 = in_fp64(e, c, bias)
+    want_loss, want_lse = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, shift=1)
+    assert lse.shape == (4, 16)
+    assert error(lse, want_lse) < 1e-6
+    weights = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+    total, want = loss + (weights * lse).sum(), want_loss + (weights * want_lse).sum()
+    for a, b in zip(gradients(total, (e, c, bias)), gradients(want, (e64, c64, bias64)), strict=True):
+        assert error(a, b) < 2e-6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_rows(reduction):
+    e, c = torch.randn(0, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True)
+    targets = torch.empty(0, dtype=torch.long)
+    loss, lse = linear_cross_entropy(e, c, targets, bias=bias, reduction=reduction, return_lse=True)
+    assert loss.shape == ((0,) if reduction == "none" else ())
+    assert lse.shape == (0,)
+    assert loss.sum() == 0
+    loss.sum().backward()
+    assert e.grad.shape == e.shape
+    assert not c.grad.any()
+    assert not bias.grad.any()
+
+
+def test_shift_ignores_the_rows_without_a_target():
+    e, c, targets, _ = draw(Case("shift", shape=(3, 9), ignored=0), "cpu")
+    want = linear_cross_entropy(e[:, :-2].reshape(-1, 40), c, targets[:, 2:].reshape(-1))
+    torch.testing.assert_close(linear_cross_entropy(e, c, targets, shift=2), want)
+    assert linear_cross_entropy(e, c, targets, shift=9) == 0
+
+
+def test_an_ignore_index_inside_the_vocabulary_is_ignored():
+    e, c, targets, _ = draw(Case("pad", ignored=0), "cpu")
+    targets[::2] = 0
+    loss = linear_cross_entropy(e, c, targets, ignore_index=0)
+    want = linear_cross_entropy(e, c, targets.masked_fill(targets == 0, IGNORE))
+    assert loss == want
+    assert all(
+        torch.equal(a, b) for a, b in zip(gradients(loss, (e, c)), gradients(want, (e, c)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_targets_of_any_integer_type(dtype):
+    e, c, targets, _ = draw(Case("int", vocab=200, ignored=0), "cpu")
+    assert linear_cross_entropy(e, c, targets.to(dtype)) == linear_cross_entropy(e, c, targets)
+
+
+def test_kahan_keeps_what_plain_sums_lose():
+    """Sums of many parts: compensation reaches fp32's result, plain bf16 does not."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(64, 50, 50, generator=generator)
+    truth = parts.double().sum(dim=0)
+    errors = {}
+    for accumulate in ("kahan", "fp32", "bf16"):
+        total = Accumulator(parts[0], BF16, accumulate)
+        for part in parts:
+            total.add(part.clone())
+        errors[accumulate] = error(total.result(), truth)
+    rounding = error(truth.to(BF16), truth)
+    assert errors["fp32"] <= 1.001 * rounding
+    assert errors["kahan"] <= 1.01 * rounding
+    assert errors["bf16"] > 2 * rounding
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_their_flags(preset):
+    e, c, targets, _ = draw(Case("preset", dtype=BF16, peak=6), "cpu")
+    by_name = gradients(linear_cross_entropy(e, c, targets, preset=preset), (e, c))
+    by_flags = gradients(linear_cross_entropy(e, c, targets, **PRESETS[preset]), (e, c))
+    assert all(torch.equal(a, b) for a, b in zip(by_name, by_flags, strict=True))
+
+
+def test_cce_kahan_never_filters_and_cce_filter_does():
+    e, c, targets, _ = draw(Case("flat", vocab=5000, ignored=0, dim=4), "cpu")  # most entries are below 2^-12
+    exact = gradients(reference_linear_cross_entropy(e, c, targets)[0], (e, c))
+    kahan = gradients(linear_cross_entropy(e, c, targets, preset="cce_kahan"), (e, c))
+    loss, stats = linear_cross_entropy(e, c, targets, preset="cce_filter", return_stats=True)
+    assert all(value.isnan() for value in stats.values())
+    filtered = gradients(loss, (e, c))
+    assert all(error(a, b) < 1e-5 for a, b in zip(kahan, exact, strict=True))
+    assert all(error(a, b) > 1e-3 for a, b in zip(filtered, exact, strict=True))
+    assert 0.05 < stats["dropped_mass_mean"] < 1
+
+
+def test_statistics_without_a_filter_say_that_nothing_was_dropped():
+    e, c, targets, _ = draw(Case("stats"), "cpu")
+    loss, stats = linear_cross_entropy(e, c, targets, return_stats=True)
+    gradients(loss, (e, c))
+    assert {name: value.item() for name, value in stats.items()} == {
+        "entries_kept": 1, "tiles_kept": 1, "dropped_mass_mean": 0, "dropped_mass_max": 0,
+    }  # fmt: skip
+
+
+def test_the_workspace_bounds_what_the_passes_allocate(monkeypatch):
+    """No tensor of either pass is larger than the workspace, with logits eight times that."""
+    workspace_mib, e, c = (
+        2,
+        torch.randn(512, 32, requires_grad=True),
+        torch.randn(8192, 32, requires_grad=True),
+    )
+    targets, largest = torch.randint(0, 8192, (512,)), 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.untyped_storage().nbytes())
+            return result
+
+    with Largest():
+        linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib).backward()
+    assert 2**17 < largest <= workspace_mib * 2**20
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    e, c, targets, _ = draw(Case("checkpoint"), "cpu")
+    plain = gradients(linear_cross_entropy(e, c, targets), (e, c))
+    again = gradients(checkpoint(linear_cross_entropy, e, c, targets, use_reentrant=False), (e, c))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_inside_a_compiled_program():
+    e, c, targets, _ = draw(Case("compiled"), "cpu")
+
+    def program(e, c):
+        return linear_cross_entropy(e * 2, c, targets) * 3
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="aot_eager")(e, c)
+    torch.testing.assert_close(compiled, program(e, c))
+    for a, b in zip(gradients(compiled, (e, c)), gradients(program(e, c), (e, c)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
+REFUSED = {
+    "e": {"e": E.double()},
+    "c": {"c": C.T},
+    "targets": {"targets": T[:5]},
+    "targets: must be integers": {"targets": T.float()},
+    "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
+    "bias": {"bias": torch.zeros(10)},
+    "reduction": {"reduction": "average"},
+    "shift": {"shift": -1},
+    "softcap": {"softcap": 0.0},
+    "label_smoothing": {"label_smoothing": 1.5},
+    "label_smoothing: cannot combine with filter_eps": {"label_smoothing": 0.1, "filter_eps": 0.1},
+    "z_loss": {"z_loss": -1.0},
+    "filter_eps": {"filter_eps": 1.0},
+    "accumulate": {"accumulate": "fp64"},
+    "workspace_mib": {"workspace_mib": 0},
+    "workspace_mib: 0.0001 is too small": {"workspace_mib": 0.0001},
+    "preset": {"preset": "cce"},
+    "filter_eps: comes from preset": {"preset": "cce_filter", "filter_eps": 0.5},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_arguments_are_refused_by_name(message):
+    arguments = {"e": E, "c": C, "targets": T} | REFUSED[message]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        linear_cross_entropy(**arguments)
