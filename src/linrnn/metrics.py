@@ -75,6 +75,7 @@ class JsonlWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = -1
         if path.exists():
             self._rewrite(lambda record: True)
         self._open()

@@ -92,7 +92,7 @@ class Schedule:
             )
         if self.warmup_steps + self.decay_steps > total_steps:
             raise ConfigError(
-                f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed the run's {total_steps}",
+                f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed {total_steps} steps",
                 "lower optimizer.warmup_steps or optimizer.decay_fraction, or raise trainer.max_steps",
             )
 

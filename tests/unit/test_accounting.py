@@ -1,0 +1,329 @@
+"""Formulas against hand-computed numbers, against FLA's own modules, and against what an H200 measured."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from linrnn.accounting import (
+    loss_memory,
+    memory_estimate,
+    model_flops,
+    peak_flops_per_second,
+    step_flops,
+    time_estimate,
+)
+from linrnn.accounting.flops import forward_flops, projection_shapes
+from linrnn.architecture import MODELS, Architecture
+from linrnn.config.schema import (
+    CceAppleLossConfig,
+    CceKahanLossConfig,
+    FlaLossConfig,
+    LigerLossConfig,
+    LossConfig,
+    TorchNativeLossConfig,
+)
+from linrnn.models import build_model
+
+GIB, MIB = 2**30, 2**20
+STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
+LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
+FLA = FlaLossConfig("fla", 8)
+APPLE = {name: CceAppleLossConfig("cce_apple", name) for name in ("cce", "cce_kahan_full_c", "cce_exact")}
+KAHAN = CceKahanLossConfig("cce_kahan", "kahan", None)
+
+
+def tiny(model: str, **changes: object) -> Architecture:
+    value_dim = 16 if model == "transformer" else 32
+    arch = Architecture(
+        model=model,
+        size="tiny",
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        head_k_dim=16,
+        head_v_dim=value_dim,
+        intermediate_size=96,
+        vocab_size=500,
+        tie_embeddings=True,
+        chunk_size=None,
+    )
+    return replace(arch, **changes)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------ FLOPs
+def test_gla_forward_flops_of_a_tiny_model_by_hand():
+    flops = forward_flops(tiny("gla"), n_sequences=2, seq_len=128)
+    tokens = 256
+    # q, k: 64 x 64; v, g: 64 x 128; o: 128 x 64; gate: 64 x 16, 16 x 64
+    assert flops["mixer_projections"] == 2 * tokens * 3 * (2 * 4096 + 3 * 8192 + 2 * 1024)
+    # per head and token, chunks of 64: scores 2·64·16, scores x values 2·64·32, state and reading 4·16·32
+    assert flops["mixer_scan"] == tokens * 3 * 4 * (2048 + 4096 + 2048)
+    assert flops["mlp"] == 2 * tokens * 3 * 3 * 64 * 96
+    assert flops["vocabulary"] == 2 * tokens * 64 * 500
+    assert model_flops(tiny("gla"), 2, 128) == 3 * sum(flops.values())
+
+
+@pytest.mark.parametrize("model", ["gated_deltanet", "kda"])
+def test_delta_rule_scan_flops_by_hand(model):
+    flops = forward_flops(tiny(model, chunk_size=32), n_sequences=1, seq_len=128)
+    # C = 32, K = 16, V = 32: 6CK + 4CV + 6KV + C²/3 per head and token
+    assert flops["mixer_scan"] == 128 * 3 * 4 * (6 * 32 * 16 + 4 * 32 * 32 + 6 * 16 * 32 + 341)
+
+
+def test_causal_attention_is_half_of_the_scores_and_quadratic_in_length():
+    short, long = (forward_flops(tiny("transformer"), 1, length)["mixer_scan"] for length in (128, 256))
+    assert short == 3 * 4 * (128 * 128 // 2) * (2 * 16 + 2 * 16)
+    assert long == 4 * short
+
+
+def test_a_linear_scan_is_linear_in_length():
+    for model in ("gla", "gated_deltanet", "kda"):
+        short, long = (forward_flops(tiny(model), 1, length)["mixer_scan"] for length in (128, 256))
+        assert long == 2 * short
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_products_equal_those_that_torch_counts_in_the_real_model(model):
+    arch = tiny(model, num_layers=1)
+    language_model = build_model(arch, device="cpu", seed=0)
+    linears = {
+        name: module
+        for name, module in language_model.blocks[0].attn.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    assert sorted(projection_shapes(arch)) == sorted(
+        (m.in_features, m.out_features) for m in linears.values()
+    )
+
+    with FlopCounterMode(display=False) as counter:
+        hidden = language_model(torch.randint(0, 500, (2, 65)))
+        hidden @ language_model.head_weight.T
+    counts = {name: sum(by_operation.values()) for name, by_operation in counter.get_flop_counts().items()}
+    expected = forward_flops(arch, 2, 65)
+    block = next(name for name in counts if name.endswith("layers.0"))
+    assert sum(counts[f"{block}.attn.{name}"] for name in linears) == expected["mixer_projections"]
+    assert counts[f"{block}.mlp"] == expected["mlp"]
+    everything = next(count for name, count in counts.items() if name == "Global")
+    assert everything - counts["LanguageModel"] == expected["vocabulary"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_backward_pass_of_the_projections_is_counted_as_torch_counts_it(model):
+    arch = tiny(model, num_layers=1)
+    mlp = build_model(arch, device="cpu", seed=0).blocks[0].mlp
+    hidden = torch.randn(2, 65, 64, requires_grad=True)
+    out = mlp(hidden).sum()
+    with FlopCounterMode(display=False) as counter:
+        out.backward()
+    assert counter.get_total_flops() == step_flops(arch, 2, 65, STANDARD, "none").backward["mlp"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "products"),
+    [
+        (STANDARD, 3),
+        (COMPILED, 3),
+        (LIGER, 3),
+        (FLA, 3),
+        (KAHAN, 4),
+        (APPLE["cce_exact"], 4),
+        (CceAppleLossConfig("cce_apple", "torch_compile"), 3),
+        (TorchNativeLossConfig("torch_native", "sum"), 3),
+        (TorchNativeLossConfig("torch_native", "none"), 4),
+    ],
+)
+def test_vocabulary_products_of_each_loss_on_the_device_while_mfu_counts_three(loss, products):
+    flops = step_flops(tiny("gla"), 2, 128, loss, "none")
+    parts = (flops.forward, flops.backward, flops.recomputed)
+    assert sum(part.get("vocabulary", 0) for part in parts) == products * 2 * 256 * 64 * 500
+    assert flops.model == model_flops(tiny("gla"), 2, 128)
+
+
+def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks():
+    plain, checkpointed = (step_flops(tiny("kda"), 2, 128, STANDARD, mode) for mode in ("none", "full"))
+    forward = plain.forward
+    blocks = forward["mixer_projections"] + forward["mixer_scan"] + forward["mlp"]
+    assert checkpointed.hardware - plain.hardware == blocks
+    assert checkpointed.model == plain.model
+
+
+def test_the_vocabulary_is_a_sixth_of_a_1_2b_models_forward_pass():
+    for model in MODELS:
+        flops = forward_flops(measured_model(model), 8, 2048)
+        assert flops["vocabulary"] / sum(flops.values()) == pytest.approx(1 / 6, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------- peak and time
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H200", "bf16_autocast", 989),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA GH200 480GB", "bf16", 989),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165),
+    ],
+)
+def test_peaks_are_the_datasheets_dense_rates(name, precision, tflops):
+    assert peak_flops_per_second(name, precision) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AMD EPYC",
+        "cpu",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA L400",
+    ],
+)
+def test_unknown_devices_have_no_peak_and_no_time(name):
+    assert peak_flops_per_second(name, "bf16") is None
+    assert time_estimate(1e12, peak_flops_per_second(name, "bf16")) is None
+
+
+def test_time_is_flops_over_the_assumed_share_of_the_peak():
+    assert time_estimate(4e14, 1e15, share=0.4) == pytest.approx(1.0)
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+def measured_model(model: str) -> Architecture:
+    """The 1.2 B bodies with an untied head of 128,256 whose steps were measured."""
+    layers, heads, k_dim, v_dim = {
+        "gla": (24, 4, 256, 512),
+        "gated_deltanet": (21, 6, 256, 512),
+        "kda": (24, 16, 128, 128),
+        "transformer": (24, 32, 64, 64),
+    }[model]
+    return Architecture(
+        model=model,
+        size="measured",
+        num_layers=layers,
+        hidden_size=2048,
+        num_heads=heads,
+        head_k_dim=k_dim,
+        head_v_dim=v_dim,
+        intermediate_size=5632,
+        vocab_size=128256,
+        tie_embeddings=False,
+        chunk_size=None,
+    )
+
+
+# Peak GiB of forward + backward, B = 8, T = 2048, fp32 parameters under bf16 autocast, H200, torch 2.11.
+MEASURED_STEPS = {
+    "gla": (65.2, 46.2, 43.7, 43.7, 43.7),
+    "gated_deltanet": (68.5, 49.5, 46.8, 46.8, 46.8),
+    "kda": (74.3, 55.2, 52.9, 52.9, 52.9),
+    "transformer": (58.9, 39.9, 37.1, 37.1, 37.1),
+}
+STEP_LOSSES = (STANDARD, COMPILED, LIGER, APPLE["cce_kahan_full_c"], APPLE["cce"])
+
+
+def estimate(arch: Architecture, loss: LossConfig = COMPILED, **changes: object):
+    options = {
+        "batch_size": 8,
+        "seq_len": 2048,
+        "precision": "bf16_autocast",
+        "activation_checkpointing": "none",
+    }
+    return memory_estimate(arch, loss=loss, **(options | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
+    for loss, measured in zip(STEP_LOSSES, MEASURED_STEPS[model], strict=True):
+        assert estimate(measured_model(model), loss, optimizer=False).peak / GIB == pytest.approx(
+            measured, rel=0.03
+        )
+
+
+SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000))
+
+
+@pytest.mark.parametrize(
+    ("loss", "measured_mib"),
+    [
+        (STANDARD, (24000, 24048, 6000, 12000)),
+        (COMPILED, (5161, 4573, 1024, 2127)),
+        (LIGER, (1224, 690, 39, 189)),
+        (LIGER_FP32, (3411, 1567, 55, 252)),
+        (FLA, (3920, 2585, 416, 955)),
+        (APPLE["cce"], (1163, 566, 24, 127)),
+        (APPLE["cce_kahan_full_c"], (3449, 1632, 63, 316)),
+        (APPLE["cce_exact"], (3447, 1631, 63, 316)),
+    ],
+)
+def test_a_loss_layers_memory_is_within_one_percent_of_the_measured_one(loss, measured_mib):
+    for shape, measured in zip(SHAPES, measured_mib, strict=True):
+        assert max(loss_memory(loss, *shape, 2)) / MIB == pytest.approx(measured, rel=0.01, abs=0.5)
+
+
+def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabulary():
+    n, d, v = 8192, 2304, 256000
+    gradients = (n + v) * d * 2
+    for workspace in (128, 512):
+        extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients
+        assert 0.9 * workspace * MIB < extra <= workspace * MIB
+    small = loss_memory(KAHAN, 256, 64, 500, 2)[1]
+    assert small == (256 + 500) * 64 * 2 + 256 * 64 * 2 + 256 * 500 * 2  # gradients, compensation, all logits
+
+
+def test_the_components_of_a_tiny_fp32_step_by_hand():
+    arch = tiny("transformer")
+    memory = estimate(arch, COMPILED, batch_size=2, seq_len=128, precision="fp32")
+    tokens, d, values = 256, 64, 64
+    assert memory.parameters == memory.gradients == memory.optimizer // 2 == 4 * arch.n_parameters
+    assert memory.weight_copies == 0
+    # norm's output; q, k, v, the log-sum-exp of 4 heads, the output: all fp32
+    assert memory.mixer == 3 * tokens * 4 * (d + 3 * values + 4 + values)
+    assert memory.mlp == 3 * tokens * 4 * (d + 2 * 96)
+    assert memory.residual == 3 * tokens * 4 * 2 * d + tokens * 4 * 2 * d
+    assert memory.loss_backward == tokens * 500 * 4 + (tokens + 500) * d * 4
+    assert memory.at_loss == sum(
+        (memory.parameters, memory.optimizer, memory.mixer, memory.mlp, memory.residual, memory.loss_backward)
+    )
+
+
+def test_the_peak_covers_each_moment_and_the_components_are_parts_of_it():
+    memory = estimate(measured_model("gla"))
+    components = memory.components()
+    assert memory.peak == max(memory.at_loss, memory.at_blocks, memory.at_update)
+    assert components["activations"] == sum(
+        size for name, size in components.items() if name.startswith("activations/")
+    )
+    assert memory.at_update == 4 * memory.parameters
+
+
+def test_pure_bf16_halves_what_is_kept_and_needs_no_copies():
+    mixed, pure = (
+        estimate(measured_model("gla"), precision=precision) for precision in ("bf16_autocast", "bf16")
+    )
+    assert pure.parameters * 2 == mixed.parameters
+    assert (pure.weight_copies, pure.loss_backward) == (0, mixed.loss_backward)
+    assert pure.peak < 2 / 3 * mixed.peak
+
+
+def test_gradients_of_earlier_micro_steps_add_to_the_peak_of_the_next():
+    once, twice = (estimate(measured_model("gla"), accumulation_steps=steps) for steps in (1, 2))
+    assert twice.at_loss - once.at_loss == once.gradients
+
+
+def test_with_checkpointing_the_loss_layer_decides_the_peak():
+    arch = measured_model("gla")
+    plain, checkpointed = (estimate(arch, activation_checkpointing=mode) for mode in ("none", "full"))
+    assert checkpointed.residual < 0.15 * (plain.mixer + plain.mlp + plain.residual)
+    share = {
+        name: estimate(arch, loss, activation_checkpointing="full").peak
+        for name, loss in (("eager", STANDARD), ("cce", KAHAN))
+    }
+    assert share["eager"] > 1.3 * share["cce"]

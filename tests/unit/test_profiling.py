@@ -1,0 +1,324 @@
+"""Ranges, timers, memory and traces: what they measure, and that they leave the training step as it was."""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from linrnn import profiling
+from linrnn.errors import StorageError, UnsupportedError
+from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Output:
+    sum_nats: torch.Tensor
+    n_tokens: int = 5
+
+
+class TracedLoss(torch.autograd.Function):
+    """Σ hidden weightᵀ; writes its backward pass, and where the weight's gradient lies, into `events`."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, events):
+        ctx.save_for_backward(hidden, weight)
+        ctx.events = events
+        events.append("loss")
+        return (hidden @ weight.T).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        dweight = grad * hidden.sum(0).expand(weight.shape).contiguous()
+        ctx.events += ["loss gradient", dweight.data_ptr()]
+        return grad * weight.sum(0).expand(hidden.shape), dweight, None
+
+
+class After(torch.autograd.Function):
+    """Identity between the model and the loss; its backward comes after the loss layer's."""
+
+    @staticmethod
+    def forward(ctx, x, events):
+        ctx.events = events
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.events.append("model gradient")
+        return grad, None
+
+
+@pytest.fixture
+def events(monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def recorded(name):
+        seen.append(f"<{name}>")
+        yield
+        seen.append(f"</{name}>")
+
+    monkeypatch.setattr(profiling, "nvtx_range", recorded)
+    return seen
+
+
+def inputs():
+    torch.manual_seed(0)
+    return torch.randn(5, 3, requires_grad=True), nn.Parameter(torch.randn(7, 3)), torch.zeros(5).long()
+
+
+def test_ranges_enclose_the_loss_layers_forward_and_backward_and_nothing_else(events):
+    hidden, weight, labels = inputs()
+    output = watched_loss(
+        lambda h, w, _: Output(TracedLoss.apply(h, w, events)), After.apply(hidden, events), weight, labels
+    )
+    assert events == ["<loss forward>", "loss", "</loss forward>"]
+    assert output.n_tokens == 5
+    (output.sum_nats / 5).backward()
+    del events[5]  # the gradient's address
+    assert events[3:] == ["<loss backward>", "loss gradient", "</loss backward>", "model gradient"]
+
+
+def test_each_micro_step_has_its_own_ranges_with_tied_weights(events):
+    _, weight, labels = inputs()
+    for _ in range(2):
+        hidden = weight[:5] * 2  # the weight is the embedding, too
+        watched_loss(
+            lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels
+        ).sum_nats.backward()
+    assert events == 2 * ["<loss forward>", "</loss forward>", "<loss backward>", "</loss backward>"]
+
+
+def test_loss_and_gradients_are_those_of_the_bare_loss_bit_for_bit():
+    def loss(h, w, labels):
+        return Output(nn.functional.cross_entropy(h @ w.T, labels, reduction="sum"))
+
+    results = []
+    for call in (loss, lambda *tensors: watched_loss(loss, *tensors)):
+        hidden, weight, labels = inputs()
+        output = call(hidden, weight, labels)
+        output.sum_nats.backward()
+        results.append((output.sum_nats, hidden.grad, weight.grad))
+    assert all(torch.equal(bare, watched) for bare, watched in zip(*results, strict=True))
+
+
+def test_the_weights_gradient_is_passed_on_without_a_copy():
+    hidden, weight, labels = inputs()
+    seen = []
+    watched_loss(
+        lambda h, w, _: Output(TracedLoss.apply(h, w, seen)), hidden, weight, labels
+    ).sum_nats.backward()
+    assert weight.grad.data_ptr() == seen[-1]
+
+
+def test_a_frozen_weight_stays_without_gradient_and_no_grad_needs_none():
+    hidden, weight, labels = inputs()
+    asked = []
+
+    def loss(h, w, _):
+        asked.append(w.requires_grad)
+        return Output((h @ w.T).sum())
+
+    watched_loss(loss, hidden, weight.requires_grad_(False), labels).sum_nats.backward()
+    with torch.no_grad():
+        watched_loss(loss, hidden, weight, labels)
+    assert asked == [False, False]
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_the_timer_leaves_out_the_first_steps_and_what_lies_between_steps():
+    timer = StepTimer(CPU, skip=2)
+    assert timer.median_seconds() is None
+    for duration in (0.05, 0.05, 0.01, 0.002, 0.002):
+        timer.start()
+        time.sleep(duration)
+        timer.stop()
+        time.sleep(0.02)  # validation, a checkpoint
+    assert len(timer.seconds) == 3
+    assert timer.seconds[0] >= 0.01
+    assert 0.002 <= timer.median_seconds() < 0.02
+
+
+def test_cpu_memory_counts_every_tensor_and_labels_the_peak_as_the_process_s():
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.detach().T.clone().to(torch.bfloat16).float())
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = MemoryByComponent(model, optimizer, CPU)
+    memory.start()
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    report = memory.report()
+    assert report["parameters"] == report["gradients"] == 64 * 4
+    assert report["optimizer"] == 2 * 64 * 4 + 2 * 4  # two moments, and a step count per tensor
+    assert report["resident_peak"] > 2**20
+    assert set(report) == {"parameters", "gradients", "optimizer", "resident_peak"}
+
+
+class FakeAllocator:
+    """torch.cuda's counters, driven by hand."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: self.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: self.most)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def reset(self, device=None):
+        self.most = self.now
+
+    def allocate(self, size):
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def test_cuda_memory_is_told_apart_on_one_step_and_the_peak_survives_the_marks(monkeypatch):
+    allocator = FakeAllocator(monkeypatch)
+    weight = nn.Parameter(torch.zeros(10))  # 40 bytes
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model = nn.ParameterList([weight])
+    memory = MemoryByComponent(model, optimizer, torch.device("cuda"))
+    allocator.allocate(40)
+
+    def step(before_loss, forward, kept, backward):
+        """A spike before the loss layer, `before_loss` kept; then the loss layer's passes."""
+        allocator.allocate(before_loss + 500)
+        allocator.allocate(-500)
+
+        def loss(h, w, _):
+            allocator.allocate(forward)
+            allocator.allocate(kept - forward)
+            return Output(Spike.apply((h * w).sum(), backward, kept))
+
+        hidden = torch.ones(10, requires_grad=True)
+        watched_loss(loss, hidden, weight, torch.zeros(1), memory).sum_nats.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        allocator.allocate(-before_loss)
+
+    class Spike(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, spike, kept):
+            ctx.sizes = spike, kept
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            spike, kept = ctx.sizes
+            allocator.allocate(spike)
+            allocator.allocate(-spike - kept)
+            return grad, None, None
+
+    step(9000, 9000, 0, 9000)  # warm-up: must not count
+    memory.start()
+    step(1000, 300, 100, 200)
+    step(800, 7, 0, 7)  # a later step changes nothing but the peak
+    assert memory.report() == {
+        "parameters": 40,
+        "gradients": 40,
+        "optimizer": 0,
+        "activations": 1000,
+        "loss_forward": 300,
+        "loss_backward": 300,  # 100 kept from the forward pass, 200 more
+        "peak": 40 + 1000 + 500,
+    }
+
+
+def run_traced(path, profile_steps, skip, steps):
+    layer = nn.Linear(4, 4)
+    with trace(profile_steps, path, skip) as end_of_step:
+        for _ in range(steps):
+            with profiling.nvtx_range("my step"):
+                layer(torch.ones(2, 4)).sum().backward()
+            end_of_step()
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(6, 2), (4, 1)])
+def test_a_trace_holds_the_steps_asked_for_or_those_that_there_were(tmp_path, steps, expected):
+    path = tmp_path / "run" / "trace.json"
+    run_traced(path, profile_steps=2, skip=3, steps=steps)
+    spans = [
+        e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "my step" and e.get("dur")
+    ]
+    assert len(spans) == expected
+
+
+def test_no_trace_is_written_unless_asked_for(tmp_path):
+    run_traced(tmp_path / "trace.json", profile_steps=0, skip=0, steps=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_cannot_be_written_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="trace"):
+        run_traced(tmp_path / "file" / "trace.json", profile_steps=1, skip=0, steps=2)
+
+
+def test_a_memory_snapshot_on_cpu_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(UnsupportedError, match="memory_snapshot=false"), memory_snapshot(tmp_path / "x", CPU):
+        pass
+
+
+@pytest.mark.gpu
+def test_cuda_events_time_the_device_without_waiting_for_it():
+    device = torch.device("cuda")
+    timer = StepTimer(device, skip=1)
+    square = torch.randn(8192, 8192, device=device)
+    began = time.perf_counter()
+    for _ in range(4):
+        timer.start()
+        for _ in range(20):
+            square @ square
+        timer.stop()
+    queued = time.perf_counter() - began
+    median = timer.median_seconds()
+    assert len(timer.seconds) == 3
+    assert queued < 3 * median  # the host was ahead of the device
+
+
+@pytest.mark.gpu
+def test_cuda_memory_of_an_eager_loss_is_what_its_tensors_add_up_to():
+    device = torch.device("cuda")
+    n, d, v = 1024, 64, 32000
+    weight = nn.Parameter(torch.randn(v, d, device=device))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    memory = MemoryByComponent(nn.ParameterList([weight]), optimizer, device)
+
+    def loss(h, w, labels):
+        return Output(nn.functional.cross_entropy(h @ w.T, labels, reduction="sum"))
+
+    for step in range(3):
+        if step == 1:
+            memory.start()
+        hidden = torch.randn(n, d, device=device, requires_grad=True)
+        watched_loss(
+            loss, hidden, weight, torch.zeros(n, dtype=torch.long, device=device), memory
+        ).sum_nats.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = memory.report()
+    matrix = n * v * 4
+    assert report["parameters"] == report["gradients"] == weight.nbytes
+    assert report["optimizer"] == 2 * weight.nbytes + 4
+    assert report["loss_forward"] == pytest.approx(2 * matrix, rel=0.05)  # logits, log-softmax
+    assert report["loss_backward"] == pytest.approx(3 * matrix, rel=0.05)  # log-softmax, two gradients
+    assert report["peak"] >= 3 * weight.nbytes + report["loss_backward"]
+
+
+@pytest.mark.gpu
+def test_a_memory_snapshot_is_written_even_if_the_block_fails(tmp_path):
+    @memory_snapshot(tmp_path / "snapshot.pickle", torch.device("cuda"))
+    def fail():
+        torch.ones(10, device="cuda")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0
