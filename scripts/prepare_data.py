@@ -1,4 +1,4 @@
-"""Tokenise a data set once, or check what is there: `python scripts/prepare_data.py data=text data.path=…`."""
+"""Tokenise data once, or check what is there: `python scripts/prepare_data.py data=text data.path=…`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import Config
@@ -11,10 +11,14 @@ def main(config: Config) -> int:
     data.verify()
     print(data.description)
     for name, split in (("training", data.train), ("validation", data.valid)):
-        text = f"{split.n_bytes:,} bytes of text, " if split.n_bytes else ""
-        print(
-            f"  {name}: {split.n_documents:,} documents, {text}{split.n_tokens:,} tokens, {len(split.shards)} shard(s)"
-        )
+        counts = [
+            f"{split.n_documents:,} documents",
+            f"{split.n_tokens:,} tokens",
+            f"{len(split.shards)} shard(s)",
+        ]
+        if split.n_bytes:
+            counts.insert(1, f"{split.n_bytes:,} bytes of text")
+        print(f"  {name}: {', '.join(counts)}")
     print(f"  in {data.directory}, every file as its hash in meta.json says")
     return 0
 

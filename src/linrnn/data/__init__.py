@@ -6,4 +6,13 @@ from linrnn.data.progress import ConsoleProgress, Progress
 from linrnn.data.shards import ShardSet
 from linrnn.data.vocabulary import vocabulary_size
 
-__all__ = ["Batch", "BatchLoader", "ConsoleProgress", "PreparedData", "Progress", "ShardSet", "prepare", "vocabulary_size"]
+__all__ = [
+    "Batch",
+    "BatchLoader",
+    "ConsoleProgress",
+    "PreparedData",
+    "Progress",
+    "ShardSet",
+    "prepare",
+    "vocabulary_size",
+]

@@ -27,6 +27,7 @@ from linrnn.data.markov import END, MarkovChain
 from linrnn.data.progress import Meter, Progress, ProgressCallback
 from linrnn.data.shards import (
     FORMAT_VERSION,
+    META,
     SPLITS,
     ShardSet,
     SplitWriter,
@@ -250,13 +251,14 @@ def _write_once(
                 partial = directory.with_name(directory.name + ".partial")
                 with storage_errors(partial):
                     partial.mkdir(exist_ok=True)
-                splits = write_shards(partial)
+                if not (partial / META).is_file():  # it is the last file to be written
+                    meta = {"format": FORMAT_VERSION, **recipe, "splits": write_shards(partial)}
+                    with storage_errors(partial):
+                        write_meta(partial, meta)
                 with storage_errors(partial):
-                    for part in partial.glob("*.part"):
-                        part.unlink()
-                    write_meta(partial, {"format": FORMAT_VERSION, **recipe, "splits": splits})
+                    for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp"), *partial.glob(RECORD)]:
+                        leftover.unlink()
                     os.rename(partial, directory)
-                    (directory / RECORD).unlink(missing_ok=True)
     return directory, read_meta(directory)
 
 

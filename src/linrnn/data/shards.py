@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from linrnn.data.loader import Batch
 
 FORMAT_VERSION = 1
+META = "meta.json"
 SPLITS = ("train", "valid")
 SHARD_TOKENS = 1 << 27  # a shard is closed by the document that reaches this many tokens
 
@@ -90,8 +91,8 @@ def sha256_of(path: Path) -> str:
 class SplitWriter:
     """Appends documents to the shards of one split; what `commit()` returns is enough to continue.
 
-    Everything up to the last `commit()` survives: a new writer made with that state cuts off whatever was
-    written after it, so that the same documents give the same bytes however often the work was interrupted.
+    A new writer made with a state cuts off whatever was written after that state was taken, so that the same
+    documents give the same bytes however often the work was interrupted.
     """
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, state: dict[str, Any] | None) -> None:
@@ -144,7 +145,7 @@ class SplitWriter:
     def close(self) -> None:
         """Close the files; unless `finish` came before, what was written after the last `commit` is lost."""
         for file in (self._ids_file, self._ends_file):
-            with suppress(OSError):  # commit, which finish calls, has flushed all that counts
+            with suppress(OSError):  # all that counts is flushed already
                 file.close()
 
     def _path(self, suffix: str) -> Path:
@@ -219,7 +220,7 @@ class ShardSet:
                 if path.stat().st_size != size:
                     raise _broken(path, f"has {path.stat().st_size:,} bytes, meta.json says {size:,}")
             if shard.size != shard.tokens * self.dtype.itemsize:
-                raise _broken(self.directory / "meta.json", f"contradicts itself about {shard.file}")
+                raise _broken(self.directory / META, f"contradicts itself about {shard.file}")
         # Plain arrays over the mapping: slicing np.memmap itself costs microseconds of Python each time.
         tokens = [np.asarray(np.memmap(self.directory / s.file, self.dtype, "r")) for s in self.shards]
         object.__setattr__(self, "_tokens", tokens)
@@ -290,7 +291,7 @@ def _broken(path: Path, what: str) -> DataError:
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:
     """Write meta.json with its fingerprint: sha256 of all the rest, which holds the hash of every shard."""
-    write_json(directory / "meta.json", {**meta, "fingerprint": _fingerprint(meta)})
+    write_json(directory / META, {**meta, "fingerprint": _fingerprint(meta)})
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
@@ -299,7 +300,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     Raises:
         DataError: it does not parse, was altered, or was written in another format.
     """
-    path = directory / "meta.json"
+    path = directory / META
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         fingerprint = meta.pop("fingerprint")

@@ -98,9 +98,8 @@ class Tokenisation:
                 if room <= 0:
                     return
             splits = [split_of(phase, self._seen + i, self._period) for i in range(len(batch))]
-            self._write(self._encode([document.text for document in batch], splits, room))
-            self._seen += len(batch)
-            self._commit()
+            encoded = self._encode([document.text for document in batch], splits, room)
+            self._write(encoded, seen=self._seen + len(batch))
             fraction = batch[-1].fraction if phase == "train" else None
             if room is not None and self._max_tokens:
                 fraction = max(fraction or 0.0, min(1.0, self._writers["train"].tokens / self._max_tokens))
@@ -124,17 +123,15 @@ class Tokenisation:
                 room -= len(documents[split][-1])
         return ((split, documents[split], n_bytes[split]) for split in SPLITS)
 
-    def _write(self, encoded: Iterable[tuple[str, list[np.ndarray], int]]) -> None:
+    def _write(self, encoded: Iterable[tuple[str, list[np.ndarray], int]], seen: int) -> None:
         with storage_errors(self._directory):
             for split, documents, n_bytes in encoded:
                 if documents:
                     ends = np.cumsum([len(document) for document in documents])
                     self._writers[split].append(np.concatenate(documents), ends, n_bytes)
-
-    def _commit(self) -> None:
-        with storage_errors(self._directory):
-            splits = {split: writer.commit() for split, writer in self._writers.items()}
-            write_json(self._record, {"phase": self._phase, "documents": self._seen, "splits": splits})
+            splits_state = {split: writer.commit() for split, writer in self._writers.items()}
+            write_json(self._record, {"phase": self._phase, "documents": seen, "splits": splits_state})
+        self._seen = seen
 
     def _count(self, what: str) -> int:
         return sum(getattr(writer, what) for writer in self._writers.values())

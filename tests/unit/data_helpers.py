@@ -1,0 +1,129 @@
+"""Small texts, tokenizers and configurations for the data tests."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from linrnn.config.schema import HubDataConfig, MarkovDataConfig, TextDataConfig
+from linrnn.data import ShardSet
+from linrnn.data.shards import SplitWriter, open_split, write_meta
+from linrnn.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "über-fast",
+    "naïve",
+    "東京",
+    "trains",
+    "ran;",
+    "12",
+    "3.5",
+]
+
+
+def sentences(n: int, seed: int = 0) -> list[str]:
+    """n documents of a few words each, not all of them ASCII."""
+    random = np.random.RandomState(seed)
+    return [" ".join(random.choice(WORDS, size=random.randint(1, 40))) + f" {i}.\n" for i in range(n)]
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def write_tokenizer(path: Path, vocab_size: int = 300) -> Path:
+    path.write_text(train_tokenizer(sentences(200), vocab_size).json)
+    return path
+
+
+def text_config(cache_dir: Path, path: Path | str, **changes: Any) -> TextDataConfig:
+    values: dict[str, Any] = {
+        "name": "text",
+        "cache_dir": str(cache_dir),
+        "reset_at_document": False,
+        "path": str(path),
+        "valid_path": None,
+        "text_field": "text",
+        "tokenizer": None,
+        "tokenizer_vocab_size": 300,
+        "max_tokens": None,
+        "valid_fraction": 0.1,
+    }
+    return TextDataConfig(
+        **{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}}
+    )
+
+
+def hub_config(cache_dir: Path, path: Path | str, **changes: Any) -> HubDataConfig:
+    values: dict[str, Any] = {
+        "name": "wikitext103",
+        "cache_dir": str(cache_dir),
+        "reset_at_document": False,
+        "path": str(path),
+        "subset": None,
+        "train_split": "train",
+        "valid_split": "validation",
+        "text_field": "text",
+        "document_start": None,
+        "empty_row": "",
+        "streaming": True,
+        "tokenizer": None,
+        "tokenizer_vocab_size": 300,
+        "max_tokens": None,
+        "valid_fraction": 0.1,
+    }
+    return HubDataConfig(
+        **{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}}
+    )
+
+
+def markov_config(cache_dir: Path, **changes: Any) -> MarkovDataConfig:
+    values: dict[str, Any] = {
+        "name": "markov",
+        "cache_dir": str(cache_dir),
+        "reset_at_document": False,
+        "vocab_size": 64,
+        "branching": 4,
+        "n_tokens": 200_000,
+        "n_valid_tokens": 20_000,
+        "data_seed": 0,
+    }
+    return MarkovDataConfig(**{**values, **changes})
+
+
+def shard_set(directory: Path, documents: list[np.ndarray], vocab_size: int = 1000) -> ShardSet:
+    """The documents as shards on disk, cut wherever linrnn.data.shards.SHARD_TOKENS says."""
+    directory.mkdir()
+    dtype = np.dtype("<u2")
+    writer = SplitWriter(directory, "train", dtype, None)
+    for document in documents:
+        writer.append(document, np.array([len(document)]), 0)
+    writer.finish()
+    shards = [vars(shard) for shard in writer.finished]
+    write_meta(directory, {"format": 1, "vocab_size": vocab_size, "splits": {"train": shards}})
+    meta = json.loads((directory / "meta.json").read_text())
+    return open_split(directory, meta, "train")
+
+
+def directory_bytes(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def shared_data() -> Path:
+    """The folder of real text for development, or skip: it is no part of the repository."""
+    for root in (os.environ.get("LINRNN_SHARED"), ROOT.parent / "shared"):
+        if root and (Path(root) / "data").is_dir():
+            return Path(root) / "data"
+    pytest.skip("no shared data: set LINRNN_SHARED")

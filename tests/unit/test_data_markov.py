@@ -1,0 +1,116 @@
+"""Generated text: its entropy floor is what a perfect predictor reaches, and what the text itself shows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import markov_config
+
+from linrnn.data import BatchLoader, prepare
+from linrnn.data.markov import END, MarkovChain
+from linrnn.errors import ConfigError
+
+
+def transitions(tokens: np.ndarray, ends: np.ndarray, *, reset: bool) -> tuple[np.ndarray, np.ndarray]:
+    previous, following = tokens[:-1], tokens[1:]
+    if reset:
+        inside = ~np.isin(np.arange(1, len(tokens)), ends)
+        return previous[inside], following[inside]
+    return previous, following
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_perfect_predictor_reaches_the_floor(tmp_path: Path, reset: bool) -> None:
+    config = markov_config(tmp_path, n_tokens=1_000_000, reset_at_document=reset)
+    data = prepare(config)
+    tokens = data.train.read(0, data.train.n_tokens)
+    losses = -MarkovChain(config).log_probabilities(
+        *transitions(tokens, data.train.document_ends, reset=reset)
+    )
+    standard_error = losses.std() / np.sqrt(len(losses))
+    assert abs(losses.mean() - data.entropy_floor_nats) < 4 * standard_error
+    assert standard_error < 0.002
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_bigram_frequencies_of_the_text_give_the_floor(tmp_path: Path, reset: bool) -> None:
+    """Knows nothing of how the text was made. A plug-in estimate is too low by about (cells - rows) / 2N."""
+    data = prepare(markov_config(tmp_path, n_tokens=2_000_000, reset_at_document=reset))
+    tokens = data.train.read(0, data.train.n_tokens)
+    previous, following = transitions(tokens, data.train.document_ends, reset=reset)
+    counts = np.zeros((data.vocab_size, data.vocab_size))
+    np.add.at(counts, (previous, following), 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        estimate = -np.nansum(counts * np.log(counts / counts.sum(1, keepdims=True))) / counts.sum()
+    bias = (np.count_nonzero(counts) - np.count_nonzero(counts.sum(1))) / (2 * counts.sum())
+    assert estimate + bias == pytest.approx(data.entropy_floor_nats, abs=4 * 0.7 / np.sqrt(len(previous)))
+
+
+def test_probabilities_of_the_chain_sum_to_one(tmp_path: Path) -> None:
+    chain = MarkovChain(markov_config(tmp_path, vocab_size=20, branching=7))
+    every = np.arange(20)
+    for token in every:
+        assert np.exp(chain.log_probabilities(np.full(20, token), every)).sum() == pytest.approx(1)
+    assert all(len(set(row)) == 7 for row in chain.successors.tolist())
+    assert END not in chain.successors
+
+
+def test_documents_end_with_the_end_token_and_are_cut_to_the_token_count(tmp_path: Path) -> None:
+    data = prepare(markov_config(tmp_path))
+    assert (data.train.n_tokens, data.valid.n_tokens) == (200_000, 20_000)
+    for split in (data.train, data.valid):
+        tokens, ends = split.read(0, split.n_tokens), split.document_ends
+        np.testing.assert_array_equal(np.flatnonzero(tokens[:-1] == END), ends[:-1] - 1)
+        assert ends[-1] == split.n_tokens
+    mean_length = data.train.n_tokens / data.train.n_documents
+    assert abs(mean_length / 129 - 1) < 4 / np.sqrt(data.train.n_documents)
+
+
+def test_frequencies_are_skewed_and_say_nothing_through_the_order_of_the_ids(tmp_path: Path) -> None:
+    data = prepare(markov_config(tmp_path, vocab_size=512, n_tokens=1_000_000))
+    counts = np.bincount(data.train.read(0, data.train.n_tokens), minlength=512)[1:]
+    ranked = np.sort(counts)[::-1]
+    assert ranked[:51].sum() > 0.4 * counts.sum()
+    assert abs(np.corrcoef(np.arange(511), counts)[0, 1]) < 4 / np.sqrt(511)
+
+
+def test_the_seed_decides_the_text_and_nothing_else_does(tmp_path: Path) -> None:
+    def text(cache: str, seed: int) -> tuple[str, np.ndarray]:
+        data = prepare(markov_config(tmp_path / cache, data_seed=seed))
+        return data.fingerprint, data.train.read(0, 1000)
+
+    (first, tokens), (again, same), (other, different) = text("a", 0), text("b", 0), text("a", 1)
+    assert first == again != other
+    np.testing.assert_array_equal(tokens, same)
+    assert (tokens != different).any()
+
+
+def test_the_text_never_changes_between_versions(tmp_path: Path) -> None:
+    """Recorded figures: results on generated text stay comparable."""
+    tokens = prepare(markov_config(tmp_path)).train.read(0, 12)
+    assert tokens.tolist() == [8, 43, 40, 62, 58, 40, 14, 43, 15, 61, 44, 44]
+
+
+def test_training_and_validation_are_different_text_of_the_same_chain(tmp_path: Path) -> None:
+    data = prepare(markov_config(tmp_path))
+    train, valid = data.train.read(0, 20_000), data.valid.read(0, 20_000)
+    assert (train != valid).mean() > 0.5
+    chain = MarkovChain(markov_config(tmp_path))
+    for tokens in (train, valid):
+        assert np.isfinite(
+            chain.log_probabilities(tokens[:-1], tokens[1:])
+        ).all()  # no step that it cannot take
+
+
+def test_a_large_vocabulary_is_made_in_seconds_and_stored_in_four_bytes(tmp_path: Path) -> None:
+    data = prepare(
+        markov_config(tmp_path, vocab_size=131_072, branching=8, n_tokens=20_000, n_valid_tokens=2_000)
+    )
+    assert data.train.dtype.itemsize == 4
+    assert next(BatchLoader(data.train, seq_len=64, batch_size=4, seed=0)).input_ids.max() < 131_072
+
+
+@pytest.mark.parametrize("branching", [63, 64, 1000])
+def test_more_successors_than_tokens_are_refused(tmp_path: Path, branching: int) -> None:
+    with pytest.raises(ConfigError, match="branching"):
+        prepare(markov_config(tmp_path, branching=branching))
