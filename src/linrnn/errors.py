@@ -1,8 +1,9 @@
-"""Errors a user can act on: one line of cause, one line of remedy, and the exit code the command ends with.
+"""Errors a user can act on: one line of cause, one line of remedy, and the exit code the command ends with."""
 
-Exit codes (also in the README): 0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not
-supported here, 5 out of memory, 6 diverged, 7 storage, 130 interrupted.
-"""
+EXIT_CODES = (
+    "0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, "
+    "6 diverged, 7 storage, 130 interrupted (128 + signal)"
+)
 
 
 class LinrnnError(Exception):

@@ -8,7 +8,8 @@ import torch
 from linrnn import accounting, checkpoint
 from linrnn.architecture import Architecture, resolve
 from linrnn.config.schema import Config
-from linrnn.errors import ConfigError
+from linrnn.data import vocabulary_size
+from linrnn.errors import ConfigError, UnsupportedError
 from linrnn.losses import check_loss
 from linrnn.models import LanguageModel, check_supported, load_weights
 from linrnn.runtime import compute_dtype, resolve_device, resolve_precision
@@ -57,7 +58,7 @@ def make_plan(config: Config) -> Plan:
 
     Raises:
         UnsupportedError: the device, the loss or the model cannot run here.
-        ConfigError: no limit of steps or tokens, or fewer tokens than one step takes.
+        ConfigError: no limit of steps or tokens, fewer tokens than one step takes, or dimensions that do not fit.
     """
     device = resolve_device(config.device)
     precision = resolve_precision(config.trainer.precision, device)
@@ -65,6 +66,12 @@ def make_plan(config: Config) -> Plan:
     tokens_per_step = config.trainer.batch_size * config.trainer.seq_len * config.trainer.accumulation_steps
     plan = Plan(config, device, precision, tokens_per_step, _total_steps(config, tokens_per_step))
     check_supported(config.model, device)
+    plan.architecture(vocabulary_size(config.data))
+    if config.trainer.memory_snapshot and device.type != "cuda":
+        raise UnsupportedError(
+            "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
+            "use trainer.memory_snapshot=false or device=cuda",
+        )
     return plan
 
 

@@ -61,6 +61,8 @@ def test_runs_of_different_identity_have_different_names() -> None:
         ["loss.accumulate=fp32"],
         ["data.reset_at_document=true"],
         ["data=stdlib"],
+        ["data=text", "data.path=one.txt"],
+        ["data=text", "data.path=other.txt"],
         ["trainer.compile_blocks=true"],
         ["seed=1"],
     ]

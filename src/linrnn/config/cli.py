@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from linrnn.config.compose import CONFIG_DIR, compose_config, register_schemas, to_config
-from linrnn.errors import LinrnnError, StorageError
+from linrnn.errors import EXIT_CODES, LinrnnError, StorageError
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _HELP_FLAGS = {"--help", "-h"}
@@ -96,7 +96,7 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
             chosen = composed[group].get("name", "default")
             path = CONFIG_DIR / group / f"{chosen}.yaml"
             files.append(path if path.exists() else CONFIG_DIR / group / "default.yaml")
-    lines += ["", "keys, with their defaults (of the default options; the other options' files stand beside them):"]
+    lines += ["", f"exit codes: {EXIT_CODES}", "", "keys, with their defaults (of the default options; the other options' files stand beside them):"]
     for path in files:
         lines += ["", f"--- configs/{path.relative_to(CONFIG_DIR)}", path.read_text().rstrip()]
     return "\n".join(lines).strip()

@@ -1,10 +1,14 @@
 """A run's name and identity, derived from its configuration alone."""
 
+import dataclasses
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from linrnn.config.compose import fields_of, load_config
+from omegaconf import OmegaConf
+
+from linrnn.config.compose import compose_config, load_config
 from linrnn.config.schema import Config
 
 # Keys that a resumed run may change; they are no part of its name.
@@ -39,8 +43,19 @@ _MAX_LENGTH = 80
 
 def identity(config: Config) -> dict[str, Any]:
     """Every key that is part of a run's identity, with its value."""
-    leaves = ((key, value) for key, _, value in fields_of(config))
-    return {key: value for key, value in leaves if not key.startswith(MAY_DIFFER)}
+    return _identity(dataclasses.asdict(config))
+
+
+def _identity(nested: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _leaves(nested) if not key.startswith(MAY_DIFFER)}
+
+
+def _leaves(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def run_name(config: Config) -> str:
@@ -50,8 +65,8 @@ def run_name(config: Config) -> str:
     """
     if config.run_name:
         return config.run_name
-    default = load_config([f"{group}={getattr(config, group).name}" for group in _GROUPS])
-    defaults, values = identity(default), identity(config)
+    chosen = compose_config([f"{group}={getattr(config, group).name}" for group in _GROUPS])
+    defaults, values = _identity(OmegaConf.to_container(chosen)), identity(config)
     menu = load_config()
     words = [
         getattr(config, group).name

@@ -261,8 +261,29 @@ class ReportConfig:
     output_dir: str | None
 
 
+@dataclass
+class BenchLossConfig:
+    """scripts/bench_loss.py: keys are explained in configs/bench_loss.yaml."""
+
+    shapes: list[str]
+    backends: list[str]
+    logits: list[str]
+    reference: str
+    rounds: int = at_least(2)
+    warmup: int = at_least(1)
+    dtype: str = one_of("bf16", "fp32")
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", "cuda")
+    output: str
+
+
 # Commands: configs/<name>.yaml and what it may contain.
-COMMANDS: dict[str, type] = {"train": Config, "evaluate": EvaluateConfig, "report": ReportConfig}
+COMMANDS: dict[str, type] = {
+    "train": Config,
+    "evaluate": EvaluateConfig,
+    "report": ReportConfig,
+    "bench_loss": BenchLossConfig,
+}
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".
 SCHEMAS: dict[str, dict[str, type]] = {
