@@ -3,6 +3,9 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,7 @@ def gradients(model: LanguageModel, ids: Tensor, **options: Any) -> dict[str, Te
     }
 
 
-# ------------------------------------------------------------------------------------------------ what they compute
+# ------------------------------------------------------------------------------------------ what they compute
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("length", [5, 64, 90])
 def test_every_parameter_gets_a_finite_gradient_at_any_length(model: str, length: int) -> None:
@@ -179,7 +182,7 @@ def test_the_transformer_equals_transformers_llama_with_the_same_weights() -> No
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- how they are built
+# ----------------------------------------------------------------------------------------- how they are built
 @pytest.mark.parametrize("model", MODELS)
 def test_a_seed_decides_the_weights_and_leaves_the_generator_alone(model: str) -> None:
     torch.manual_seed(5)
@@ -260,7 +263,7 @@ def test_checkpointing_saves_fewer_activations_and_can_be_switched_off() -> None
     assert saved() < everything / 5
     network.set_activation_checkpointing("none")
     assert saved() == everything
-    with pytest.raises(ConfigError, match="none, full"):
+    with pytest.raises(ConfigError, match="not one of none"):
         network.set_activation_checkpointing("some")
 
 
@@ -277,9 +280,7 @@ def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch
         torch.testing.assert_close(grad, eager[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "size"), [(m, size) for m, (_, _, sizes) in KERNELS.items() for size in sizes]
-)
+@pytest.mark.parametrize(("model", "size"), [(name, size) for name in KERNELS for size in KERNELS[name][2]])
 def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     model: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,12 +295,25 @@ def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     assert seen == [size] * 2 + [None] * 2
 
 
+def test_gla_with_chunks_of_128_runs_through_fla_s_kernels_and_equals_the_cpu_version() -> None:
+    """In Triton's interpreter, in a process of its own: there the mode is chosen when Triton is imported."""
+    script = Path(__file__).with_name("gla_in_triton_interpreter.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    errors = json.loads(result.stdout)
+    assert set(errors) == {"o", "dq", "dk", "dv", "dg"}
+    assert max(errors.values()) < 1e-5
+
+
 def test_a_chunk_size_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match="no effect on 64 tokens"):
         build("gla", chunk_size=128)(tokens(1, 64))
 
 
-# --------------------------------------------------------------------------------------------------- saving, loading
+# -------------------------------------------------------------------------------------------- saving, loading
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model", MODELS)
 def test_save_pretrained_and_from_pretrained_keep_the_logits(model: str, tied: bool, tmp_path: Path) -> None:
@@ -350,11 +364,11 @@ def test_other_settings_and_damaged_or_missing_files_are_refused(tmp_path: Path)
     with pytest.raises(DataError, match="cannot be read"):
         load_weights(network, str(source))
     weights.rename(source / "pytorch_model.bin")
-    with pytest.raises(DataError, match=r"no \*.safetensors"):
+    with pytest.raises(DataError, match="holds no"):
         load_weights(network, str(source))
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# --------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_is_supported_on_the_cpu(model: str) -> None:
     check_supported(ModelConfig(model, None), CPU)
@@ -385,7 +399,7 @@ def test_a_gpu_that_is_not_there_and_other_devices_are_refused(monkeypatch: pyte
 
 def test_fla_missing_or_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "FLA_VERSION", "0.5.9")
-    with pytest.raises(UnsupportedError, match="linrnn calls into 0.5.9"):
+    with pytest.raises(UnsupportedError, match="linrnn calls into"):
         check_supported(ModelConfig("gla", None), CPU)
 
     def missing(_: str) -> str:
@@ -418,11 +432,11 @@ def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wr
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------- the GPU
+# ---------------------------------------------------------------------------------------------------- the GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
-    """Same seed, same weights; hidden states and gradients of FLA's kernels against cpu_ops, packed or not."""
+    """Same seed, same weights; gradients of FLA's kernels against those of cpu_ops, packed or not."""
     try:
         check_supported(ModelConfig(model, None), torch.device("cuda"))
     except UnsupportedError as error:
