@@ -222,7 +222,7 @@ def backward(
 
 
 def _chunk_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
-    """Columns per chunk: dz, gathered rows of C (two chunks' at a time) and partial sums within the workspace."""
+    """Columns per chunk, so that dz, gathered rows of C (of two chunks) and partial sums fit in."""
     n_rows, dim = e.shape
     tile = flag_tile(e.dtype)
     fixed = (
