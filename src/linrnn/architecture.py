@@ -132,8 +132,8 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
     width = round(left / (3 * d * unit)) * unit
     if width < unit:
         raise ConfigError(
-            f"size={size.name}: {model.name} mixers of {bare.mixer_parameters / d**2:.2f} d² parameters leave "
-            f"no MLP within {size.layer_parameters_per_d2:g} d² per layer",
+            f"size={size.name}: {model.name} mixers of {bare.mixer_parameters / d**2:.2f} d² parameters "
+            f"leave no MLP within {size.layer_parameters_per_d2:g} d² per layer",
             f"lower size.mixers.{model.name}'s heads or raise size.layer_parameters_per_d2",
         )
     return Architecture(**{**vars(bare), "intermediate_size": width})

@@ -1,7 +1,8 @@
-"""GLA in chunks of 128 through FLA's Triton kernels on CPU tensors; prints relative errors against cpu_ops as JSON.
+"""GLA in chunks of 128 through FLA's Triton kernels on CPU tensors; prints its relative errors as JSON.
 
-Run with TRITON_INTERPRET=1. The interpreter (3.7.1) needs two things put right: it has no driver to time autotuning
-configurations with, so the first is taken; and loop variables are plain integers, on which kernels call `.to()`.
+Run with TRITON_INTERPRET=1. The interpreter (3.7.1) needs two things put right: it has no driver to time
+autotuning configurations with, so the first is taken; and its loop variables are plain integers, on which
+kernels call `.to()`.
 """
 
 import builtins

@@ -89,7 +89,7 @@ def size_config(hidden_size: int = 128, per_d2: float = 12, **mixers: MixerDims)
     ("model", "size", "cause"),
     [
         ("gla", size_config(), "gives no heads for model=gla"),
-        ("gla", size_config(per_d2=2, gla=MixerDims(2, 32, 64)), "no MLP within"),
+        ("gla", size_config(per_d2=2, gla=MixerDims(2, 32, 64)), "leave no MLP"),
         ("transformer", size_config(transformer=MixerDims(3, 32, 32)), "do not make up the width"),
         ("transformer", size_config(transformer=MixerDims(4, 16, 32)), "do not make up the width"),
         ("transformer", size_config(60, transformer=MixerDims(4, 15, 15)), "odd"),
