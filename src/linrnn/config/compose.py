@@ -162,7 +162,8 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
-    groups = [o for o in overrides if "." not in o.split("=")[0] and (CONFIG_DIR / o.split("=")[0].lstrip("+~")).is_dir()]
+    names = {o: o.split("=")[0].lstrip("+~") for o in overrides}
+    groups = [o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()]
     try:
         valid = [name for name, _, _ in fields_of(load_config(groups, config_name))]
     except ConfigError as error:

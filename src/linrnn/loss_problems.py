@@ -1,0 +1,133 @@
+"""Problems to measure loss backends on: shapes, synthetic tensors of two kinds, and their fp64 truth."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linrnn.errors import ConfigError
+
+KINDS = ("flat", "peaked")
+_TRUTH_ROWS = 1024  # rows of fp64 logits at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, D hidden dimensions, V vocabulary entries."""
+
+    name: str
+    n: int
+    d: int
+    v: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("gemma2_2b", 8192, 2304, 256000),  # the table of the CCE paper (Wijmans et al., 2024)
+        Shape("llama_1b3", 16384, 2048, 128256),
+        Shape("mve", 16384, 256, 32000),
+        Shape("lm_350m", 32768, 1024, 32000),
+    )
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of SHAPES, or `NxDxV`.
+
+    Raises:
+        ConfigError: neither; the nearest names are offered.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text):
+        n, d, v = map(int, match.groups())
+        return Shape(text, n, d, v)
+    near = difflib.get_close_matches(text, SHAPES, n=3, cutoff=0)
+    raise ConfigError(f"shapes: {text} is not a known shape", f"nearest: {', '.join(near)}; or give NxDxV")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The three tensors of a loss; hidden and weight are leaves that require gradients."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    labels_N: Tensor
+
+    def clear_gradients(self) -> None:
+        self.hidden_ND.grad = self.weight_VD.grad = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.hidden_ND.nbytes + self.weight_VD.nbytes
+
+
+def make_problem(shape: Shape, kind: str, dtype: torch.dtype, device: torch.device, seed: int) -> Problem:
+    """Random tensors whose labels follow Zipf's law over a vocabulary in random order.
+
+    `flat` is an untrained model: hidden ~ N(0, 1), weight ~ N(0, 0.02²). `peaked` imitates a trained one: the
+    weight's rows (norm about 1) carry half of log p_v along a common direction, a hidden state carries twice
+    that direction, its label's row (7.5 times) and four random rows (6 times each). At the named shapes the
+    loss is then 2.4 to 3.5 nats and 100 to 220 entries of a row exceed 2^-12, as in small trained models.
+    """
+    random = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, device=device)
+
+    order = torch.randperm(shape.v, generator=random, device=device)
+    p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
+    labels = torch.multinomial(p_V, shape.n, replacement=True, generator=random)
+    hidden, weight = normal(shape.n, shape.d), normal(shape.v, shape.d)
+    if kind == "flat":
+        weight *= 0.02
+    else:
+        weight /= shape.d**0.5
+        common_D = F.normalize(normal(shape.d), dim=0)
+        rows = F.normalize(weight - torch.outer(weight @ common_D, common_D), dim=1)
+        weight += torch.outer(0.5 * (p_V.log() - p_V.log().mean()), common_D)
+        hidden += 2 * common_D + 7.5 * rows[labels]
+        for _ in range(4):
+            hidden += 6 * rows[torch.randint(shape.v, (shape.n,), generator=random, device=device)]
+    return Problem(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Mean loss in nats and its gradients in fp64, from the problem's already rounded tensors."""
+
+    loss: float
+    hidden_ND: Tensor
+    weight_VD: Tensor
+
+
+@torch.no_grad()
+def truth_of(problem: Problem) -> Truth:
+    """Softmax and both gradients in fp64, a block of rows at a time."""
+    weight = problem.weight_VD.double()
+    grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
+    n = len(problem.labels_N)
+    blocks = zip(problem.hidden_ND.split(_TRUTH_ROWS), problem.labels_N.split(_TRUTH_ROWS), strict=True)
+    for hidden_16, labels in blocks:
+        hidden = hidden_16.double()
+        log_p = torch.log_softmax(hidden @ weight.T, dim=-1)
+        loss -= log_p.gather(1, labels[:, None]).sum().item() / n
+        grad_logits = log_p.exp_()
+        grad_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
+        grad_logits /= n
+        grad_hidden.append(grad_logits @ weight)
+        grad_weight.addmm_(grad_logits.T, hidden)
+    return Truth(loss, torch.cat(grad_hidden), grad_weight)
+
+
+def relative_error(got: Tensor, true: Tensor) -> float:
+    """Relative Frobenius error, a block of rows at a time."""
+    squared = sum(
+        (g.double() - t).square().sum()
+        for g, t in zip(got.split(_TRUTH_ROWS * 16), true.split(_TRUTH_ROWS * 16), strict=True)
+    )
+    return float((squared / true.square().sum()) ** 0.5)
