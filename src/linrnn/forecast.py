@@ -10,6 +10,8 @@ from linrnn.config import run_name
 from linrnn.config.schema import Config
 from linrnn.data import vocabulary_size
 from linrnn.plan import Plan, make_plan
+from linrnn.profiling import matmul_rate
+from linrnn.runtime import compute_dtype
 from linrnn.summary import duration, memory_lines
 
 
@@ -56,12 +58,16 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         trainer.activation_checkpointing,
     )
     lines = ["", f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation"]
-    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
-    seconds = accounting.time_estimate(flops.hardware, accounting.peak_flops_per_second(name, plan.precision))
+    rate: float | None
+    if plan.device.type == "cpu":
+        name, share, rate = "this CPU", accounting.ASSUMED_CPU_SHARE, matmul_rate(compute_dtype(plan.precision))
+        basis = f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
+    else:
+        name, share = torch.cuda.get_device_name(plan.device), accounting.ASSUMED_MFU
+        rate = accounting.peak_flops_per_second(name, plan.precision)
+        basis = f"{share:.0%} of its peak (small models reach much less)"
+    seconds = accounting.time_estimate(flops.hardware, rate, share)
     if seconds is None:
         return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
-    return [
-        *lines,
-        f"  {seconds * 1e3:,.1f} ms a step, {duration(seconds * plan.total_steps)} in all, if {name} reaches "
-        f"{accounting.ASSUMED_MFU:.0%} of its peak (small models reach much less)",
-    ]
+    total = duration(seconds * plan.total_steps)
+    return [*lines, f"  {seconds * 1e3:,.1f} ms a step, {total} in all, if {name} reaches {basis}"]

@@ -151,6 +151,20 @@ class StepTimer:
         return event
 
 
+def matmul_rate(dtype: torch.dtype, size: int = 512, bursts: int = 5, seconds: float = 0.02) -> float:
+    """FLOP/s of a square matrix product on this CPU: the best of some short bursts, about 0.1 s in all."""
+    square = torch.randn(size, size, dtype=dtype)
+    rates = []
+    for _ in range(bursts):
+        began, products, elapsed = time.perf_counter(), 0, 0.0
+        while elapsed < seconds:
+            square @ square
+            products += 1
+            elapsed = time.perf_counter() - began
+        rates.append(2 * size**3 * products / elapsed)
+    return max(rates)
+
+
 # -------------------------------------------------------------------------------------------------- memory
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of `tensors`, which share no memory; None counts nothing."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from linrnn import profiling
 from linrnn.errors import StorageError, UnsupportedError
-from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
+from linrnn.profiling import MemoryByComponent, StepTimer, matmul_rate, memory_snapshot, trace, watched_loss
 
 CPU = torch.device("cpu")
 
@@ -144,6 +144,12 @@ def test_the_timer_leaves_out_the_first_steps_and_what_lies_between_steps():
     assert len(timer.seconds) == 3
     assert timer.seconds[0] >= 0.01
     assert 0.002 <= timer.median_seconds() < 0.02
+
+
+def test_the_rate_of_a_matrix_product_is_its_flops_over_its_time(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every product takes one second
+    assert matmul_rate(torch.float32, size=8, bursts=2, seconds=3) == 2 * 8**3
 
 
 def test_cpu_memory_counts_every_tensor_and_labels_the_peak_as_the_process_s():

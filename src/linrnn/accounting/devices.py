@@ -5,6 +5,9 @@ import re
 # Share of the peak that a 1.2 B model reached on an H200 at 16,384 tokens per step (GLA, bf16 autocast,
 # torch.compile'd loss: 0.41). Small models reach much less: their kernels are short.
 ASSUMED_MFU = 0.4
+# Share of a large matrix product's rate that whole steps reached on one CPU core (smoke: 0.33 for KDA to 0.62
+# for the Transformer; mve: 0.76 to 0.80).
+ASSUMED_CPU_SHARE = 0.5
 
 # Dense (no sparsity) FLOP/s with fp32 accumulation: words that a device's name must have -> (bf16, fp32
 # without TF32). First match wins. From NVIDIA's datasheets and architecture white papers; sparse figures
