@@ -137,6 +137,10 @@ class StepTimer:
             self._seconds.append(begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun)
         return self._seconds
 
+    def recent_seconds(self, steps: int = 20) -> float | None:
+        """Median over the last measured steps that the device has finished, without waiting; None if none has."""
+        return statistics.median(self.seconds[-steps:]) if self.seconds else None
+
     def median_seconds(self) -> float | None:
         """Median over all measured steps, waiting for the last one; None if there was none."""
         if self._cuda and self._pending:

@@ -256,7 +256,7 @@ class Trainer:
 
     def _show_progress(self, step: int, loss: float) -> None:
         total = self.plan.total_steps
-        seconds = self.timer.median_seconds()
+        seconds = self.timer.recent_seconds()
         line = progress_line(
             step,
             total,

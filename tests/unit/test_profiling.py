@@ -135,7 +135,7 @@ def test_a_frozen_weight_stays_without_gradient_and_no_grad_needs_none():
 
 def test_the_timer_leaves_out_the_first_steps_and_what_lies_between_steps():
     timer = StepTimer(CPU, skip=2)
-    assert timer.median_seconds() is None
+    assert timer.median_seconds() is timer.recent_seconds() is None
     for duration in (0.05, 0.05, 0.01, 0.002, 0.002):
         timer.start()
         time.sleep(duration)
@@ -144,6 +144,7 @@ def test_the_timer_leaves_out_the_first_steps_and_what_lies_between_steps():
     assert len(timer.seconds) == 3
     assert timer.seconds[0] >= 0.01
     assert 0.002 <= timer.median_seconds() < 0.02
+    assert timer.recent_seconds(steps=1) == timer.seconds[-1]
 
 
 def test_the_rate_of_a_matrix_product_is_its_flops_over_its_time(monkeypatch):
@@ -283,6 +284,7 @@ def test_cuda_events_time_the_device_without_waiting_for_it():
         for _ in range(20):
             square @ square
         timer.stop()
+    timer.recent_seconds()  # must not wait
     queued = time.perf_counter() - began
     median = timer.median_seconds()
     assert len(timer.seconds) == 3
