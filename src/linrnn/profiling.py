@@ -138,7 +138,7 @@ class StepTimer:
         return self._seconds
 
     def recent_seconds(self, steps: int = 20) -> float | None:
-        """Median over the last measured steps that the device has finished, without waiting; None if none has."""
+        """Median over the last measured steps that the device has finished; never waits. None if none has."""
         return statistics.median(self.seconds[-steps:]) if self.seconds else None
 
     def median_seconds(self) -> float | None:

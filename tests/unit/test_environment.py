@@ -1,0 +1,78 @@
+"""environment.json: complete enough to repeat a run, and nothing about people or places."""
+
+import getpass
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrnn import environment
+from linrnn.environment import describe_environment
+
+ROOT = Path(environment.__file__).resolve().parents[2]
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A commit of src/module.py."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "module.py").write_text("one")
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
+    return tmp_path
+
+
+def test_versions_and_hardware_are_there():
+    described = describe_environment()
+    assert described["packages"]["torch"] == torch.__version__
+    assert described["packages"]["flash-linear-attention"]
+    assert described["python"] == platform.python_version()
+    assert described["cpu_cores"] >= 1
+    assert len(described["gpus"]) == torch.cuda.device_count()
+
+
+def test_it_is_strict_json_without_secrets_names_or_paths(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-key")
+    text = json.dumps(describe_environment(), allow_nan=False)
+    for private in (
+        "a-secret-key",
+        "WANDB",
+        platform.node(),
+        str(ROOT),
+        str(Path.home()) + "/",
+        f'"{getpass.getuser()}"',
+    ):
+        assert private not in text
+
+
+def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(repository):
+    module = repository / "src" / "module.py"
+    state = environment._git_state(module)
+    assert len(state["commit"]) == 40
+    assert state["dirty"] is False
+    (repository / "notes.txt").write_text("no code")
+    assert environment._git_state(module)["dirty"] is False
+    (repository / "src" / "other.py").write_text("new")
+    assert environment._git_state(module)["dirty"] is True
+
+
+def test_code_that_git_does_not_track_has_no_commit(repository):
+    installed = repository / "site-packages" / "module.py"
+    installed.parent.mkdir()
+    installed.write_text("one")
+    assert environment._git_state(installed) is None
+
+
+def test_without_git_the_commit_is_null_and_nothing_fails(repository, monkeypatch):
+    monkeypatch.setattr(environment.shutil, "which", lambda program: None)
+    assert environment._git_state(repository / "src" / "module.py") is None
+    assert describe_environment()["git"] is None
