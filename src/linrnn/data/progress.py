@@ -31,24 +31,29 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Meter:
-    """Turns counts into reports with speed and time left."""
+    """Turns counts into reports with speed and time left.
+
+    Args:
+        tokens: done before by earlier attempts.
+    """
 
     def __init__(self, stage: str, report: ProgressCallback | None, tokens: int = 0) -> None:
         self._stage, self._report = stage, report
-        self._tokens_at_start, self._fraction_at_start = tokens, 0.0
-        self._start = time.monotonic()
-        self._first = True
+        self._start, self._tokens_at_start = time.monotonic(), tokens
+        # When continuing, how much was done before is known with the first report only.
+        self._base: tuple[float, float] | None = (self._start, 0.0) if tokens == 0 else None
 
     def update(self, documents: int, tokens: int, fraction: float | None, *, finished: bool = False) -> None:
         """Report; `fraction` is the share of the whole work that is done (None: unknown)."""
         if self._report is None:
             return
-        elapsed = time.monotonic() - self._start
-        if self._first:
-            self._first, self._fraction_at_start = False, fraction or 0.0
-        gained = (fraction or 0.0) - self._fraction_at_start
-        left = None if fraction is None or gained <= 0 else elapsed * (1 - fraction) / gained
-        speed = (tokens - self._tokens_at_start) / elapsed if elapsed > 0 else 0.0
+        now, left = time.monotonic(), None
+        if fraction is not None:
+            self._base = self._base or (now, fraction)
+            base_time, base_fraction = self._base
+            if fraction > base_fraction:
+                left = (now - base_time) * (1 - fraction) / (fraction - base_fraction)
+        speed = (tokens - self._tokens_at_start) / max(now - self._start, 1e-9)
         self._report(Progress(self._stage, documents, tokens, speed, left, finished))
 
 

@@ -7,8 +7,7 @@ A prepared data set is a directory:
                            token)
     valid-00000.bin …      the same for the validation split
     tokenizer.json         the tokenizer, for those who decode (absent for generated data)
-    meta.json              vocabulary, tokenizer hash, sources, options, and size and sha256 of every file
-                           above
+    meta.json              vocabulary, tokenizer hash, sources, options, and size and sha256 of every shard
 
 Documents are packed one after another and never straddle shards; blocks of tokens may.
 """
