@@ -1,4 +1,4 @@
-"""Liger's and FLA's losses in Triton's interpreter, against fp64; test_losses.py runs it in a process of its own.
+"""Liger's and FLA's losses in Triton's interpreter, against fp64; test_losses.py runs it as a process.
 
 Their kernels need no GPU there, so that our use of the two libraries is tested everywhere. The backends' own
 check, which asks for a GPU, is passed by.
