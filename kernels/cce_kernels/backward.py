@@ -35,7 +35,7 @@ from .options import Options
 from .tiles import GROUP, Tiles, aligned, descriptor, flag_tile, grouped, logits_tile, tiles_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "W", "D", "first"])
 def gradient_kernel(
     e_desc,  # (N, D)
     c_desc,  # (W, D), the chunk
@@ -107,7 +107,7 @@ def gradient_kernel(
         tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "K", "lists"])
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
     b_desc,  # B (K, COLS)

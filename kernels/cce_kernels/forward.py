@@ -26,7 +26,7 @@ MAX_SPLITS = 32
 MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "V", "D", "splits", "tiles_per_split"])
 def forward_kernel(
     e_desc,  # (N, D)
     c_desc,  # (V, D)
@@ -86,7 +86,7 @@ def forward_kernel(
             tl.store(z_sum_ptr + partial, z_sum, mask=rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "splits"])
 def combine_kernel(max_ptr, sum_ptr, lse_ptr, N, splits, BLOCK_N: tl.constexpr):
     """lse (N,) from partials (splits, N): log Σ_s sum_s exp(max_s − max) + max."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,8 @@
-"""What the Triton kernels share: tile sizes, TMA descriptors, the order of tiles, the logits of one tile."""
+"""What the Triton kernels share: tile sizes, TMA descriptors, the order of tiles, the logits of one tile.
+
+Sizes are not specialised on (do_not_specialize): TMA takes any, and a ragged batch shall not compile anew.
+Only the width of a gradient is: it decides how wide the stores are.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
     fp32 multiplies on the ordinary units (IEEE, never TF32): small tiles, so that the accumulators fit.
     """
     if dtype == torch.float32:
-        return Tiles(64, 64, 32, 4, 2)
+        return Tiles(64, 64, 32, 8, 2)
     width = 256 if cols is None else min(256, max(64, triton.next_power_of_2(cols)))
     return Tiles(TILE, width, 64, 8 if width > 64 else 4, 3)
 

@@ -244,7 +244,7 @@ def check_filtered(filtered: Filtered, dtype: torch.dtype, device: str) -> None:
 
 
 def _gap_near(p: Tensor, eps: float) -> float:
-    """A threshold within a factor of 2 of eps, amid the widest relative gap between the probabilities there."""
+    """A threshold within a factor of 2 of eps, amid the widest gap between the probabilities there."""
     near = p[(p > eps / 2) & (p < eps * 2)].log().sort().values
     ends = near.new_tensor([eps / 2, eps * 2]).log()
     near = torch.cat((ends[:1], near, ends[1:]))
