@@ -59,7 +59,9 @@ def save(
         _save_tensors(_rng_tensors(), partial / RNG)
         (partial / "config.yaml").write_text(config_yaml)
         checksums = {name: _sha256(partial / name) for name in (MODEL, OPTIMIZER, RNG)}
-        (partial / STATE).write_text(json.dumps({**asdict(progress), "sha256": checksums, "generators": _generators()}))
+        (partial / STATE).write_text(
+            json.dumps({**asdict(progress), "sha256": checksums, "generators": _generators()})
+        )
         _sync(partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -76,7 +78,9 @@ def save(
 
 def found(root: Path) -> list[Path]:
     """Complete checkpoint directories below `root`, oldest first."""
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.suffix != _PARTIAL and (path / STATE).exists())
+    return sorted(
+        path for path in root.glob(f"{_PREFIX}*") if path.suffix != _PARTIAL and (path / STATE).exists()
+    )
 
 
 def newest(root: Path) -> Path | None:

@@ -83,7 +83,12 @@ def _cpu_model() -> str | None:
 
 
 def _git_state(file: Path) -> dict[str, Any] | None:
-    """Commit, and whether code or configurations differ from it; null where `file` is not tracked by git."""
+    """Commit, and whether code or configurations differ from it; null where `file` is not tracked by git.
+
+    A copy of the tree without its history takes the commit from the variable LINRNN_COMMIT.
+    """
+    if commit := os.environ.get("LINRNN_COMMIT"):
+        return {"commit": commit, "dirty": None}
     folder = str(file.parent)
     if _answer("git", "-C", folder, "ls-files", "--error-unmatch", file.name) is None:
         return None

@@ -23,7 +23,13 @@ def print_forecast(config: Config) -> None:
     """
     plan = make_plan(config)
     arch = plan.architecture(vocabulary_size(config.data))
-    for line in [*_run(plan, arch), *_memory(plan, arch), *_time(plan, arch), "", "nothing was run or written"]:
+    for line in [
+        *_run(plan, arch),
+        *_memory(plan, arch),
+        *_time(plan, arch),
+        "",
+        "nothing was run or written",
+    ]:
         print(line)
 
 
@@ -44,7 +50,9 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
 
 def _memory(plan: Plan, arch: Architecture) -> list[str]:
     components = plan.memory_estimate(arch).components()
-    heading = "memory of one step, on a GPU" + (" (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else "")
+    heading = "memory of one step, on a GPU" + (
+        " (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else ""
+    )
     return ["", heading, *memory_lines(components)]
 
 
@@ -57,11 +65,20 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         plan.config.loss,
         trainer.activation_checkpointing,
     )
-    lines = ["", f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation"]
+    lines = [
+        "",
+        f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation",
+    ]
     rate: float | None
     if plan.device.type == "cpu":
-        name, share, rate = "this CPU", accounting.ASSUMED_CPU_SHARE, matmul_rate(compute_dtype(plan.precision))
-        basis = f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
+        name, share, rate = (
+            "this CPU",
+            accounting.ASSUMED_CPU_SHARE,
+            matmul_rate(compute_dtype(plan.precision)),
+        )
+        basis = (
+            f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
+        )
     else:
         name, share = torch.cuda.get_device_name(plan.device), accounting.ASSUMED_MFU
         rate = accounting.peak_flops_per_second(name, plan.precision)

@@ -1,6 +1,7 @@
 """Where a run's numbers go: metrics.jsonl (always), wandb (a mirror), the console and train.log (for people)."""
 
 import contextlib
+import importlib.util
 import time
 import uuid
 from pathlib import Path
@@ -11,7 +12,9 @@ from linrnn.errors import UnsupportedError
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb finds an API key (environment or netrc), without asking for one or going online."""
+    """Whether wandb is there and finds an API key (environment or netrc), without asking for one or going online."""
+    if importlib.util.find_spec("wandb") is None:
+        return False
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))
@@ -53,7 +56,7 @@ class WandbMirror:
         say: prints one line for the user.
 
     Raises:
-        UnsupportedError: `mode=online` without an API key.
+        UnsupportedError: wandb is not installed, or `mode=online` without an API key.
     """
 
     def __init__(
@@ -71,6 +74,11 @@ class WandbMirror:
         self._say = say
         if config.mode == "disabled":
             return
+        if importlib.util.find_spec("wandb") is None:
+            raise UnsupportedError(
+                "wandb is not installed",
+                "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)",
+            )
         import wandb
 
         has_key = has_wandb_key()
@@ -93,7 +101,9 @@ class WandbMirror:
                 resume="allow" if mode == "online" else None,
                 mode=mode,
                 reinit="finish_previous",
-                settings=wandb.Settings(console="off", silent=True, x_disable_machine_info=True, save_code=False),
+                settings=wandb.Settings(
+                    console="off", silent=True, x_disable_machine_info=True, save_code=False
+                ),
             )
         self.mode = mode
 
@@ -110,7 +120,9 @@ class WandbMirror:
             yield
         except Exception as error:
             self._run = None
-            self._say(f"wandb stopped ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); metrics.jsonl goes on")
+            self._say(
+                f"wandb stopped ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); metrics.jsonl goes on"
+            )
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         if self._run is not None:

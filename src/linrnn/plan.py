@@ -25,6 +25,15 @@ class Plan:
     tokens_per_step: int
     total_steps: int
 
+    @property
+    def unmeasured_steps(self) -> int:
+        """First steps of a process that no figure of speed or memory counts: warm-up and traced steps.
+
+        In a short run, all but the last step.
+        """
+        trainer = self.config.trainer
+        return min(trainer.warmup_measurement_steps + trainer.profile_steps, self.total_steps - 1)
+
     def architecture(self, data_vocab_size: int) -> Architecture:
         """Dimensions for a vocabulary of `size.vocab_size`, or of the data's where that is null.
 
@@ -83,7 +92,9 @@ def _total_steps(config: Config, tokens_per_step: int) -> int:
             "trainer.max_steps and trainer.max_tokens are both null: the run would have no end",
             "give one of them",
         )
-    limits = [limit for limit in (max_steps, max_tokens and max_tokens // tokens_per_step) if limit is not None]
+    limits = [
+        limit for limit in (max_steps, max_tokens and max_tokens // tokens_per_step) if limit is not None
+    ]
     if min(limits) < 1:
         raise ConfigError(
             f"trainer.max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens",

@@ -64,7 +64,9 @@ def _markdown(runs: list[Run], title: str) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     first = runs[0]
-    packages = ", ".join(f"{name} {version}" for name, version in first.environment["packages"].items() if version)
+    packages = ", ".join(
+        f"{name} {version}" for name, version in first.environment["packages"].items() if version
+    )
     gpus = ", ".join(gpu["name"] for gpu in first.environment["gpus"]) or first.environment["cpu"]
     git = first.environment["git"] or {}
     lines += [

@@ -32,7 +32,9 @@ def read_runs(group: Path) -> list[Run]:
     """
     runs = [_read(path.parent) for path in sorted(group.glob(f"*/{SUMMARY}"))]
     if not runs:
-        raise DataError(f"{group} holds no run with a summary", "name a group that was run: results/<group>/<run_name>/")
+        raise DataError(
+            f"{group} holds no run with a summary", "name a group that was run: results/<group>/<run_name>/"
+        )
     return runs
 
 

@@ -37,7 +37,9 @@ class RunDirectory:
         self._identity, self._resume = identity, resume
         self.resumed = resume != "never" and (path / IDENTITY).exists()
         if resume == "must" and not self.resumed:
-            raise ConfigError(f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys")
+            raise ConfigError(
+                f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys"
+            )
         if self.resumed:
             self._check_identity()
 
@@ -66,11 +68,14 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another process is writing to {self.path}", "wait for it, or give this run another run_name or group"
+                f"another process is writing to {self.path}",
+                "wait for it, or give this run another run_name or group",
             ) from None
 
     def _check_identity(self) -> None:
-        changed = differences(json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(self._identity)))
+        changed = differences(
+            json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(self._identity))
+        )
         if changed:
             raise ConfigError(
                 f"{self.path} holds a run of another configuration ({'; '.join(changed)})",

@@ -18,7 +18,12 @@ def duration(seconds: float) -> str:
 
 
 def progress_line(
-    step: int, total_steps: int, loss: float, floor: float | None, tokens_per_second: float | None, seconds_left: float | None
+    step: int,
+    total_steps: int,
+    loss: float,
+    floor: float | None,
+    tokens_per_second: float | None,
+    seconds_left: float | None,
 ) -> str:
     """One line of progress: step, loss (and the floor it cannot pass), tokens/s, time left."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"loss {loss:.4f}"]
@@ -54,13 +59,19 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         "step time": show(summary["step_time_ms_median"], ".1f", " ms (median)"),
         "MFU": show(summary["mfu"], ".1%"),
         "peak memory": show(
-            summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB, ".3f", f" GiB ({summary['peak_memory_is']})"
+            summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB,
+            ".3f",
+            f" GiB ({summary['peak_memory_is']})",
         ),
     }
     width = max(map(len, rows))
     lines = ["", f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}"]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"]
-    lines += ["", f"wrote {directory}/", f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json, checkpoints/"]
+    lines += [
+        "",
+        f"wrote {directory}/",
+        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json, checkpoints/",
+    ]
     if summary["status"] == "finished":
         other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
         lines += [

