@@ -27,3 +27,4 @@ class StopRequest:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
+        print("stopping after this step, with a checkpoint (again: at once, without one)", flush=True)

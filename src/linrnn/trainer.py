@@ -134,14 +134,15 @@ class Trainer:
         )
         self._announce()
         started = time.monotonic()
-        status, evaluation, failure = "finished", None, None
+        status, evaluation = "finished", None
+        failure: BaseException | None = None
         try:
             with StopRequest() as stop, self._recordings() as end_of_step:
                 self._train(stop, end_of_step)
             evaluation = self._validate()
             if self.config.trainer.checkpoint_every != 0:
                 self._save()
-        except InterruptedRun as error:
+        except (InterruptedRun, KeyboardInterrupt) as error:
             status, failure = "interrupted", error
         except DivergedError as error:
             status, failure = "diverged", error
