@@ -1,4 +1,4 @@
-"""Bad input ends in one line of cause, one of remedy and the documented exit code; nothing is written or lost."""
+"""Bad input ends in a line of cause, one of remedy and the documented exit code; nothing is written or lost."""
 
 import json
 import subprocess
@@ -155,7 +155,8 @@ def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None
     trainer.fit()
     summary = json.loads((trainer.directory.path / "summary.json").read_text())
     promised = (
-        "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats valid_loss_nats "
-        "valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second step_time_ms_median mfu device"
+        "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats "
+        "valid_loss_nats valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second "
+        "step_time_ms_median mfu device"
     )
     assert set(promised.split()) <= summary.keys()

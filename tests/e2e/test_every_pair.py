@@ -1,4 +1,4 @@
-"""Every model trains with every loss that can run on this machine; the rest is refused with cause and remedy."""
+"""Every model trains with every loss that runs on this machine; the rest is refused with cause and remedy."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 def test_three_steps(
     model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]
 ) -> None:
-    """The run finishes, and its losses are those of eager cross-entropy: in fp32 they may differ by rounding alone."""
+    """The run finishes; in fp32 its losses differ from those of eager cross-entropy by rounding alone."""
     config = load_config(small(f"model={model}", f"loss={loss}"))
     if not runs_here(loss):
         with pytest.raises(UnsupportedError) as refusal:

@@ -1,4 +1,4 @@
-"""A killed, interrupted or diverged run loses nothing: what was resumed equals what was never broken, bit for bit."""
+"""A killed, interrupted or diverged run loses nothing: resumed equals never broken, bit for bit."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_a_finished_run_is_not_run_again_but_continues_when_it_may_be_longer(
 
 def test_a_directory_with_another_configuration_is_refused(small: Callable[..., list[str]]) -> None:
     Trainer(load_config(small("run_name=mine"))).fit()
-    with pytest.raises(ConfigError, match="optimizer.lr"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         Trainer(load_config(small("run_name=mine", "optimizer.lr=0.5")))
 
 
