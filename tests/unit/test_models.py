@@ -1,6 +1,7 @@
 """The four models on the CPU: what they compute, how they are built, saved, loaded and refused."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -270,10 +271,9 @@ def test_checkpointing_saves_fewer_activations_and_can_be_switched_off() -> None
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Dynamo alone (no C++ compiler needed), over a kernel with a chunk size set."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda forward: compile_(forward, backend="eager"))
     network, ids = build("kda", chunk_size=32), tokens(2, 70)
     eager = gradients(network, ids)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     network.set_activation_checkpointing(checkpointing)
     network.compile_blocks()
     for name, grad in gradients(network, ids).items():
