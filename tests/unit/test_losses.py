@@ -344,12 +344,11 @@ def test_torch_compile_without_a_compiler_is_refused_with_a_remedy(name, monkeyp
     assert "g++" in refusal.value.remedy
 
 
-def test_compiled_fails_at_the_recompile_limit_rather_than_run_eagerly(monkeypatch):
+def test_compiled_fails_at_the_recompile_limit_rather_than_run_eagerly():
     available("compiled", CPU)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     loss = build_loss(CONFIGS["compiled"], device=CPU)
     weight = torch.zeros(7, 4)
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
         loss(torch.zeros(2, 4), weight, torch.zeros(2, dtype=torch.int64))
         with pytest.raises(UnsupportedError, match="limit of 1 compiled"):
             loss(torch.zeros(3, 4), weight, torch.zeros(3, dtype=torch.int64))
