@@ -1,4 +1,4 @@
-"""Bad input ends in a line of cause, one of remedy and the documented exit code; nothing is written or lost."""
+"""Bad input ends in a line of cause, one of remedy, the documented exit code; nothing is written or lost."""
 
 import json
 import subprocess
