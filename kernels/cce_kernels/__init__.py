@@ -2,7 +2,8 @@
 CPUs."""
 
 from .linear_cross_entropy import PRESETS, linear_cross_entropy
+from .options import WorkspaceTooSmall
 from .reference import reference_linear_cross_entropy
 
-__all__ = ["PRESETS", "linear_cross_entropy", "reference_linear_cross_entropy"]
+__all__ = ["PRESETS", "WorkspaceTooSmall", "linear_cross_entropy", "reference_linear_cross_entropy"]
 __version__ = "0.1.0"

@@ -173,6 +173,7 @@ def backward(
     lse: Tensor,
     a: Tensor,
     b: Tensor,
+    width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
     stats: FilterStats | None,
@@ -182,6 +183,7 @@ def backward(
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
+        width: vocabulary entries per chunk, from `backward_width`.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -197,7 +199,6 @@ def backward(
     if o.filter_eps is not None:
         order, columns = vocabulary_order(columns, vocab)
 
-    width = _chunk_width(e, vocab, dtype_e, stats is not None, o)
     workspace = e.new_empty(n_rows, triton.cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))
@@ -221,8 +222,13 @@ def backward(
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
 
-def _chunk_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
-    """Columns per chunk, so that dz, gathered rows of C (of two chunks) and partial sums fit in."""
+def backward_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
+    """Vocabulary entries per chunk of `backward`, so that dz, gathered rows of C (of two chunks), partial
+    sums and what the sum of e's gradient (of dtype_e, None: not wanted) takes beside it fit the workspace.
+
+    Raises:
+        WorkspaceTooSmall: they do not.
+    """
     n_rows, dim = e.shape
     tile = flag_tile(e.dtype)
     fixed = (

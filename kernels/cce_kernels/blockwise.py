@@ -41,7 +41,7 @@ def forward(
     e = e.float()
     largest = e.new_full((n_rows,), -torch.inf)
     exp_sum, z_target, z_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
-    for chunk in _chunks(e, vocab, 0, o):
+    for chunk in _chunks(vocab, _width(e, vocab, 0, o)):
         z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
         rows, cols = _targets_in(columns, chunk)
         z_target[rows] = z[rows, cols]
@@ -64,6 +64,7 @@ def backward(
     lse: Tensor,
     a: Tensor,
     b: Tensor,
+    width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
     stats: FilterStats | None,
@@ -72,6 +73,7 @@ def backward(
 
     Args:
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
+        width: vocabulary entries per chunk, from `backward_width`.
     """
     vocab = c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -84,8 +86,7 @@ def backward(
     order = None
     if o.filter_eps is not None:
         order, columns = vocabulary_order(columns, vocab)
-    scratch = Accumulator.scratch_bytes_per_entry(dtype_e or torch.float32, o.accumulate)
-    for chunk in _chunks(e32, vocab, scratch, o):
+    for chunk in _chunks(vocab, width):
         entries = chunk if order is None else order[chunk]
         c_chunk = c[entries].float()
         z = _logits(e32, c_chunk, None if bias is None else bias[entries], o)
@@ -119,13 +120,27 @@ def backward(
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
 
-def _chunks(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> Iterator[slice]:
+def backward_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
+    """Vocabulary entries per chunk of `backward`, so that logits, fp32 rows of C (of two chunks), fp32 e and
+    what the sum of e's gradient (of dtype_e, None: not wanted) takes beside it fit the workspace.
+
+    Raises:
+        WorkspaceTooSmall: they do not.
+    """
+    scratch = 0 if dtype_e is None else Accumulator.scratch_bytes_per_entry(dtype_e, o.accumulate)
+    return _width(e, vocab, scratch, o)
+
+
+def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
     n_rows, dim = e.shape
     buffers = 4 + (4 if o.softcap is not None else 0) + (1 if o.filter_eps is not None else 0)
     width = o.chunk_width(
         vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE
     )
-    width = min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
+    return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
+
+
+def _chunks(vocab: int, width: int) -> Iterator[slice]:
     for first in range(0, vocab, width):
         yield slice(first, min(first + width, vocab))
 

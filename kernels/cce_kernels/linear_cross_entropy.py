@@ -54,7 +54,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     return_stats: bool = False,
     preset: str | None = None,
-) -> Tensor | tuple:
+) -> Any:
     """Cross-entropy, in nats, of the logits softcap · tanh((logit_scale · e cᵀ + bias) / softcap).
 
     Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. CUDA tensors run
@@ -86,7 +86,8 @@ def linear_cross_entropy(
             sum.
         workspace_mib: extra memory of the backward pass, in MiB, beyond inputs, gradients and the copies
             named above; more is faster. Default: 256, or what the narrowest chunk of so many rows takes if
-            more.
+            more. Too little for that chunk is refused at the call, if a gradient is wanted; on CPU tensors
+            the forward pass keeps to it too.
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
         return_stats: also return a dict of 0-d device tensors: entries_kept and tiles_kept (shares),
             dropped_mass_mean and dropped_mass_max (per row). The backward pass fills them in; NaN until then,
@@ -94,10 +95,11 @@ def linear_cross_entropy(
         preset: a name in PRESETS, in place of filter_eps, filter_e, filter_c and accumulate.
 
     Returns:
-        loss (fp32), followed by lse and stats if asked for.
+        loss (fp32); a tuple of it, lse and stats if they are asked for.
 
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or value; the message starts with its name.
+        WorkspaceTooSmall: that of workspace_mib; its least_mib would do.
     """
     flags = {
         "filter_eps": filter_eps, "filter_e": filter_e, "filter_c": filter_c, "accumulate": accumulate,
@@ -143,6 +145,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             columns = target_columns(targets, ignore_index, c.shape[0])
             e, c = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
             bias = None if bias is None else bias.contiguous()
+            if any(ctx.needs_input_grad):  # before any work: this refuses a workspace that is too small
+                dtype_e = ctx.dtypes[0] if ctx.needs_input_grad[0] else None
+                ctx.width = backend.backward_width(e, c.shape[0], dtype_e, stats is not None, options)
             lse, z_target, z_mean = backend.forward(e, c, bias, columns, options)
             rows = assemble_loss(lse, z_target, z_mean, targets, columns, ignore_index, options)
         ctx.save_for_backward(e, c, bias, targets, columns, lse)
@@ -159,7 +164,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ctx.ignore_index, ctx.options)
             if ctx.stats is not None:
                 ctx.stats.start(e.shape[0])
-            grads = _backend(e).backward(e, c, bias, columns, lse, a, b, ctx.options, dtypes, ctx.stats)
+            grads = _backend(e).backward(
+                e, c, bias, columns, lse, a, b, ctx.width, ctx.options, dtypes, ctx.stats
+            )
             if ctx.stats is not None:
                 ctx.stats.finish(b, c.shape[0])
         return grads[0], grads[1], None, grads[2], None, None, None
@@ -171,11 +178,13 @@ def _apply(e, c, targets, bias, ignore_index, options, stats) -> tuple[Tensor, T
     if e.shape[0] == 0:
         nothing = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
         return nothing, nothing
+    if not torch.is_grad_enabled():  # needs_input_grad goes by requires_grad alone
+        e, c, bias = e.detach(), c.detach(), None if bias is None else bias.detach()
     return _LinearCrossEntropy.apply(e, c, targets, bias, ignore_index, options, stats)
 
 
 def _backend(e: Tensor) -> ModuleType:
-    """The implementation that runs e: a module with prepare, forward and backward."""
+    """The implementation that runs e: a module with prepare, forward, backward_width and backward."""
     if e.is_cuda or INTERPRETED:
         from . import fused  # needs Triton, which a machine without a GPU may lack
 

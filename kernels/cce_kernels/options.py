@@ -9,6 +9,16 @@ DEFAULT_WORKSPACE_MIB = 256
 ACCUMULATE = ("kahan", "fp32", "bf16")
 
 
+class WorkspaceTooSmall(ValueError):
+    """The `workspace_mib` asked for holds no vocabulary chunk of this shape; `least_mib` does."""
+
+    def __init__(self, workspace_mib: float, least_mib: int) -> None:
+        super().__init__(
+            f"workspace_mib: {workspace_mib} is too small for this shape, it takes {least_mib} at least"
+        )
+        self.least_mib = least_mib
+
+
 @dataclass(frozen=True)
 class Options:
     """How logits, loss and gradients are computed; see `linear_cross_entropy` for the meaning of each
@@ -66,15 +76,13 @@ class Options:
         caller's, one multiple is always taken, however long the batch.
 
         Raises:
-            ValueError: the workspace_mib asked for does not hold one multiple.
+            WorkspaceTooSmall: the workspace_mib asked for does not hold one multiple.
         """
         budget = int((self.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
         width = (budget - fixed_bytes) // bytes_per_column
         if width >= vocab:
             return vocab
         if width < multiple and self.workspace_mib is not None:
-            least = -(-(fixed_bytes + multiple * bytes_per_column) // MIB)
-            raise ValueError(
-                f"workspace_mib: {self.workspace_mib} is too small for this shape, it takes {least} at least"
-            )
+            least_mib = -(-(fixed_bytes + min(multiple, vocab) * bytes_per_column) // MIB)
+            raise WorkspaceTooSmall(self.workspace_mib, least_mib)
         return max(multiple, width // multiple * multiple)

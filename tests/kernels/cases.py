@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
 from torch import Tensor
 
 IGNORE = -100
@@ -145,7 +146,8 @@ def error(x: Tensor, truth: Tensor) -> float:
     return ((x.double() - truth).norm() / (size or 1.0)).item()
 
 
-def in_fp64(*inputs: Tensor | None) -> list[Tensor | None]:
+def in_fp64(*inputs: Tensor | None) -> list[Any]:
+    """Leaves of their own in fp64, None where the input is."""
     return [None if x is None else x.detach().double().requires_grad_() for x in inputs]
 
 
@@ -165,9 +167,8 @@ def check(case: Case, device: str, floor: float = 1e-6) -> None:
     assert loss.shape == truth.shape
     assert torch.isfinite(loss).all()
     assert error(loss, truth) <= 2 * error(baseline, truth) + floor
-    for name, grad, x, base, want in zip(
-        ("e", "c", "bias"), grads, (e, c, bias), baseline_grads, truth_grads, strict=False
-    ):
+    inputs = {name: x for name, x in (("e", e), ("c", c), ("bias", bias)) if x is not None}
+    for (name, x), grad, base, want in zip(inputs.items(), grads, baseline_grads, truth_grads, strict=True):
         assert grad.dtype == x.dtype
         assert grad.shape == x.shape
         assert error(grad, want) <= 2 * error(base, want) + floor, name
@@ -206,7 +207,7 @@ def check_filtered(filtered: Filtered, dtype: torch.dtype, device: str) -> None:
     case = Case("filtered", shape=(150,), vocab=1300, peak=9, bias=True, dtype=dtype)
     if filtered.sparse:
         case = replace(case, peak=40, targets_below=100)
-    options = {"filter_e": filtered.filter_e, "filter_c": filtered.filter_c}
+    options: dict[str, Any] = {"filter_e": filtered.filter_e, "filter_c": filtered.filter_c}
     e, c, targets, bias = draw(case, device)
     targets[::2] = targets[::2].roll(1)  # improbable targets
     e64, c64, bias64 = in_fp64(e, c, bias)
@@ -266,3 +267,17 @@ def check_sums(chunks: int, rows: int, device: str) -> None:
         errors[accumulate] = error(gradients(loss, (e,))[0], truth)
     assert errors["kahan"] <= 1.05 * errors["fp32"]
     assert errors["bf16"] > 1.3 * errors["fp32"]
+
+
+def check_small_workspace(device: str) -> None:
+    """A workspace without room for one chunk is refused before backward, with the least that has it."""
+    e, c, targets, _ = draw(Case("workspace", shape=(1024,), dim=512, vocab=20, dtype=BF16), device)
+
+    def loss(workspace_mib: int) -> Tensor:
+        return linear_cross_entropy(e, c, targets, accumulate="fp32", workspace_mib=workspace_mib)
+
+    with pytest.raises(WorkspaceTooSmall, match=r"^workspace_mib: 1 is too small") as refusal:
+        loss(1)
+    with pytest.raises(WorkspaceTooSmall):
+        loss(refusal.value.least_mib - 1)
+    gradients(loss(refusal.value.least_mib), (e, c))

@@ -47,14 +47,16 @@ def launch_all(case: Case, dtypes=None) -> None:
     from cce_kernels.filtered import FilterStats
     from cce_kernels.options import Options
 
-    e, c, targets, bias = (None if x is None else x.detach() for x in draw(case, "cpu"))
-    e, c, options = fused.prepare(e), fused.prepare(c), Options(**case.options)
+    e, c, targets, bias = draw(case, "cpu")
+    e, c, options = fused.prepare(e.detach()), fused.prepare(c.detach()), Options(**case.options)
+    bias = None if bias is None else bias.detach()
     fused.forward(e, c, bias, targets, options)
     rows = torch.ones(e.shape[0])
     stats = FilterStats(e.device)
     stats.start(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
-    fused.backward(e, c, bias, targets, rows, rows, rows, options, dtypes, stats)
+    width = fused.backward_width(e, c.shape[0], dtypes[0], True, options)
+    fused.backward(e, c, bias, targets, rows, rows, rows, width, options, dtypes, stats)
 
 
 PLAIN = {"shape": (256,), "dim": 512, "vocab": 1024, "ignored": 0}

@@ -13,6 +13,7 @@ from cases import (
     Case,
     check,
     check_filtered,
+    check_small_workspace,
     check_sums,
     draw,
     error,
@@ -107,6 +108,10 @@ def test_autocast_multiplies_in_bf16_and_returns_gradients_in_fp32():
 
 def test_kahan_sums_over_many_chunks_as_well_as_fp32():
     check_sums(chunks=256, rows=512, device="cuda")
+
+
+def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
+    check_small_workspace("cuda")
 
 
 def test_more_logits_than_32_bits_count():

@@ -11,7 +11,19 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import BF16, CASES, FILTERED, Case, check, check_filtered, check_sums, draw, gradients
+from cases import (
+    BF16,
+    CASES,
+    FILTERED,
+    Case,
+    check,
+    check_filtered,
+    check_small_workspace,
+    check_sums,
+    draw,
+    gradients,
+)
+from cce_kernels import linear_cross_entropy
 
 triton = pytest.importorskip("triton")
 
@@ -53,6 +65,19 @@ def test_kahan_sums_over_many_chunks_as_well_as_fp32():
 
 
 @in_interpreter
+def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
+    check_small_workspace("cpu")
+
+
+@in_interpreter
+def test_evaluation_needs_no_workspace():
+    e, c, targets, _ = draw(Case("evaluation", shape=(5,), ignored=0), "cpu")
+    want = linear_cross_entropy(e, c, targets).detach()
+    with torch.no_grad():
+        assert linear_cross_entropy(e, c, targets, workspace_mib=1e-6) == want
+
+
+@in_interpreter
 def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
     """On a GPU nothing may wait for the targets: the row shows it. CPU calls raise instead."""
     from cce_kernels.linear_cross_entropy import _apply
@@ -67,8 +92,6 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
 
 @in_interpreter
 def test_a_bias_of_minus_infinity_masks_whole_tiles():
-    from cce_kernels import linear_cross_entropy
-
     e, c, _, bias = draw(Case("masked", bias=True, vocab=1300), "cpu")
     allowed = slice(700, 720)
     masked = torch.full_like(bias, -torch.inf)

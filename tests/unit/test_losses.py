@@ -3,9 +3,10 @@
 import importlib
 import math
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -313,6 +314,20 @@ def test_a_filter_that_keeps_or_drops_everything_is_refused(eps):
     config = CceFilterLossConfig("cce_filter", accumulate="kahan", workspace_mib=None, filter_eps=eps)
     with pytest.raises(ConfigError, match="filter_eps"):
         check_loss(config, CPU)
+
+
+@pytest.mark.parametrize("name", ["cce_kahan", "cce_filter"])
+def test_a_workspace_too_small_for_the_batch_is_refused_before_backward_with_the_least_that_will_do(name):
+    hidden, weight = make_case(torch.bfloat16, n=1024, d=512, v=300).leaves()
+    labels = torch.zeros(1024, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"loss\.workspace_mib=1 is too small for 1024 tokens") as refusal:
+        build_loss(replace(CONFIGS[name], workspace_mib=1), device=CPU)(hidden, weight, labels)
+    least = int(re.findall(r"loss\.workspace_mib=(\d+)", refusal.value.remedy)[0])
+    build_loss(replace(CONFIGS[name], workspace_mib=least), device=CPU)(
+        hidden, weight, labels
+    ).sum_nats.backward()
+    with pytest.raises(ConfigError):
+        build_loss(replace(CONFIGS[name], workspace_mib=least - 1), device=CPU)(hidden, weight, labels)
 
 
 def test_torch_native_on_an_older_torch_says_which_it_needs(monkeypatch):

@@ -6,6 +6,7 @@ Triton on a GPU; on CPU blockwise torch with the same memory bound. See
 
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ class CceKahan(LossBackend):
 
     def __init__(self, config: CceKahanLossConfig, device: torch.device) -> None:
         super().__init__(config, device)
+        self._kernels = import_module("cce_kernels")
         self._loss = partial(
-            import_module("cce_kernels").linear_cross_entropy,
+            self._kernels.linear_cross_entropy,
             ignore_index=IGNORE_INDEX,
             reduction="sum",
             accumulate=config.accumulate,
@@ -40,7 +42,23 @@ class CceKahan(LossBackend):
     def compute(
         self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._loss(hidden_ND, weight_VD, labels_N), {}
+        return self._call(hidden_ND, weight_VD, labels_N), {}
+
+    def _call(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, **options: Any) -> Any:
+        """The kernels' function; how much workspace a batch takes shows only here, with its shape.
+
+        Raises:
+            ConfigError: `workspace_mib` is too small for the batch.
+        """
+        try:
+            return self._loss(hidden_ND, weight_VD, labels_N, **options)
+        except self._kernels.WorkspaceTooSmall as error:
+            (n_rows, dim), vocab = hidden_ND.shape, weight_VD.shape[0]
+            raise ConfigError(
+                f"loss.workspace_mib={self.config.workspace_mib} is too small for {n_rows} tokens "
+                f"of width {dim} and {vocab} classes",
+                f"use loss.workspace_mib={error.least_mib} or more, or null for the default",
+            ) from error
 
 
 class CceFilter(CceKahan):
@@ -65,6 +83,6 @@ class CceFilter(CceKahan):
     def compute(
         self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._loss(
+        return self._call(
             hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True
         )
