@@ -36,32 +36,38 @@ pytestmark = pytest.mark.skipif(BROKEN, reason="Triton 3.6's interpreter fails w
 @pytest.mark.skipif(HERE, reason="the interpreter is on: the tests below run in place")
 def test_kernels_are_right_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # more only wait for Python
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
 
 
-# The interpreter is slow: every case in bf16, and what differs in the other dtypes (tiles, rounding).
-OTHERS = ("ragged", "one_row", "everything", "many_chunks_kahan", "mixed")
-SLOW_CASES = [case for case in CASES if case.dtype == BF16 or case.name.startswith(OTHERS)]
+# The interpreter is slow: in bf16 every case but those that differ before or after the kernels alone (these
+# run in test_blockwise), and in the other dtypes what differs there (tiles, rounding).
+OUTSIDE = ("no_ignored", "leading_dimensions", "sum", "row_losses", "shift", "mixed-bf16_fp16")
+OTHERS = ("one_row", "everything", "many_chunks_kahan", "mixed-fp32_bf16")
+INTERPRETED_CASES = [
+    case
+    for case in CASES
+    if (case.dtype == BF16 or case.name.startswith(OTHERS)) and not case.name.startswith(OUTSIDE)
+]
 
 
 @in_interpreter
-@pytest.mark.parametrize("case", SLOW_CASES, ids=str)
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=str)
 def test_loss_and_gradients_are_within_twice_torchs_error(case):
     check(case, "cpu")
 
 
 @in_interpreter
-@pytest.mark.parametrize("filtered", FILTERED, ids=str)
+@pytest.mark.parametrize("filtered", FILTERED[1:], ids=str)  # "sparse" filters both gradients, too
 def test_filter_drops_exactly_the_entries_below_the_threshold(filtered):
     check_filtered(filtered, BF16, "cpu")
 
 
 @in_interpreter
 def test_kahan_sums_over_many_chunks_as_well_as_fp32():
-    check_sums(chunks=16, rows=32, device="cpu")
+    check_sums(chunks=8, rows=32, device="cpu")
 
 
 @in_interpreter
