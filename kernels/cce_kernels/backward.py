@@ -231,9 +231,7 @@ def backward_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stat
     """
     n_rows, dim = e.shape
     tile = flag_tile(e.dtype)
-    fixed = (
-        0 if dtype_e is None else n_rows * dim * Accumulator.scratch_bytes_per_entry(dtype_e, o.accumulate)
-    )
+    fixed = 0 if dtype_e is None else n_rows * dim * Accumulator.scratch_bytes_per_entry(dtype_e, o.accumulate)
     per_column = n_rows * e.itemsize + triton.cdiv(n_rows, tile) * 4
     if o.filter_eps is not None:
         per_column += 2 * dim * e.itemsize + (triton.cdiv(8 * n_rows, tile) if with_stats else 0)

@@ -48,9 +48,7 @@ def forward(
         if o.label_smoothing:
             z_sum += z.sum(dim=1)
         new_largest = torch.maximum(largest, z.amax(dim=1))
-        anchor = new_largest.masked_fill(
-            new_largest == -torch.inf, 0
-        )  # a chunk may be masked out by the bias
+        anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a chunk may be masked out by the bias
         exp_sum.mul_((largest - anchor).exp_()).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
         largest = new_largest
     return largest + exp_sum.log(), z_target, z_sum / vocab if o.label_smoothing else None
@@ -134,9 +132,7 @@ def backward_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stat
 def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
     n_rows, dim = e.shape
     buffers = 4 + (4 if o.softcap is not None else 0) + (1 if o.filter_eps is not None else 0)
-    width = o.chunk_width(
-        vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE
-    )
+    width = o.chunk_width(vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE)
     return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
 
 

@@ -119,9 +119,7 @@ def forward(
     (n_rows, dim), vocab = e.shape, c.shape[0]
     tiles = tiles_for(e.dtype)
     programs = multiprocessors(e)
-    splits, tiles_per_split = _split(
-        triton.cdiv(n_rows, tiles.rows), triton.cdiv(vocab, tiles.cols), programs
-    )
+    splits, tiles_per_split = _split(triton.cdiv(n_rows, tiles.rows), triton.cdiv(vocab, tiles.cols), programs)
     new = e.new_empty
     partial_max, partial_sum = (new((splits, n_rows), dtype=torch.float32) for _ in range(2))
     partial_z = new((splits, n_rows), dtype=torch.float32) if o.label_smoothing else None

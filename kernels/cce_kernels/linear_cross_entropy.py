@@ -164,9 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ctx.ignore_index, ctx.options)
             if ctx.stats is not None:
                 ctx.stats.start(e.shape[0])
-            grads = _backend(e).backward(
-                e, c, bias, columns, lse, a, b, ctx.width, ctx.options, dtypes, ctx.stats
-            )
+            grads = _backend(e).backward(e, c, bias, columns, lse, a, b, ctx.width, ctx.options, dtypes, ctx.stats)
             if ctx.stats is not None:
                 ctx.stats.finish(b, c.shape[0])
         return grads[0], grads[1], None, grads[2], None, None, None

@@ -34,9 +34,7 @@ def assemble_loss(
     return torch.where(targets == ignore_index, 0.0, loss)
 
 
-def reduce_loss(
-    rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, shape: torch.Size
-) -> Tensor:
+def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, shape: torch.Size) -> Tensor:
     """Rows (N,) to a sum, a mean over the rows that are not ignored (0 if all are), or `shape`."""
     if reduction == "none":
         return rows.reshape(shape)

@@ -67,9 +67,7 @@ class Architecture:
                 return projections + convolutions + low_rank + d * heads + heads + keys + self.head_v_dim
             case "transformer":
                 return projections
-        raise ConfigError(
-            f"model.name={self.model}: there is no such model", f"use one of {', '.join(MODELS)}"
-        )
+        raise ConfigError(f"model.name={self.model}: there is no such model", f"use one of {', '.join(MODELS)}")
 
     @property
     def mlp_parameters(self) -> int:
@@ -164,9 +162,7 @@ def _check_heads(arch: Architecture) -> None:
             )
 
 
-def parameter_table(
-    models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], default_vocab_size: int
-) -> str:
+def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], default_vocab_size: int) -> str:
     """The README's table in Markdown, a row per size and model.
 
     Args:
@@ -183,9 +179,7 @@ def parameter_table(
             arch = resolve(model, size, size.vocab_size or default_vocab_size)
             tied = arch.body_parameters + arch.embedding_parameters
             untied = tied + arch.embedding_parameters
-            totals = [
-                f"**{_millions(n)}**" if n == arch.n_parameters else _millions(n) for n in (tied, untied)
-            ]
+            totals = [f"**{_millions(n)}**" if n == arch.n_parameters else _millions(n) for n in (tied, untied)]
             cells = (
                 arch.size,
                 arch.model,

@@ -4,7 +4,7 @@
     model.safetensors      parameters under the Hugging Face names of FLA's model
     optimizer.safetensors  AdamW's moments and step counts, by parameter name
     rng.safetensors        states of torch's generators
-    state.json             step, data position, latest losses, Python's and numpy's generators, the sha256 of the files above
+    state.json             step, data position, latest losses, Python's and numpy's generators, sha256 of the above
     config.yaml            the run's configuration, so that a checkpoint explains itself
 """
 
@@ -59,9 +59,7 @@ def save(
         _save_tensors(_rng_tensors(), partial / RNG)
         (partial / "config.yaml").write_text(config_yaml)
         checksums = {name: _sha256(partial / name) for name in (MODEL, OPTIMIZER, RNG)}
-        (partial / STATE).write_text(
-            json.dumps({**asdict(progress), "sha256": checksums, "generators": _generators()})
-        )
+        (partial / STATE).write_text(json.dumps({**asdict(progress), "sha256": checksums, "generators": _generators()}))
         _sync(partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,9 +76,7 @@ def save(
 
 def found(root: Path) -> list[Path]:
     """Complete checkpoint directories below `root`, oldest first."""
-    return sorted(
-        path for path in root.glob(f"{_PREFIX}*") if path.suffix != _PARTIAL and (path / STATE).exists()
-    )
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.suffix != _PARTIAL and (path / STATE).exists())
 
 
 def newest(root: Path) -> Path | None:
@@ -201,7 +197,7 @@ def _restore_rng(path: Path) -> None:
 def _generators() -> dict[str, Any]:
     """States of Python's and numpy's global generators, as JSON values."""
     kind, keys, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

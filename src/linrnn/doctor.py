@@ -64,9 +64,7 @@ def machine(config: Config) -> list[Finding]:
     findings = [Finding("python", f"{facts['python']} ({facts['os']}, {sys.prefix})")]
     for package, version in facts["packages"].items():
         notes = {"torch": f" ({cuda})", "cut-cross-entropy": f" (variants: {_variants()})"}
-        findings.append(
-            Finding(package, f"{version}{notes.get(package, '')}" if version else "not installed")
-        )
+        findings.append(Finding(package, f"{version}{notes.get(package, '')}" if version else "not installed"))
     for gpu in facts["gpus"]:
         details = f"{gpu['memory_bytes'] / _GIB:.0f} GiB, compute capability {gpu['compute_capability']}"
         findings.append(Finding("GPU", f"{gpu['name']} ({details}, driver {facts['gpu_driver']})"))
@@ -80,9 +78,7 @@ def machine(config: Config) -> list[Finding]:
         Finding("wandb API key", "present" if has_wandb_key() else "absent (runs are logged offline)"),
     ]
     for key, directory in (("results_dir", config.results_dir), ("data.cache_dir", config.data.cache_dir)):
-        findings.append(
-            Finding(f"disk at {key}", f"{free_bytes(directory) / _GIB:.1f} GiB free ({directory})")
-        )
+        findings.append(Finding(f"disk at {key}", f"{free_bytes(directory) / _GIB:.1f} GiB free ({directory})"))
     return findings
 
 

@@ -38,7 +38,8 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
     return [
         f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {plan.device.type}",
         f"  would be written to {Path(config.results_dir) / config.group / run_name(config)}",
-        f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens = {plan.total_steps * plan.tokens_per_step:,}",
+        f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens, "
+        f"{plan.total_steps * plan.tokens_per_step:,} in all",
         f"  {arch.num_layers} layers, width {arch.hidden_size}, {arch.num_heads} heads of {arch.head_k_dim} (keys) and "
         f"{arch.head_v_dim} (values), MLP {arch.intermediate_size}, vocabulary {arch.vocab_size:,}",
         "",
@@ -76,9 +77,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
             accounting.ASSUMED_CPU_SHARE,
             matmul_rate(compute_dtype(plan.precision)),
         )
-        basis = (
-            f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
-        )
+        basis = f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
     else:
         name, share = torch.cuda.get_device_name(plan.device), accounting.ASSUMED_MFU
         rate = accounting.peak_flops_per_second(name, plan.precision)

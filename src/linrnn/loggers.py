@@ -5,7 +5,7 @@ import importlib.util
 import time
 import uuid
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, cast
 
 from linrnn.config.schema import WandbConfig
 from linrnn.errors import UnsupportedError
@@ -99,11 +99,9 @@ class WandbMirror:
                 dir=str(directory),
                 id=self._stable_id(directory, uuid.uuid4().hex[:8]),
                 resume="allow" if mode == "online" else None,
-                mode=mode,
+                mode=cast(Literal["online", "offline"], mode),
                 reinit="finish_previous",
-                settings=wandb.Settings(
-                    console="off", silent=True, x_disable_machine_info=True, save_code=False
-                ),
+                settings=wandb.Settings(console="off", silent=True, x_disable_machine_info=True, save_code=False),
             )
         self.mode = mode
 
@@ -121,7 +119,7 @@ class WandbMirror:
         except Exception as error:
             self._run = None
             self._say(
-                f"wandb stopped ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); metrics.jsonl goes on"
+                f"wandb stopped ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); metrics.jsonl goes on"
             )
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:

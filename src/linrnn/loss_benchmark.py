@@ -109,9 +109,7 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
     """
     shapes = [parse_shape(text) for text in config.shapes]
     if unknown := sorted(set(config.logits) - set(KINDS)):
-        raise ConfigError(
-            f"logits: {', '.join(unknown)} is no kind of logits", f"choose from {', '.join(KINDS)}"
-        )
+        raise ConfigError(f"logits: {', '.join(unknown)} is no kind of logits", f"choose from {', '.join(KINDS)}")
     losses = {text: parse_loss(text) for text in (config.reference, *config.backends)}
     again = f"{config.reference} (again)"
     losses = {config.reference: losses[config.reference], again: losses[config.reference]} | losses
@@ -254,10 +252,7 @@ def _read_clocks(device: torch.device) -> dict[str, float] | None:
 def _fits_cache(problem: Problem) -> bool:
     """Whether the tensors may still lie in a GPU's L2 cache when the next call starts."""
     device = problem.labels_N.device
-    return (
-        device.type == "cuda"
-        and problem.gradient_bytes < 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    )
+    return device.type == "cuda" and problem.gradient_bytes < 2 * torch.cuda.get_device_properties(device).L2_cache_size
 
 
 # ------------------------------------------------------------------------------------------------- the passes
@@ -354,9 +349,7 @@ def table(rows: list[Row]) -> str:
     cells = [list(_COLUMNS), *([column(row) for column in _COLUMNS.values()] for row in ran)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
     lines = [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))]
-        )
+        "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
         for line in cells
     ]
     lines += [f"{row.backend.ljust(widths[0])}  {row.status}: {row.reason}" for row in rows if row not in ran]

@@ -151,9 +151,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror})", "check the path and permissions"
-        ) from error
+        raise DataError(f"{path} cannot be read ({error.strerror})", "check the path and permissions") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

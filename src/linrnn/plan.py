@@ -92,9 +92,7 @@ def _total_steps(config: Config, tokens_per_step: int) -> int:
             "trainer.max_steps and trainer.max_tokens are both null: the run would have no end",
             "give one of them",
         )
-    limits = [
-        limit for limit in (max_steps, max_tokens and max_tokens // tokens_per_step) if limit is not None
-    ]
+    limits = [limit for limit in (max_steps, max_tokens and max_tokens // tokens_per_step) if limit is not None]
     if min(limits) < 1:
         raise ConfigError(
             f"trainer.max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens",

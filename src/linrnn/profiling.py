@@ -52,9 +52,7 @@ class _BackwardEnds(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, end: Callable[[], None]) -> tuple[Tensor, Tensor]:
         ctx.end = end
         views = hidden.view_as(hidden), weight.view_as(weight)
-        frozen = (
-            view for view, needs_grad in zip(views, ctx.needs_input_grad, strict=False) if not needs_grad
-        )
+        frozen = (view for view, needs_grad in zip(views, ctx.needs_input_grad, strict=False) if not needs_grad)
         ctx.mark_non_differentiable(*frozen)
         return views
 

@@ -40,8 +40,8 @@ def _markdown(runs: list[Run], title: str) -> str:
     lines = [
         f"# {title}",
         "",
-        "| model | size | loss | status | train loss, nats | valid loss, nats | bits per byte | peak memory, GiB | ratio "
-        "| tokens/s | ratio | step, ms | MFU |",
+        "| model | size | loss | status | train loss, nats | valid loss, nats | bits per byte | peak memory, GiB "
+        "| ratio | tokens/s | ratio | step, ms | MFU |",
         "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     baselines = {_pair(run.summary): run.summary for run in runs if run.summary["loss"] == BASELINE}
@@ -64,9 +64,7 @@ def _markdown(runs: list[Run], title: str) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     first = runs[0]
-    packages = ", ".join(
-        f"{name} {version}" for name, version in first.environment["packages"].items() if version
-    )
+    packages = ", ".join(f"{name} {version}" for name, version in first.environment["packages"].items() if version)
     gpus = ", ".join(gpu["name"] for gpu in first.environment["gpus"]) or first.environment["cpu"]
     git = first.environment["git"] or {}
     lines += [

@@ -37,9 +37,7 @@ class RunDirectory:
         self._identity, self._resume = identity, resume
         self.resumed = resume != "never" and (path / IDENTITY).exists()
         if resume == "must" and not self.resumed:
-            raise ConfigError(
-                f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys"
-            )
+            raise ConfigError(f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys")
         if self.resumed:
             self._check_identity()
 
@@ -73,9 +71,7 @@ class RunDirectory:
             ) from None
 
     def _check_identity(self) -> None:
-        changed = differences(
-            json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(self._identity))
-        )
+        changed = differences(json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(self._identity)))
         if changed:
             raise ConfigError(
                 f"{self.path} holds a run of another configuration ({'; '.join(changed)})",

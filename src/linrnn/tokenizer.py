@@ -139,9 +139,7 @@ def _read_json_text(path: Path) -> str:
         data = path.read_bytes()
         return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
     except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"tokenizer {path} cannot be read: {error}", "give an intact .json or .json.xz file"
-        ) from None
+        raise DataError(f"tokenizer {path} cannot be read: {error}", "give an intact .json or .json.xz file") from None
 
 
 def _fetch_from_hub(name: str) -> Path:

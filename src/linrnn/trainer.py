@@ -237,7 +237,7 @@ class Trainer:
         seconds = self._seconds_of(record)
         self._show_progress(record.step, loss)
         if record.step % self.config.trainer.log_every == 0 or record.step == self.plan.total_steps:
-            metrics = {
+            metrics: dict[str, float | None] = {
                 **values,
                 "train/lr": record.lr,
                 "train/tokens": record.step * self.plan.tokens_per_step,
@@ -260,15 +260,11 @@ class Trainer:
         """The profiler's trace and the memory snapshot that were asked for; yields what ends a profiled step."""
         trainer, path = self.config.trainer, self.directory.path
         snapshot = (
-            memory_snapshot(path / "memory_snapshot.pickle", self.device)
-            if trainer.memory_snapshot
-            else nullcontext()
+            memory_snapshot(path / "memory_snapshot.pickle", self.device) if trainer.memory_snapshot else nullcontext()
         )
         with (
             snapshot,
-            trace(
-                trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps
-            ) as end_of_step,
+            trace(trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps) as end_of_step,
         ):
             yield end_of_step
 
@@ -327,12 +323,9 @@ class Trainer:
     def _resume(self) -> dict[str, Any] | None:
         """Continue from the newest sound checkpoint; returns the summary of a run that is already finished."""
         summary = self.directory.read_summary()
-        finished = summary is not None and summary["status"] == "finished"
-        if finished and summary["steps"] >= self.plan.total_steps:
+        if summary and summary["status"] == "finished" and summary["steps"] >= self.plan.total_steps:
             self.console.line(f"{self.directory.path} is already finished: {summary['steps']} steps")
-            self.console.line(
-                "  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it"
-            )
+            self.console.line("  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it")
             return summary
         if newest := checkpoint.newest(self.directory.checkpoints):
             progress = checkpoint.load(newest, self.model.hf, self.optimizer)
@@ -349,7 +342,8 @@ class Trainer:
     def _announce(self) -> None:
         arch, config = self.architecture, self.config
         self.console.line(
-            f"{arch.model} x {arch.size} x {config.loss.name}: {arch.n_parameters:,} parameters, V = {arch.vocab_size:,}, "
+            f"{arch.model} x {arch.size} x {config.loss.name}: {arch.n_parameters:,} parameters, "
+            f"V = {arch.vocab_size:,}, "
             f"{self.precision} on {self.device.type}"
         )
         self.console.line(f"data: {self.data.description}")
@@ -382,7 +376,8 @@ class Trainer:
             self.console.line(line)
         trainer = self.config.trainer
         options = [
-            f"trainer.batch_size={max(trainer.batch_size // 2, 1)} with trainer.accumulation_steps={2 * trainer.accumulation_steps}"
+            f"trainer.batch_size={max(trainer.batch_size // 2, 1)} with "
+            f"trainer.accumulation_steps={2 * trainer.accumulation_steps}"
             if trainer.batch_size > 1
             else "a shorter trainer.seq_len",
             "trainer.activation_checkpointing=full" if trainer.activation_checkpointing == "none" else None,

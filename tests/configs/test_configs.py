@@ -30,9 +30,7 @@ def test_every_schema_has_its_file_and_every_file_its_schema(group: str) -> None
     assert files
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIG_DIR))
-)
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIG_DIR)))
 def test_every_key_is_explained(path: Path) -> None:
     if path.parent.name == "experiment":
         pytest.skip("an overlay of keys that are explained where they are defined")
@@ -48,9 +46,7 @@ def test_every_key_is_explained(path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
 def test_names_are_deterministic_and_complete(model: str) -> None:
-    assert (
-        run_name(load_config([f"model={model}", "size=mve", "loss=standard"])) == f"{model}-mve-standard-s0"
-    )
+    assert run_name(load_config([f"model={model}", "size=mve", "loss=standard"])) == f"{model}-mve-standard-s0"
     changed = load_config([f"model={model}", "size=mve", "loss=standard", "trainer.batch_size=32", "seed=3"])
     assert run_name(changed) == f"{model}-mve-standard-b32-s3"
 
@@ -77,17 +73,14 @@ def test_runs_of_different_identity_have_different_names() -> None:
 
 def test_what_may_differ_is_no_part_of_the_name() -> None:
     plain = load_config()
-    other = load_config(
-        ["trainer.max_steps=7", "device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never"]
-    )
+    other = load_config(["trainer.max_steps=7", "device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never"])
     assert identity(plain) == identity(other)
     assert run_name(plain) == run_name(other)
 
 
 def test_long_names_end_in_a_hash_and_stay_distinct() -> None:
     many = [
-        f"optimizer.{key}={value}"
-        for key, value in {"lr": 0.123, "beta1": 0.8, "beta2": 0.85, "eps": 1e-7}.items()
+        f"optimizer.{key}={value}" for key, value in {"lr": 0.123, "beta1": 0.8, "beta2": 0.85, "eps": 1e-7}.items()
     ]
     many += [
         "trainer.batch_size=3",
@@ -115,7 +108,7 @@ def test_the_command_line_beats_an_experiment() -> None:
 
 def test_a_loss_accepts_its_own_options_only() -> None:
     assert load_config(["loss=cce_filter", "loss.filter_eps=0.001"]).loss.filter_eps == 0.001
-    with pytest.raises(ConfigError, match="loss.filter_eps"):
+    with pytest.raises(ConfigError, match=r"loss\.filter_eps"):
         load_config(["loss=cce_kahan", "loss.filter_eps=0.001"])
 
 

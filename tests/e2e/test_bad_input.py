@@ -115,9 +115,7 @@ def test_out_of_memory_names_components_and_what_to_lower(
     assert trainer.directory.read_summary()["status"] == "out_of_memory"
 
 
-def test_two_processes_do_not_share_a_run_directory(
-    command: Command, small: Callable[..., list[str]]
-) -> None:
+def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:
     holder = Trainer(load_config(small()))
     holder.directory.open("")
     done = command("train.py", *small())

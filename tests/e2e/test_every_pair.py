@@ -32,9 +32,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", loss_names())
-def test_three_steps(
-    model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]
-) -> None:
+def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]) -> None:
     """The run finishes; in fp32 its losses differ from those of eager cross-entropy by rounding alone."""
     config = load_config(small(f"model={model}", f"loss={loss}"))
     if not runs_here(loss):

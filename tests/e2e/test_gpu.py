@@ -42,24 +42,17 @@ def test_three_steps(model: str, loss: str, precision: str, small: Callable[...,
         "loss_backward",
     } <= summary["memory_bytes"].keys()
     eager = Trainer(
-        load_config(
-            on_gpu(small, f"model={model}", "loss=standard", f"trainer.precision={precision}", "group=eager")
-        )
+        load_config(on_gpu(small, f"model={model}", "loss=standard", f"trainer.precision={precision}", "group=eager"))
     )
     eager.fit()
-    losses = [
-        json.loads(t.directory.metrics.read_text().splitlines()[0])["train/loss_nats"]
-        for t in (trainer, eager)
-    ]
+    losses = [json.loads(t.directory.metrics.read_text().splitlines()[0])["train/loss_nats"] for t in (trainer, eager)]
     assert losses[0] == pytest.approx(losses[1], rel=3e-3)
 
 
 def test_a_memory_budget_is_kept_and_explained(small: Callable[..., list[str]]) -> None:
     from linrnn.errors import OutOfMemoryError
 
-    overrides = on_gpu(
-        small, "memory_budget_gib=1", "size.vocab_size=131072", "trainer.batch_size=64", "loss=standard"
-    )
+    overrides = on_gpu(small, "memory_budget_gib=1", "size.vocab_size=131072", "trainer.batch_size=64", "loss=standard")
     with pytest.raises(OutOfMemoryError, match="out of memory") as error:
         Trainer(load_config(overrides)).fit()
     torch.cuda.set_per_process_memory_fraction(1.0)

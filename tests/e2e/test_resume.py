@@ -43,11 +43,7 @@ def start(overrides: list[str]) -> subprocess.Popen[bytes]:
 def wait_for_step(directory: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if (
-            (directory / "metrics.jsonl").exists()
-            and (steps := curve_or_empty(directory))
-            and steps[-1][0] >= step
-        ):
+        if (directory / "metrics.jsonl").exists() and (steps := curve_or_empty(directory)) and steps[-1][0] >= step:
             return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not reached: exit code {process.poll()}")
@@ -109,9 +105,7 @@ def test_a_directory_with_another_configuration_is_refused(small: Callable[..., 
         Trainer(load_config(small("run_name=mine", "optimizer.lr=0.5")))
 
 
-def test_never_moves_the_old_run_aside_and_must_needs_one(
-    small: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., list[str]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         Trainer(load_config(small("trainer.resume=must")))
     Trainer(load_config(small())).fit()

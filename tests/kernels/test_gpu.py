@@ -146,9 +146,7 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
 
 
 def test_nothing_waits_for_the_device():
-    e, c, targets, bias = draw(
-        Case("sync", shape=(1024,), dim=128, vocab=5000, bias=True, dtype=BF16), "cuda"
-    )
+    e, c, targets, bias = draw(Case("sync", shape=(1024,), dim=128, vocab=5000, bias=True, dtype=BF16), "cuda")
     for preset in ("cce_kahan", "cce_filter"):
         linear_cross_entropy(e, c, targets, bias=bias, preset=preset).backward()  # compile first
         torch.cuda.set_sync_debug_mode("error")

@@ -47,9 +47,7 @@ def test_kernels_are_right_in_the_interpreter():
 OUTSIDE = ("no_ignored", "leading_dimensions", "sum", "row_losses", "shift", "mixed-bf16_fp16")
 OTHERS = ("one_row", "everything", "many_chunks_kahan", "mixed-fp32_bf16")
 INTERPRETED_CASES = [
-    case
-    for case in CASES
-    if (case.dtype == BF16 or case.name.startswith(OTHERS)) and not case.name.startswith(OUTSIDE)
+    case for case in CASES if (case.dtype == BF16 or case.name.startswith(OTHERS)) and not case.name.startswith(OUTSIDE)
 ]
 
 

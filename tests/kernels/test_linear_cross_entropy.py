@@ -139,9 +139,7 @@ def test_an_ignore_index_inside_the_vocabulary_is_ignored():
     loss = linear_cross_entropy(e, c, targets, ignore_index=0)
     want = linear_cross_entropy(e, c, targets.masked_fill(targets == 0, IGNORE))
     assert loss == want
-    assert all(
-        torch.equal(a, b) for a, b in zip(gradients(loss, (e, c)), gradients(want, (e, c)), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(gradients(loss, (e, c)), gradients(want, (e, c)), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])

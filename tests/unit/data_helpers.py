@@ -61,9 +61,7 @@ def text_config(cache_dir: Path, path: Path | str, **changes: Any) -> TextDataCo
         "max_tokens": None,
         "valid_fraction": 0.1,
     }
-    return TextDataConfig(
-        **{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}}
-    )
+    return TextDataConfig(**{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}})
 
 
 def hub_config(cache_dir: Path, path: Path | str, **changes: Any) -> HubDataConfig:
@@ -84,9 +82,7 @@ def hub_config(cache_dir: Path, path: Path | str, **changes: Any) -> HubDataConf
         "max_tokens": None,
         "valid_fraction": 0.1,
     }
-    return HubDataConfig(
-        **{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}}
-    )
+    return HubDataConfig(**{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}})
 
 
 def markov_config(cache_dir: Path, **changes: Any) -> MarkovDataConfig:

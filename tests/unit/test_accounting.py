@@ -90,13 +90,9 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
     arch = tiny(model, num_layers=1)
     language_model = build_model(arch, device="cpu", seed=0)
     linears = {
-        name: module
-        for name, module in language_model.blocks[0].attn.named_modules()
-        if isinstance(module, nn.Linear)
+        name: module for name, module in language_model.blocks[0].attn.named_modules() if isinstance(module, nn.Linear)
     }
-    assert sorted(projection_shapes(arch)) == sorted(
-        (m.in_features, m.out_features) for m in linears.values()
-    )
+    assert sorted(projection_shapes(arch)) == sorted((m.in_features, m.out_features) for m in linears.values())
 
     with FlopCounterMode(display=False) as counter:
         hidden = language_model(torch.randint(0, 500, (2, 65)))
@@ -242,9 +238,7 @@ def estimate(arch: Architecture, loss: LossConfig = COMPILED, **changes: object)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
     for loss, measured in zip(STEP_LOSSES, MEASURED_STEPS[model], strict=True):
-        assert estimate(measured_model(model), loss, optimizer=False).peak / GIB == pytest.approx(
-            measured, rel=0.03
-        )
+        assert estimate(measured_model(model), loss, optimizer=False).peak / GIB == pytest.approx(measured, rel=0.03)
 
 
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000))
@@ -305,9 +299,7 @@ def test_the_peak_covers_each_moment_and_the_components_are_parts_of_it():
 
 
 def test_pure_bf16_halves_what_is_kept_and_needs_no_copies():
-    mixed, pure = (
-        estimate(measured_model("gla"), precision=precision) for precision in ("bf16_autocast", "bf16")
-    )
+    mixed, pure = (estimate(measured_model("gla"), precision=precision) for precision in ("bf16_autocast", "bf16"))
     assert pure.parameters * 2 == mixed.parameters
     assert (pure.weight_copies, pure.loss_backward) == (0, mixed.loss_backward)
     assert pure.peak < 2 / 3 * mixed.peak

@@ -73,9 +73,7 @@ def relative_error(x: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize(
     ("n_tokens", "decay"), [(1, 0.1), (7, 0.1), (64, 0.1), (100, 1.0), (130, 0.01), (96, 40.0), (70, 1e-6)]
 )
-def test_chunked_form_equals_the_recurrence_forward_and_backward(
-    rule: str, n_tokens: int, decay: float
-) -> None:
+def test_chunked_form_equals_the_recurrence_forward_and_backward(rule: str, n_tokens: int, decay: float) -> None:
     """fp32 errors: within four times the fp32 recurrence's, plus the rounding of the summed log-decay."""
     tensors = inputs(rule, n_tokens, decay)
     truth = output_and_gradients(STEP_BY_STEP[rule], tensors, torch.float64)
@@ -93,9 +91,7 @@ def test_chunked_form_equals_the_recurrence_forward_and_backward(
 @pytest.mark.parametrize("rule", CHUNKED)
 def test_chunk_size_changes_no_result(rule: str) -> None:
     tensors = inputs(rule, 100, 0.5)
-    results = [
-        output_and_gradients(CHUNKED[rule], tensors, torch.float64, chunk_size=size) for size in (16, 32, 128)
-    ]
+    results = [output_and_gradients(CHUNKED[rule], tensors, torch.float64, chunk_size=size) for size in (16, 32, 128)]
     for several in zip(*results, strict=True):
         for x in several[1:]:
             torch.testing.assert_close(x, several[0], rtol=1e-10, atol=1e-12)
@@ -109,9 +105,7 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(rule: str) ->
 
     def separately(*leaves: Tensor) -> Tensor:
         documents = itertools.pairwise(bounds)
-        return torch.cat(
-            [CHUNKED[rule](*(x[:, a:b] for x in leaves[:-1]), leaves[-1])[0] for a, b in documents], 1
-        )
+        return torch.cat([CHUNKED[rule](*(x[:, a:b] for x in leaves[:-1]), leaves[-1])[0] for a, b in documents], 1)
 
     for x, y in zip(packed, output_and_gradients(separately, tensors, torch.float64), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
@@ -142,9 +136,7 @@ def test_fla_references_agree() -> None:
 
     raw, beta, A_log = torch.randn(2, 75, HEADS, KEYS), torch.randn(2, 75, HEADS), torch.randn(HEADS)
     normal_q, normal_k = (F.normalize(x, dim=-1) for x in (q, k))
-    in_kernel = dict.fromkeys(
-        ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True
-    )
+    in_kernel = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
     dt_bias = torch.randn(HEADS * KEYS)
     gate = naive_kda_gate(raw, A_log, dt_bias)
     expected, _ = naive_recurrent_kda(normal_q, normal_k, v, gate, torch.sigmoid(beta))
@@ -174,8 +166,7 @@ def test_convolution_stops_at_document_ends_and_continues_from_a_state() -> None
     bounds = [0, 2, 3, 12, 20]
     packed, _ = layers.causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=torch.tensor(bounds))
     separate = [
-        layers.causal_conv1d(x[:, a:b], weight, bias, activation="silu")[0]
-        for a, b in itertools.pairwise(bounds)
+        layers.causal_conv1d(x[:, a:b], weight, bias, activation="silu")[0] for a, b in itertools.pairwise(bounds)
     ]
     torch.testing.assert_close(packed, torch.cat(separate, 1))
     whole, last = layers.causal_conv1d(x, weight, output_final_state=True)
@@ -204,9 +195,7 @@ def test_norms_rotation_and_mlp_equal_their_definitions() -> None:
     torch.testing.assert_close(
         layers.rms_norm_gated(x, gate, weight, None, "sigmoid"), normalised(x) * torch.sigmoid(gate)
     )
-    torch.testing.assert_close(
-        layers.swiglu_linear(x, gate, weight[None], None), (F.silu(x) * gate) @ weight[:, None]
-    )
+    torch.testing.assert_close(layers.swiglu_linear(x, gate, weight[None], None), (F.silu(x) * gate) @ weight[:, None])
 
 
 def test_rotation_depends_on_distance_alone_and_restarts_in_each_document() -> None:

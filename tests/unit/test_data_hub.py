@@ -70,8 +70,7 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path: Path, tokenizer: Path) -
     ends = data.train.document_ends
     decode = load_tokenizer(str(tokenizer)).decode
     texts = [
-        decode(data.train.read(start, stop - 1).tolist())
-        for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+        decode(data.train.read(start, stop - 1).tolist()) for start, stop in zip([0, *ends[:-1]], ends, strict=True)
     ]
     assert texts == [" \n = One = \n \n text = a \n = = Part = = \nmore\n", " = Two = \n \nend\n"]
 
@@ -89,9 +88,7 @@ def test_what_the_data_set_lacks_is_named(
 ) -> None:
     path = hub_directory(tmp_path / "set", train=["a", "b"], validation=["c", "d"])
     with pytest.raises(DataError, match=re.escape(cause)) as raised:
-        prepare(
-            hub_config(tmp_path / "cache", path, **{"subset": "small", "tokenizer": tokenizer, **changes})
-        )
+        prepare(hub_config(tmp_path / "cache", path, **{"subset": "small", "tokenizer": tokenizer, **changes}))
     assert remedy in raised.value.remedy
 
 

@@ -116,15 +116,11 @@ def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
 
 
 @pytest.mark.parametrize("change", ["data", "seq_len", "seed", "shuffle"])
-def test_a_position_in_other_data_or_another_order_is_refused(
-    shards: ShardSet, tmp_path: Path, change: str
-) -> None:
+def test_a_position_in_other_data_or_another_order_is_refused(shards: ShardSet, tmp_path: Path, change: str) -> None:
     state = BatchLoader(shards, seq_len=16, batch_size=2, seed=0).state_dict()
     other = shard_set(tmp_path / "other", [np.arange(900)]) if change == "data" else shards
     settings = {"seq_len": 16, "seed": 0, "shuffle": True}
-    settings |= {"seq_len": {"seq_len": 17}, "seed": {"seed": 1}, "shuffle": {"shuffle": False}}.get(
-        change, {}
-    )
+    settings |= {"seq_len": {"seq_len": 17}, "seed": {"seed": 1}, "shuffle": {"shuffle": False}}.get(change, {})
     loader = BatchLoader(other, batch_size=2, **settings)
     with pytest.raises(DataError, match="fingerprint" if change == "data" else change):
         loader.load_state_dict(state)

@@ -24,9 +24,7 @@ def test_a_perfect_predictor_reaches_the_floor(tmp_path: Path, reset: bool) -> N
     config = markov_config(tmp_path, n_tokens=1_000_000, reset_at_document=reset)
     data = prepare(config)
     tokens = data.train.read(0, data.train.n_tokens)
-    losses = -MarkovChain(config).log_probabilities(
-        *transitions(tokens, data.train.document_ends, reset=reset)
-    )
+    losses = -MarkovChain(config).log_probabilities(*transitions(tokens, data.train.document_ends, reset=reset))
     standard_error = losses.std() / np.sqrt(len(losses))
     assert abs(losses.mean() - data.entropy_floor_nats) < 4 * standard_error
     assert standard_error < 0.002
@@ -97,15 +95,11 @@ def test_training_and_validation_are_different_text_of_the_same_chain(tmp_path: 
     assert (train != valid).mean() > 0.5
     chain = MarkovChain(markov_config(tmp_path))
     for tokens in (train, valid):
-        assert np.isfinite(
-            chain.log_probabilities(tokens[:-1], tokens[1:])
-        ).all()  # no step that it cannot take
+        assert np.isfinite(chain.log_probabilities(tokens[:-1], tokens[1:])).all()  # no step that it cannot take
 
 
 def test_a_large_vocabulary_is_made_in_seconds_and_stored_in_four_bytes(tmp_path: Path) -> None:
-    data = prepare(
-        markov_config(tmp_path, vocab_size=131_072, branching=8, n_tokens=20_000, n_valid_tokens=2_000)
-    )
+    data = prepare(markov_config(tmp_path, vocab_size=131_072, branching=8, n_tokens=20_000, n_valid_tokens=2_000))
     assert data.train.dtype.itemsize == 4
     assert next(BatchLoader(data.train, seq_len=64, batch_size=4, seed=0)).input_ids.max() < 131_072
 

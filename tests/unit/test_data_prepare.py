@@ -51,9 +51,7 @@ def texts_of(data: PreparedData, tokenizer: Tokenizer) -> dict[str, list[str]]:
 
 
 # ------------------------------------------------------------------------------------------ what it holds
-def test_every_text_comes_back_and_every_tenth_is_held_out(
-    tmp_path: Path, corpus: Path, tokenizer: Path
-) -> None:
+def test_every_text_comes_back_and_every_tenth_is_held_out(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     data = prepare(text_config(tmp_path / "cache", corpus, tokenizer=tokenizer, valid_fraction=0.1))
     texts = sentences(400)
     assert texts_of(data, load_tokenizer(str(tokenizer))) == {
@@ -71,14 +69,10 @@ def test_bytes_are_counted_exactly(tmp_path: Path, corpus: Path, tokenizer: Path
     # A model that gives every token probability 1 / 2^k spends k bits a token: bits per byte follow.
     bits_per_token = 5.0
     nats = bits_per_token * np.log(2)
-    assert nats / np.log(2) / data.valid_bytes_per_token == bits_per_token * data.valid.n_tokens / len(
-        held_out
-    )
+    assert nats / np.log(2) / data.valid_bytes_per_token == bits_per_token * data.valid.n_tokens / len(held_out)
 
 
-def test_validation_files_are_used_whole_and_nothing_is_held_out(
-    tmp_path: Path, corpus: Path, tokenizer: Path
-) -> None:
+def test_validation_files_are_used_whole_and_nothing_is_held_out(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     valid = sentences(30, seed=5)
     valid_path = write_jsonl(tmp_path / "valid.jsonl", valid)
     data = prepare(text_config(tmp_path / "cache", corpus, valid_path=valid_path, tokenizer=tokenizer))
@@ -93,9 +87,7 @@ def test_reading_stops_with_the_document_that_reaches_max_tokens(
     ends = whole.train.document_ends
     n_documents = int(np.searchsorted(ends, 5000)) + 1
     assert data.train.n_tokens == ends[n_documents - 1] >= 5000
-    np.testing.assert_array_equal(
-        data.train.read(0, data.train.n_tokens), whole.train.read(0, data.train.n_tokens)
-    )
+    np.testing.assert_array_equal(data.train.read(0, data.train.n_tokens), whole.train.read(0, data.train.n_tokens))
     assert data.valid.n_documents == -(-n_documents // 9)  # those held out among the documents read
 
 
@@ -108,17 +100,13 @@ def test_empty_documents_are_passed_over(tmp_path: Path, tokenizer: Path) -> Non
 
 def test_an_end_token_written_in_the_text_ends_no_document(tmp_path: Path, tokenizer: Path) -> None:
     texts = ["start", "one <|endoftext|> two"] * 20
-    data = prepare(
-        text_config(tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=tokenizer)
-    )
+    data = prepare(text_config(tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=tokenizer))
     tokens = data.train.read(0, data.train.n_tokens)
     np.testing.assert_array_equal(np.flatnonzero(tokens == data.eos_id), data.train.document_ends - 1)
 
 
 def test_a_tokenizer_trained_here_is_trained_on_the_training_text_alone_and_kept(tmp_path: Path) -> None:
-    texts = [
-        f"held out zebra zebra zebra {i}" if i % 10 == 0 else text for i, text in enumerate(sentences(400))
-    ]
+    texts = [f"held out zebra zebra zebra {i}" if i % 10 == 0 else text for i, text in enumerate(sentences(400))]
     config = text_config(tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts))
     data = prepare(config)
     vocabulary = json.loads((data.directory / "tokenizer.json").read_text())["model"]["vocab"]
@@ -200,16 +188,12 @@ def test_the_fingerprint_follows_content_tokenizer_and_options_but_not_place(
     assert fingerprint() == others[0]
 
 
-def test_two_at_once_prepare_it_once(
-    tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None
-) -> None:
+def test_two_at_once_prepare_it_once(tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None) -> None:
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
     reports: list[list[Progress]] = [[], []]
     results: list[str] = []
     threads = [
-        threading.Thread(
-            target=lambda mine=mine: results.append(prepare(config, progress=mine.append).fingerprint)
-        )
+        threading.Thread(target=lambda mine=mine: results.append(prepare(config, progress=mine.append).fingerprint))
         for mine in reports
     ]
     for thread in threads:
@@ -220,9 +204,7 @@ def test_two_at_once_prepare_it_once(
     assert sum(any(report.stage == "tokenising" for report in mine) for mine in reports) == 1
 
 
-def test_progress_counts_up_and_ends(
-    tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None
-) -> None:
+def test_progress_counts_up_and_ends(tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None) -> None:
     reports: list[Progress] = []
     data = prepare(text_config(tmp_path / "cache", corpus, tokenizer=tokenizer), progress=reports.append)
     assert len(reports) > 5
@@ -305,9 +287,7 @@ def test_a_full_disk_is_named_and_the_next_attempt_continues(
     moment: int,
 ) -> None:
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
-    expected = directory_bytes(
-        prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer)).directory
-    )
+    expected = directory_bytes(prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer)).directory)
     left = [moment]
     real = linrnn.data.shards.SplitWriter.append
 
@@ -320,9 +300,7 @@ def test_a_full_disk_is_named_and_the_next_attempt_continues(
     monkeypatch.setattr(linrnn.data.shards.SplitWriter, "append", full)
     with pytest.raises(StorageError, match="No space left on device"):
         prepare(config)
-    assert not [
-        path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".partial"
-    ]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".partial"]
     reports: list[Progress] = []
     data = prepare(config, progress=reports.append)
     assert directory_bytes(data.directory) == expected

@@ -44,9 +44,7 @@ def test_jsonl_gives_every_text_in_order(tmp_path: Path, suffix: str) -> None:
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     expected = sentences(100)
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": expected, "n": list(range(100))}), tmp_path / "a.parquet"
-    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": expected, "n": list(range(100))}), tmp_path / "a.parquet")
     assert texts_of(tmp_path / "a.parquet") == expected
 
 
@@ -65,9 +63,7 @@ def test_zst_of_several_frames_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", PACKERS)
 @pytest.mark.parametrize("keep", [0.5, 0.98])
-def test_a_compressed_file_cut_short_is_never_taken_for_whole(
-    tmp_path: Path, suffix: str, keep: float
-) -> None:
+def test_a_compressed_file_cut_short_is_never_taken_for_whole(tmp_path: Path, suffix: str, keep: float) -> None:
     data = PACKERS[suffix](b"".join(json.dumps({"text": text}).encode() + b"\n" for text in sentences(3000)))
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(data[: int(len(data) * keep)])
@@ -151,9 +147,7 @@ def test_a_directory_gives_its_data_files_sorted(tmp_path: Path) -> None:
         ("folder", None, "does not exist"),
     ],
 )
-def test_a_file_that_cannot_be_data_is_refused(
-    tmp_path: Path, name: str, content: str | None, cause: str
-) -> None:
+def test_a_file_that_cannot_be_data_is_refused(tmp_path: Path, name: str, content: str | None, cause: str) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=cause):

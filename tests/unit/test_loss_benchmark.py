@@ -153,9 +153,7 @@ def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, monk
         return build_loss(config, **options)
 
     monkeypatch.setattr(loss_benchmark, "build_loss", build)
-    rows = run_benchmark(
-        configure("backends=[cce_filter,fla,cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str
-    )
+    rows = run_benchmark(configure("backends=[cce_filter,fla,cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert [row.status for row in rows] == ["ok", "ok", "failed", "out_of_memory", "ok"]
     assert rows[2].reason == "RuntimeError: kernel exploded"
     assert "failed: RuntimeError" in table(rows)

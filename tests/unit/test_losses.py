@@ -39,9 +39,7 @@ CONFIGS: dict[str, LossConfig] = {
     "torch_native-sum": TorchNativeLossConfig("torch_native", reduction="sum"),
     "cce_kahan": CceKahanLossConfig("cce_kahan", accumulate="kahan", workspace_mib=None),
     "cce_kahan-fp32": CceKahanLossConfig("cce_kahan", accumulate="fp32", workspace_mib=None),
-    "cce_filter": CceFilterLossConfig(
-        "cce_filter", accumulate="kahan", workspace_mib=None, filter_eps=2.0**-12
-    ),
+    "cce_filter": CceFilterLossConfig("cce_filter", accumulate="kahan", workspace_mib=None, filter_eps=2.0**-12),
     "cce_apple": CceAppleLossConfig("cce_apple", variant="cce"),
     "cce_apple-torch_compile": CceAppleLossConfig("cce_apple", variant="torch_compile"),
 }
@@ -82,9 +80,7 @@ def make_case(dtype: torch.dtype, device: torch.device = CPU, n: int = 45, d: in
 def run(name: str, case: Case, hidden: Tensor | None = None) -> tuple[LossOutput, Tensor, Tensor]:
     """Loss, and the gradients of scale · sum."""
     h, w = case.leaves()
-    output = build_loss(CONFIGS[name], device=case.labels.device)(
-        h if hidden is None else hidden, w, case.labels
-    )
+    output = build_loss(CONFIGS[name], device=case.labels.device)(h if hidden is None else hidden, w, case.labels)
     (output.sum_nats * case.scale).backward()
     assert h.grad is not None or hidden is not None
     assert w.grad is not None
@@ -121,9 +117,7 @@ def assert_matches_truth(name: str, case: Case, gradient_slack: float = 2.0) -> 
     output, got_h, got_w = run(name, case)
     baseline, base_h, base_w = run("standard", case)
     loss, grad_h, grad_w = truth(case)
-    budget_h, budget_w = (
-        gradient_slack * error(base, true) for base, true in ((base_h, grad_h), (base_w, grad_w))
-    )
+    budget_h, budget_w = (gradient_slack * error(base, true) for base, true in ((base_h, grad_h), (base_w, grad_w)))
     if isinstance(config, CceFilterLossConfig):
         loss, grad_h, grad_w = truth(case, config.filter_eps)
     assert got_h.dtype == got_w.dtype == dtype
@@ -323,9 +317,7 @@ def test_a_workspace_too_small_for_the_batch_is_refused_before_backward_with_the
     with pytest.raises(ConfigError, match=r"loss\.workspace_mib=1 is too small for 1024 tokens") as refusal:
         build_loss(replace(CONFIGS[name], workspace_mib=1), device=CPU)(hidden, weight, labels)
     least = int(re.findall(r"loss\.workspace_mib=(\d+)", refusal.value.remedy)[0])
-    build_loss(replace(CONFIGS[name], workspace_mib=least), device=CPU)(
-        hidden, weight, labels
-    ).sum_nats.backward()
+    build_loss(replace(CONFIGS[name], workspace_mib=least), device=CPU)(hidden, weight, labels).sum_nats.backward()
     with pytest.raises(ConfigError):
         build_loss(replace(CONFIGS[name], workspace_mib=least - 1), device=CPU)(hidden, weight, labels)
 
@@ -401,9 +393,7 @@ class TestOnTheGpu:
             pytest.skip("adds its loss up in bf16")
         trained, _, _ = run(name, case)
         with torch.no_grad():
-            evaluated = build_loss(CONFIGS[name], device=case.labels.device)(
-                case.hidden, case.weight, case.labels
-            )
+            evaluated = build_loss(CONFIGS[name], device=case.labels.device)(case.hidden, case.weight, case.labels)
         torch.testing.assert_close(evaluated.sum_nats, trained.sum_nats.detach(), rtol=1e-5, atol=0)
 
     def test_strided_hidden_states_give_the_same_result(self, name, dtype, case):

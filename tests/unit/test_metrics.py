@@ -47,18 +47,14 @@ def test_every_metric_has_a_group_and_names_its_unit_or_meaning():
 def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
     writer = JsonlWriter(tmp_path / "run" / "metrics.jsonl")
     writer.write({"step": 1, "train/loss_nats": 2.5, "loss/dropped_mass": 0.1, "train/tokens": 7})
-    assert read_jsonl(writer.path) == [
-        {"step": 1, "train/loss_nats": 2.5, "loss/dropped_mass": 0.1, "train/tokens": 7}
-    ]
+    assert read_jsonl(writer.path) == [{"step": 1, "train/loss_nats": 2.5, "loss/dropped_mass": 0.1, "train/tokens": 7}]
     writer.close()
     writer.close()
 
 
 def test_nan_and_infinity_become_null_in_strict_json(tmp_path):
     with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
-        writer.write(
-            {"step": 1, "train/loss_nats": math.nan, "valid/perplexity": math.inf, "speed/mfu": None}
-        )
+        writer.write({"step": 1, "train/loss_nats": math.nan, "valid/perplexity": math.inf, "speed/mfu": None})
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -84,9 +80,7 @@ def test_reopening_appends(tmp_path):
     assert steps_in(path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"step": 3, "train/lo', b'{"step": 3, "train/loss_nats": 1.0}', b"\0" * 40]
-)
+@pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b'{"step": 3, "train/loss_nats": 1.0}', b"\0" * 40])
 def test_a_torn_last_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2)

@@ -42,9 +42,7 @@ def architecture(model: str, chunk_size: int | None = None, **size: Any) -> Arch
     return resolve(ModelConfig(model, chunk_size), dataclasses.replace(TINY, **size), vocab_size=96)
 
 
-def build(
-    model: str, seed: int | None = 0, dtype: torch.dtype = torch.float32, **options: Any
-) -> LanguageModel:
+def build(model: str, seed: int | None = 0, dtype: torch.dtype = torch.float32, **options: Any) -> LanguageModel:
     return build_model(architecture(model, **options), device="cpu", dtype=dtype, seed=seed)
 
 
@@ -60,9 +58,7 @@ def loss_of(model: LanguageModel, ids: Tensor, **options: Any) -> Tensor:
 def gradients(model: LanguageModel, ids: Tensor, **options: Any) -> dict[str, Tensor]:
     model.zero_grad()
     loss_of(model, ids, **options).backward()
-    return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 # ------------------------------------------------------------------------------------------ what they compute
@@ -299,9 +295,7 @@ def test_gla_with_chunks_of_128_runs_through_fla_s_kernels_and_equals_the_cpu_ve
     """In Triton's interpreter, in a process of its own: there the mode is chosen when Triton is imported."""
     script = Path(__file__).with_name("gla_in_triton_interpreter.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     errors = json.loads(result.stdout)
     assert set(errors) == {"o", "dq", "dk", "dv", "dg"}
@@ -418,9 +412,7 @@ def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wr
     triton: str, capability: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: triton if name == "triton" else version(name)
-    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: triton if name == "triton" else version(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     cuda = torch.device("cuda")

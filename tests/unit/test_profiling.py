@@ -89,9 +89,7 @@ def test_each_micro_step_has_its_own_ranges_with_tied_weights(events):
     _, weight, labels = inputs()
     for _ in range(2):
         hidden = weight[:5] * 2  # the weight is the embedding, too
-        watched_loss(
-            lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels
-        ).sum_nats.backward()
+        watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels).sum_nats.backward()
     assert events == 2 * ["<loss forward>", "</loss forward>", "<loss backward>", "</loss backward>"]
 
 
@@ -111,9 +109,7 @@ def test_loss_and_gradients_are_those_of_the_bare_loss_bit_for_bit():
 def test_the_weights_gradient_is_passed_on_without_a_copy():
     hidden, weight, labels = inputs()
     seen = []
-    watched_loss(
-        lambda h, w, _: Output(TracedLoss.apply(h, w, seen)), hidden, weight, labels
-    ).sum_nats.backward()
+    watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, seen)), hidden, weight, labels).sum_nats.backward()
     assert weight.grad.data_ptr() == seen[-1]
 
 
@@ -251,9 +247,7 @@ def run_traced(path, profile_steps, skip, steps):
 def test_a_trace_holds_the_steps_asked_for_or_those_that_there_were(tmp_path, steps, expected):
     path = tmp_path / "run" / "trace.json"
     run_traced(path, profile_steps=2, skip=3, steps=steps)
-    spans = [
-        e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "my step" and e.get("dur")
-    ]
+    spans = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "my step" and e.get("dur")]
     assert len(spans) == expected
 
 
@@ -306,9 +300,7 @@ def test_cuda_memory_of_an_eager_loss_is_what_its_tensors_add_up_to():
         if step == 1:
             memory.start()
         hidden = torch.randn(n, d, device=device, requires_grad=True)
-        watched_loss(
-            loss, hidden, weight, torch.zeros(n, dtype=torch.long, device=device), memory
-        ).sum_nats.backward()
+        watched_loss(loss, hidden, weight, torch.zeros(n, dtype=torch.long, device=device), memory).sum_nats.backward()
         optimizer.step()
         optimizer.zero_grad()
     report = memory.report()

@@ -47,9 +47,7 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
     return None
 
 
-def time_estimate(
-    hardware_flops: float, flops_per_second: float | None, share: float = ASSUMED_MFU
-) -> float | None:
+def time_estimate(hardware_flops: float, flops_per_second: float | None, share: float = ASSUMED_MFU) -> float | None:
     """Seconds that `hardware_flops` take at `share` of the peak; None where the peak is unknown."""
     if flops_per_second is None:
         return None

@@ -27,6 +27,10 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
     Every :class:`LinrnnError` ends in one line of cause, one of remedy and its exit code; so do a full disk and a
     file that may not be written. Anything else is a bug: one line, exit code 1.
     """
+
+    def check(overrides: Sequence[str]) -> None:
+        to_config(compose_config(overrides, config_name))
+
     arguments = sys.argv[1:]
     if _HELP_FLAGS & set(arguments):
         print(help_text(config_name, description))
@@ -34,7 +38,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
     if not _MULTIRUN_FLAGS & set(arguments):
         # Compose once ahead of Hydra's own pass, whose error messages offer no nearest names.
         overrides = [argument for argument in arguments if not argument.startswith("-")]
-        if code := _guarded(lambda: to_config(compose_config(overrides, config_name)) and None):
+        if code := _guarded(lambda: check(overrides)):
             raise SystemExit(code)
     register_schemas()
 

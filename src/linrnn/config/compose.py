@@ -1,11 +1,11 @@
-"""From command-line overrides to a typed, validated :class:`Config`; the only place below the scripts that knows Hydra."""
+"""From command-line overrides to a typed, validated :class:`Config`."""
 
 import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -49,14 +49,14 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
             GlobalHydra.instance().clear()
 
 
-def to_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig) -> Any:
     """Convert once to dataclasses and check every bound.
 
     Raises:
         ConfigError: a mandatory value is missing, a type is wrong or a bound is violated.
     """
     try:
-        config = OmegaConf.to_object(composed)
+        config: Any = OmegaConf.to_object(composed)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} must be given", f"add {error.full_key}=…") from error
     except OmegaConfBaseException as error:
@@ -64,9 +64,7 @@ def to_config(composed: DictConfig) -> Config:
             _first_line(error), "give the key a value of the type that its YAML file describes"
         ) from error
     if added := vars(config).keys() - {field.name for field in dataclasses.fields(config)}:
-        raise ConfigError(
-            f"{', '.join(sorted(added))}: there is no such key", "run with --help for the keys there are"
-        )
+        raise ConfigError(f"{', '.join(sorted(added))}: there is no such key", "run with --help for the keys there are")
     validate(config)
     return config
 
@@ -83,11 +81,11 @@ def read_config(path: Path) -> Config:
         ConfigError: the file is missing, is no configuration, or was written by a version with other keys.
     """
     try:
-        raw = OmegaConf.load(path)
+        raw: Any = OmegaConf.load(path)
         typed = OmegaConf.structured(Config)
         for group, options in SCHEMAS.items():
             typed[group] = OmegaConf.structured(options.get("") or options[raw[group].name])
-        return to_config(OmegaConf.merge(typed, raw))
+        return to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
     except (OSError, KeyError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration ({_first_line(error)})",
@@ -126,9 +124,7 @@ def validate(config: Any) -> None:
         choices, low, high = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
         if choices and value not in choices:
             hint = nearest(str(value), [str(choice) for choice in choices])
-            raise ConfigError(
-                f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}"
-            )
+            raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")
         if isinstance(value, float) and value != value:
             raise ConfigError(f"{key} is not a number", f"give {key} a finite number")
         if low is not None and value < low:
@@ -140,9 +136,7 @@ def validate(config: Any) -> None:
 # ------------------------------------------------------------------------------------------------- error messages
 def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
     """The `count` valid names most like `name`; those containing it or contained in it come first; all if few."""
-    ranked = sorted(
-        valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name)
-    )
+    ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
     return ranked[:count]
 
 
@@ -170,20 +164,14 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
             f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
         )
     if bad_form := re.search(r"Error parsing override '(.*?)'", text):
-        return ConfigError(
-            f"{bad_form.group(1)!r} cannot be read", "write overrides as key=value or group=option"
-        )
-    return ConfigError(
-        _first_line(error), "write overrides as key=value or group=option; --help shows what there is"
-    )
+        return ConfigError(f"{bad_form.group(1)!r} cannot be read", "write overrides as key=value or group=option")
+    return ConfigError(_first_line(error), "write overrides as key=value or group=option; --help shows what there is")
 
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
     names = {o: o.split("=")[0].lstrip("+~") for o in overrides}
-    groups = [
-        o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()
-    ]
+    groups = [o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()]
     try:
         valid = [name for name, _, _ in fields_of(load_config(groups, config_name))]
     except ConfigError as error:
@@ -191,9 +179,7 @@ def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> Config
     full = next((name for o in overrides if (name := o.split("=")[0].lstrip("+~")).endswith(key)), key)
     group, _, leaf = full.rpartition(".")
     owners = [
-        o
-        for o, schema in SCHEMAS.get(group, {}).items()
-        if o and leaf in {f.name for f in dataclasses.fields(schema)}
+        o for o, schema in SCHEMAS.get(group, {}).items() if o and leaf in {f.name for f in dataclasses.fields(schema)}
     ]
     siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
     hints = [

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -66,7 +66,7 @@ def run_name(config: Config) -> str:
     if config.run_name:
         return config.run_name
     chosen = compose_config([f"{group}={getattr(config, group).name}" for group in _GROUPS])
-    defaults, values = _identity(OmegaConf.to_container(chosen)), identity(config)
+    defaults, values = _identity(cast(dict[str, Any], OmegaConf.to_container(chosen))), identity(config)
     menu = load_config()
     words = [
         getattr(config, group).name

@@ -55,9 +55,7 @@ class MarkovChain:
         self.successors = np.empty((self.vocab_size, branching), np.int64)
         for k in range(branching):
             self.successors[:, k] = self._draw_starts(random, self.vocab_size)
-            while len(
-                again := np.flatnonzero((self.successors[:, :k] == self.successors[:, k : k + 1]).any(1))
-            ):
+            while len(again := np.flatnonzero((self.successors[:, :k] == self.successors[:, k : k + 1]).any(1))):
                 self.successors[again, k] = self._draw_starts(random, len(again))
 
     def entropy_rate(self, *, reset_at_document: bool) -> float:
@@ -99,9 +97,7 @@ class MarkovChain:
             for t, running in enumerate(still_running.tolist()):
                 now = now[:running]
                 tokens[starts[:running] + t] = now
-                choice = np.searchsorted(
-                    self._successor_cumulative[:-1], random.random_sample(running), "right"
-                )
+                choice = np.searchsorted(self._successor_cumulative[:-1], random.random_sample(running), "right")
                 now = self.successors[now, choice]
             yield tokens, ends
 

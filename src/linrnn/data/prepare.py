@@ -127,11 +127,7 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
 
     directory, meta = _write_once(config, recipe, write_shards, progress)
     train, valid = (open_split(directory, meta, split) for split in SPLITS)
-    ends = (
-        "no end token"
-        if tokenizer.eos_id is None
-        else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
-    )
+    ends = "no end token" if tokenizer.eos_id is None else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
     return PreparedData(
         train=train,
         valid=valid,
@@ -166,11 +162,7 @@ def _tokenizer_trained_here(
     with _locked(path, progress):
         if not path.is_file():
             if progress:
-                progress(
-                    Progress(
-                        f"training a tokenizer of {config.tokenizer_vocab_size:,} entries", finished=True
-                    )
-                )
+                progress(Progress(f"training a tokenizer of {config.tokenizer_vocab_size:,} entries", finished=True))
             tokenizer = train_tokenizer(_sample(source, period), config.tokenizer_vocab_size)
             with storage_errors(path):
                 write_json(path, json.loads(tokenizer.json))

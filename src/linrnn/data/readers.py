@@ -52,9 +52,7 @@ def find_files(pattern: str, key: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file() and _format_of(file) is not None)
-        files = sorted(
-            f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)
-        )
+        files = sorted(f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts))
         if not files:
             raise DataError(f"{key}={pattern} holds no data files", f"put files there of type {KNOWN}")
     elif path.exists():
@@ -81,9 +79,7 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[Document]:
     sizes = [file.stat().st_size for file in files]
     total, done = sum(sizes), 0
     for file, size in zip(files, sizes, strict=True):
-        read = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[
-            cast(str, _format_of(file))
-        ]
+        read = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[cast(str, _format_of(file))]
         for text, position in read(file, text_field):
             yield Document(text, (done + position) / total)
         done += size
@@ -162,9 +158,7 @@ def checked_text(text: Any, where: str, text_field: str) -> str:
 
 
 def _no_field(where: str, text_field: str, there: list[str]) -> DataError:
-    return DataError(
-        f"{where} has no field {text_field!r}", f"set data.text_field to one of: {', '.join(there)}"
-    )
+    return DataError(f"{where} has no field {text_field!r}", f"set data.text_field to one of: {', '.join(there)}")
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
@@ -179,9 +173,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield number, text, raw.tell()
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}, line {number}: not UTF-8: {error}", "convert the file to UTF-8"
-            ) from None
+            raise DataError(f"{path}, line {number}: not UTF-8: {error}", "convert the file to UTF-8") from None
         except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
             raise DataError(
                 f"{path} is corrupt or cut short after line {number}: {error}", "fetch the file again"

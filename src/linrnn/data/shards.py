@@ -184,9 +184,7 @@ def _open_at(path: Path, size: int) -> Any:
     """Open for appending at byte `size`, dropping what lies beyond; the file must have at least that much."""
     path.touch()
     if path.stat().st_size < size:
-        raise DataError(
-            f"{path} is shorter than its progress record", f"delete {path.parent} and prepare again"
-        )
+        raise DataError(f"{path} is shorter than its progress record", f"delete {path.parent} and prepare again")
     os.truncate(path, size)
     return open(path, "ab")
 
@@ -283,9 +281,7 @@ class ShardSet:
 
 
 def _broken(path: Path, what: str) -> DataError:
-    return DataError(
-        f"{path} {what}", f"delete {path.parent} and run the same command: the data is prepared again"
-    )
+    return DataError(f"{path} {what}", f"delete {path.parent} and run the same command: the data is prepared again")
 
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:

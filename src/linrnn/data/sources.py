@@ -69,10 +69,7 @@ class TextSource:
         self.identity = {
             "source": "text",
             "text_field": config.text_field,
-            **{
-                split: [[file.name, hashes.of(file)] for file in files]
-                for split, files in self._files.items()
-            },
+            **{split: [[file.name, hashes.of(file)] for file in files] for split, files in self._files.items()},
         }
         hashes.save()
         self.description = f"{config.path} ({_count(len(self._files['train']), 'file')})"

@@ -85,9 +85,7 @@ class Tokenisation:
                 writer.close()
         self._meter.update(self._count("documents"), self._count("tokens"), 1.0, finished=True)
         self._check_not_empty()
-        return {
-            split: [asdict(shard) for shard in writer.finished] for split, writer in self._writers.items()
-        }
+        return {split: [asdict(shard) for shard in writer.finished] for split, writer in self._writers.items()}
 
     def _run_phase(self, phase: str) -> None:
         unread = itertools.islice(self._source.documents(phase), self._seen, None)
@@ -144,9 +142,7 @@ class Tokenisation:
             )
         for split, writer in self._writers.items():
             if writer.tokens < 2:
-                raise DataError(
-                    f"{self._source.description} gives {writer.tokens} {split} tokens", "give more text"
-                )
+                raise DataError(f"{self._source.description} gives {writer.tokens} {split} tokens", "give more text")
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

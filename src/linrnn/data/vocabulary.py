@@ -13,9 +13,5 @@ def vocabulary_size(config: DataConfig) -> int:
     if isinstance(config, MarkovDataConfig):
         return config.vocab_size
     if isinstance(config, TokenizedDataConfig):
-        return (
-            config.tokenizer_vocab_size
-            if config.tokenizer is None
-            else load_tokenizer(config.tokenizer).vocab_size
-        )
+        return config.tokenizer_vocab_size if config.tokenizer is None else load_tokenizer(config.tokenizer).vocab_size
     raise TypeError(f"{type(config).__name__} has no vocabulary")

@@ -44,9 +44,7 @@ class LossBackend(ABC):
         """Raise UnsupportedError if this backend cannot run here; `dtype` is None while it is not known."""
 
     @abstractmethod
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss (a scalar, any floating dtype) and the statistics."""
 
     def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
@@ -68,17 +66,11 @@ class LossBackend(ABC):
 
 def _check_tensors(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> None:
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
-        raise ValueError(
-            f"hidden must be (N, D) and weight (V, D): {tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)}"
-        )
+        raise ValueError(f"hidden must be (N, D) and weight (V, D): {tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)}")
     if labels_N.shape != hidden_ND.shape[:1] or labels_N.dtype != torch.int64:
-        raise ValueError(
-            f"labels must be ({hidden_ND.shape[0]},) int64: {tuple(labels_N.shape)} {labels_N.dtype}"
-        )
+        raise ValueError(f"labels must be ({hidden_ND.shape[0]},) int64: {tuple(labels_N.shape)} {labels_N.dtype}")
     if hidden_ND.dtype != weight_VD.dtype:
-        raise ValueError(
-            f"hidden and weight must share the compute dtype: {hidden_ND.dtype}, {weight_VD.dtype}"
-        )
+        raise ValueError(f"hidden and weight must share the compute dtype: {hidden_ND.dtype}, {weight_VD.dtype}")
     if not hidden_ND.device == weight_VD.device == labels_N.device:
         devices = ", ".join(str(tensor.device) for tensor in (hidden_ND, weight_VD, labels_N))
         raise ValueError(f"hidden, weight and labels must be on one device: {devices}")

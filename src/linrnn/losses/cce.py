@@ -39,9 +39,7 @@ class CceKahan(LossBackend):
         if device.type == "cuda":
             require_triton(f"loss={config.name}")
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(hidden_ND, weight_VD, labels_N), {}
 
     def _call(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, **options: Any) -> Any:
@@ -80,9 +78,5 @@ class CceFilter(CceKahan):
                 "use 2.44140625e-4 (2^-12, the paper's), or loss=cce_kahan for no filter",
             )
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._call(
-            hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True
-        )
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._call(hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True)

@@ -62,16 +62,12 @@ class CceApple(LossBackend):
         if config.variant == _TORCH_VARIANT:
             require_torch_compile(device, what)
             return
-        require_cuda(
-            device, what, f"choose loss.variant={_TORCH_VARIANT} or loss=cce_filter, which run on CPU"
-        )
+        require_cuda(device, what, f"choose loss.variant={_TORCH_VARIANT} or loss=cce_filter, which run on CPU")
         require_triton(what)
         if dtype not in (None, torch.bfloat16, torch.float16):
             raise _no_fp32(what)
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
         if self.config.variant != _TORCH_VARIANT and needs_grad and hidden_ND.dtype == torch.float32:
             raise _no_fp32(f"loss=cce_apple loss.variant={self.config.variant}")

@@ -30,7 +30,5 @@ class Fla(LossBackend):
         require_triton("loss=fla")
         require_package("fla.modules", "flash-linear-attention", "loss=fla", "flash-linear-attention==0.6.0")
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._loss(hidden_ND, labels_N, weight_VD), {}

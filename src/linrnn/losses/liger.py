@@ -34,9 +34,7 @@ class Liger(LossBackend):
         require_triton("loss=liger")
         require_package("liger_kernel.transformers", "liger-kernel", "loss=liger", "liger-kernel==0.8.5")
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
             # Liger makes the weight's gradient only together with that of the hidden states.
             hidden_ND = hidden_ND.detach().requires_grad_()

@@ -29,9 +29,7 @@ def require_package(module: str, distribution: str, what: str, install: str) -> 
     except ImportError as error:
         installed = version_of(distribution)
         state = (
-            f"{distribution} {installed} does not import ({error})"
-            if installed
-            else f"{distribution} is not installed"
+            f"{distribution} {installed} does not import ({error})" if installed else f"{distribution} is not installed"
         )
         raise UnsupportedError(f"{what}: {state}", f'pip install "{install}"') from error
 

@@ -26,9 +26,7 @@ class Standard(LossBackend):
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         """It runs wherever torch does."""
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N), {}
 
 
@@ -40,16 +38,17 @@ class Compiled(LossBackend):
 
         super().__init__(config, device)
         self._limit_hit = FailOnRecompileLimitHit
-        # fullgraph: what cannot be compiled, and a shape beyond the recompile limit, raises.
-        self._compiled = torch.compile(linear_cross_entropy, dynamic=False, fullgraph=True)
+        # fullgraph: what cannot be compiled, and a shape beyond the recompile limit, raises. A handful of kernels
+        # needs no pool of compiler processes.
+        self._compiled = torch.compile(
+            linear_cross_entropy, dynamic=False, fullgraph=True, options={"compile_threads": 1}
+        )
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         require_torch_compile(device, "loss=compiled")
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         try:
             return self._compiled(hidden_ND, weight_VD, labels_N), {}
         except self._limit_hit as error:

@@ -33,9 +33,7 @@ class TorchNative(LossBackend):
                 'pip install "torch>=2.13,<2.14", or choose loss=compiled',
             )
 
-    def compute(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         reduction = self._reduction if torch.is_grad_enabled() else "none"
         loss = F.linear_cross_entropy(
             hidden_ND,

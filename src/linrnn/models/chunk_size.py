@@ -61,9 +61,7 @@ def chunk_gla(
         return mixers.chunk_gla(
             q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, **options
         )
-    return _ChunkGLA.apply(
-        q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size
-    )
+    return _ChunkGLA.apply(q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size)
 
 
 class _ChunkGLA(torch.autograd.Function):
@@ -79,9 +77,7 @@ class _ChunkGLA(torch.autograd.Function):
             "state_v_first": state_v_first,
             "cu_seqlens": cu_seqlens,
             "chunk_size": chunk_size,
-            "chunk_indices": None
-            if cu_seqlens is None
-            else gla.prepare_chunk_indices(cu_seqlens, chunk_size),
+            "chunk_indices": None if cu_seqlens is None else gla.prepare_chunk_indices(cu_seqlens, chunk_size),
         }
         with torch.cuda.device_of(q):
             g_cumsum, scores, _, state, output = gla.chunk_gla_fwd(

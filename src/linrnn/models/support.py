@@ -26,9 +26,7 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
             results.
     """
     if model.name not in MODELS:
-        raise ConfigError(
-            f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}"
-        )
+        raise ConfigError(f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}")
     _check_chunk_size(model)
     try:
         installed = importlib.metadata.version("flash-linear-attention")
@@ -69,9 +67,7 @@ def _check_cuda(model: ModelConfig) -> None:
             f"PyTorch {torch.__version__} sees no GPU", "use device=cpu, or install a CUDA build of PyTorch"
         )
     if importlib.util.find_spec("triton") is None:
-        raise UnsupportedError(
-            f"model={model.name} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'"
-        )
+        raise UnsupportedError(f"model={model.name} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'")
     hopper = torch.cuda.get_device_capability()[0] == 9
     triton = Version(importlib.metadata.version("triton"))
     if model.name == "gated_deltanet" and hopper and WRONG_ON_HOPPER[0] <= triton < WRONG_ON_HOPPER[1]:

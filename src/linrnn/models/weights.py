@@ -60,9 +60,7 @@ def load_weights(model: LanguageModel, source: str) -> None:
     found: set[str] = set()
     for name, tensor in _tensors(directory, source):
         if name not in expected:
-            raise ConfigError(
-                f"init_from={source}: this model has no parameter {name}", _same_size(model.arch)
-            )
+            raise ConfigError(f"init_from={source}: this model has no parameter {name}", _same_size(model.arch))
         there, here = tuple(tensor.shape), tuple(expected[name].shape)
         if there != here:
             raise ConfigError(
@@ -109,9 +107,7 @@ def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise DataError(
-                f"init_from={source}: {path.name} cannot be read ({error})", "copy it again"
-            ) from error
+            raise DataError(f"init_from={source}: {path.name} cannot be read ({error})", "copy it again") from error
 
 
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
