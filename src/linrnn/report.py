@@ -9,7 +9,7 @@ from linrnn.errors import ConfigError
 from linrnn.results import Run
 
 GIB = 2**30
-BASELINE = "compiled"  # the loss that ratios are taken to, where the group has it
+BASELINES = ("compiled", "standard")  # the losses that ratios are taken to: the first one that a group has
 SMOOTHED_STEPS = 20
 # What two runs must share for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
@@ -44,7 +44,8 @@ def _markdown(runs: list[Run], title: str) -> str:
         "| ratio | tokens/s | ratio | step, ms | MFU |",
         "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    baselines = {_pair(run.summary): run.summary for run in runs if run.summary["loss"] == BASELINE}
+    baseline = _baseline(runs)
+    baselines = {_pair(run.summary): run.summary for run in runs if run.summary["loss"] == baseline}
     for run in sorted(runs, key=lambda run: (_pair(run.summary), run.summary["loss"])):
         s, base = run.summary, baselines.get(_pair(run.summary), {})
         cells = [
@@ -70,7 +71,7 @@ def _markdown(runs: list[Run], title: str) -> str:
     lines += [
         "",
         "Train loss: mean of the last 50 steps. Speed: median over the steps after the warm-up. Peak memory: "
-        f"{first.summary['peak_memory_is']}. Ratios: to `{BASELINE}` of the same model and size.",
+        f"{first.summary['peak_memory_is']}. Ratios: to `{baseline}` of the same model and size.",
         "",
         f"* device: {gpus}, driver {first.environment['gpu_driver']}, Python {first.environment['python']}",
         f"* commit: {git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}",
@@ -87,7 +88,7 @@ def _markdown(runs: list[Run], title: str) -> str:
     return "\n".join(lines)
 
 
-def _plot(runs: Iterable[Run], path: Path, title: str) -> None:
+def _plot(runs: list[Run], path: Path, title: str) -> None:
     """Training losses, and each run's difference from the baseline below them."""
     import matplotlib
 
@@ -96,7 +97,8 @@ def _plot(runs: Iterable[Run], path: Path, title: str) -> None:
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
     curves = {_label(run.summary): dict(run.losses) for run in runs}
-    baselines = {_pair(run.summary): dict(run.losses) for run in runs if run.summary["loss"] == BASELINE}
+    baseline = _baseline(runs)
+    baselines = {_pair(run.summary): dict(run.losses) for run in runs if run.summary["loss"] == baseline}
     for number, run in enumerate(runs):
         label, curve = _label(run.summary), curves[_label(run.summary)]
         style = {"color": f"C{number}", "linewidth": 1.2, "alpha": 0.9}
@@ -107,10 +109,10 @@ def _plot(runs: Iterable[Run], path: Path, title: str) -> None:
     top.set_ylabel("training loss, nats per token")
     top.set_title(title)
     top.legend()
-    bottom.set_ylabel(f"loss - {BASELINE}'s, nats\n(mean of {SMOOTHED_STEPS} steps)")
+    bottom.set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps)")
     bottom.set_xlabel("optimizer step")
     bottom.axhspan(-0.01, 0.01, color="0.9", label="±0.01 nats")
-    bottom.legend(fontsize="small")
+    bottom.legend(fontsize="small", loc="lower left", ncols=3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -120,6 +122,11 @@ def _smooth(values: list[float]) -> list[float]:
     """Running mean over the last SMOOTHED_STEPS values."""
     windows = (values[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
+
+
+def _baseline(runs: Iterable[Run]) -> str:
+    losses = {run.summary["loss"] for run in runs}
+    return next((name for name in BASELINES if name in losses), BASELINES[0])
 
 
 def _pair(summary: dict[str, Any]) -> tuple[str, str]:
