@@ -243,13 +243,13 @@ class EvaluateConfig:
     """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
 
     checkpoint: str
-    data: DataConfig | None
-    loss: LossConfig | None
     split: str = one_of("train", "valid")
     max_tokens: int | None = at_least(1)
     batch_size: int | None = at_least(1)
     seq_len: int | None = at_least(2)
     device: str = one_of("auto", "cpu", "cuda")
+    data: DataConfig | None = None  # a group that is chosen or not, not a value of evaluate.yaml
+    loss: LossConfig | None = None
 
 
 @dataclass

@@ -1,0 +1,130 @@
+"""What the trainer promises beyond finishing: accumulation, options, evaluation, initial weights, wandb, traces."""
+
+import gzip
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linrnn.config import load_config
+from linrnn.metrics import read_jsonl
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+
+
+def records(trainer: Trainer) -> list[dict[str, Any]]:
+    return [record for record in read_jsonl(trainer.directory.metrics) if "train/loss_nats" in record]
+
+
+def trained(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    assert trainer.fit()["status"] == "finished"
+    return trainer
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_accumulation_gives_the_loss_and_gradients_of_the_large_batch(small: Small, reset: bool) -> None:
+    """With document resets the micro-steps have different numbers of labels, so a mean of means would differ."""
+    common = [f"data.reset_at_document={str(reset).lower()}", "loss=standard"]
+    large = trained(small(*common, "trainer.batch_size=4"))
+    split = trained(small(*common, "trainer.batch_size=1", "trainer.accumulation_steps=4"))
+    for a, b in zip(records(large), records(split), strict=True):
+        for name in ("train/loss_nats", "train/grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=2e-5), (a["step"], name)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "trainer.activation_checkpointing=full",
+        "trainer.deterministic=true",
+        "trainer.log_every=2",
+    ],
+)
+def test_options_that_must_not_change_the_losses(small: Small, option: str) -> None:
+    plain, other = trained(small()), trained(small(option))
+    expected = {record["step"]: record["train/loss_nats"] for record in records(plain)}
+    for record in records(other):
+        assert record["train/loss_nats"] == pytest.approx(expected[record["step"]], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "trainer.precision=bf16_autocast",
+        "trainer.precision=bf16",
+        "optimizer.schedule=wsd",
+        "optimizer.max_grad_norm=null",
+        "data=stdlib",
+    ],
+)
+def test_options_that_may_change_them_train(small: Small, option: str) -> None:
+    overrides = [o for o in small(option) if option != "data=stdlib" or not o.startswith("data.n_")]
+    if option == "data=stdlib":
+        overrides += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300"]
+    trainer = trained(overrides)
+    losses = [record["train/loss_nats"] for record in records(trainer)]
+    assert losses[-1] < losses[0]
+    if option == "data=stdlib":
+        summary = trainer.directory.read_summary()
+        assert summary is not None
+        assert 1 < summary["valid_bits_per_byte"] < 8
+
+
+def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    first = trained(small("trainer.max_steps=8"))
+    summary = first.directory.read_summary()
+    assert summary is not None
+    done = command("scripts/evaluate.py", f"checkpoint={first.directory.path}", "max_tokens=400")
+    assert done.returncode == 0, done.stderr
+    assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
+    second = trained(small(f"init_from={first.directory.path}", "optimizer.warmup_steps=0"))
+    assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
+
+
+def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
+    trainer = trained(small("trainer.valid_every=2"))
+    last = records(trainer)[-1]
+    assert last["speed/tokens_per_second"] == pytest.approx(160 / (last["speed/step_ms"] / 1e3))
+    assert last["train/lr"] > 0
+    assert last["train/tokens"] == 3 * 160
+    validations = [r for r in read_jsonl(trainer.directory.metrics) if "valid/loss_nats" in r]
+    assert [r["step"] for r in validations] == [2, 3]
+    assert validations[-1]["memory/parameters_gib"] == pytest.approx(4 * 461_696 / 2**30)
+
+
+def test_wandb_records_offline_without_a_key(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    overrides = [o for o in small() if not o.startswith("logger.")]
+    trainer = trained(overrides)
+    recorded = list(trainer.directory.path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(recorded) == 1
+    assert b"train/loss_nats" in recorded[0].read_bytes()
+
+
+def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
+    trainer = trained(small("trainer.max_steps=4", "trainer.warmup_measurement_steps=1", "trainer.profile_steps=1"))
+    with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"loss forward", "loss backward"} <= names
+
+
+def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) -> None:
+    from linrnn.report import write_report
+    from linrnn.results import read_runs
+
+    for loss in ("standard", "cce_kahan"):
+        trained(small(f"loss={loss}", "group=pair"))
+    paths = write_report(read_runs(tmp_path / "results/pair"), tmp_path / "report", "pair")
+    text = paths[0].read_text()
+    assert "| cce_kahan | finished |" in text
+    assert "| standard | finished |" in text
+    assert "1.000" in text, "standard is its own baseline"
+    assert paths[2].stat().st_size > 10_000
