@@ -21,6 +21,23 @@ def has_wandb_key() -> bool:
     return bool(wandb.login(prompt=False, verify=False))
 
 
+def check_wandb(config: WandbConfig) -> None:
+    """Refuse a mode that wandb cannot serve here.
+
+    Raises:
+        UnsupportedError: wandb is not installed, or `mode=online` without an API key.
+    """
+    if config.mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise UnsupportedError(
+            "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
+        )
+    if config.mode == "online" and not has_wandb_key():
+        raise UnsupportedError(
+            "logger.wandb.mode=online: wandb has no API key",
+            "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
+        )
+
+
 class Console:
     """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`."""
 
@@ -54,9 +71,6 @@ class WandbMirror:
         run_name, group: names in wandb; the run's id is kept in `wandb_id`, so that a resumed run continues it.
         hyperparameters: the whole configuration as a flat mapping.
         say: prints one line for the user.
-
-    Raises:
-        UnsupportedError: wandb is not installed, or `mode=online` without an API key.
     """
 
     def __init__(
@@ -74,20 +88,11 @@ class WandbMirror:
         self._say = say
         if config.mode == "disabled":
             return
-        if importlib.util.find_spec("wandb") is None:
-            raise UnsupportedError(
-                "wandb is not installed",
-                "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)",
-            )
         import wandb
 
-        has_key = has_wandb_key()
-        mode = ("online" if has_key else "offline") if config.mode == "auto" else config.mode
-        if mode == "online" and not has_key:
-            raise UnsupportedError(
-                "logger.wandb.mode=online: wandb has no API key",
-                "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
-            )
+        mode = config.mode
+        if mode == "auto":
+            mode = "online" if has_wandb_key() else "offline"
         with self._survive():
             self._run = wandb.init(
                 project=config.project,

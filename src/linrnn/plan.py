@@ -10,6 +10,7 @@ from linrnn.architecture import Architecture, resolve
 from linrnn.config.schema import Config
 from linrnn.data import vocabulary_size
 from linrnn.errors import ConfigError, UnsupportedError
+from linrnn.loggers import check_wandb
 from linrnn.losses import check_loss
 from linrnn.models import LanguageModel, check_supported, load_weights
 from linrnn.runtime import compute_dtype, resolve_device, resolve_precision
@@ -66,7 +67,7 @@ def make_plan(config: Config) -> Plan:
     """Resolve what is `auto` or null, and refuse what cannot run here.
 
     Raises:
-        UnsupportedError: the device, the loss or the model cannot run here.
+        UnsupportedError: the device, the loss, the model or the logger cannot run here.
         ConfigError: no limit of steps or tokens, fewer tokens than one step takes, or dimensions that do not fit.
     """
     device = resolve_device(config.device)
@@ -75,6 +76,7 @@ def make_plan(config: Config) -> Plan:
     tokens_per_step = config.trainer.batch_size * config.trainer.seq_len * config.trainer.accumulation_steps
     plan = Plan(config, device, precision, tokens_per_step, _total_steps(config, tokens_per_step))
     check_supported(config.model, device)
+    check_wandb(config.logger.wandb)
     plan.architecture(vocabulary_size(config.data))
     if config.trainer.memory_snapshot and device.type != "cuda":
         raise UnsupportedError(

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from linrnn.errors import ConfigError
+from linrnn.errors import ConfigError, StorageError
 
 CONFIG = "config.yaml"
 IDENTITY = "identity.json"
@@ -46,7 +46,16 @@ class RunDirectory:
 
         Raises:
             ConfigError: another process uses it.
+            StorageError: it cannot be written.
         """
+        try:
+            self._open(config_yaml)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written ({error.strerror})", "free space or choose another results_dir"
+            ) from error
+
+    def _open(self, config_yaml: str) -> None:
         if self._resume == "never" and self.path.exists():
             self._locked()
             self.close()
