@@ -43,7 +43,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["optimizer.warmup_steps=500"], 2, "warmup_steps=500", "lower"),
         (["init_from=nowhere/at_all"], 3, "nowhere/at_all", ""),
         (["memory_budget_gib=80"], 2, "needs a GPU", "drop memory_budget_gib"),
-        (["trainer.memory_snapshot=true"], 4, "memory snapshot", "memory_snapshot=false"),
+        (["trainer.memory_snapshot=true"], 4, "memory_snapshot", "memory_snapshot=false"),
         (["loss=liger"], 4, "liger", "loss="),
         (["logger.wandb.mode=online"], 4, "no API key", "offline"),
         (["data=text", "data.path=missing.txt"], 3, "missing.txt", ""),
