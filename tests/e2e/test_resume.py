@@ -17,10 +17,10 @@ from linrnn.errors import ConfigError, DivergedError
 from linrnn.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 12
+STEPS = 30
 LONG = (
     f"trainer.max_steps={STEPS}",
-    "trainer.checkpoint_every=2",
+    "trainer.checkpoint_every=3",
     "trainer.accumulation_steps=2",
     "trainer.valid_every=5",
 )
