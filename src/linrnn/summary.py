@@ -1,5 +1,6 @@
 """summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,13 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json, checkpoints/",
     ]
     if summary["status"] == "finished":
+        here = Path(sys.executable)
+        python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
         other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
         lines += [
             "next:",
-            f"  python train.py model={config.model.name} size={config.size.name} loss={other}    # with another loss",
-            f"  python scripts/evaluate.py checkpoint={directory}",
-            "  python scripts/doctor.py    # what runs on this machine",
+            f"  {python} train.py model={config.model.name} size={config.size.name} loss={other}    # with another loss",
+            f"  {python} scripts/evaluate.py checkpoint={directory}",
+            f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
     return lines
