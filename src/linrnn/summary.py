@@ -79,7 +79,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
         lines += [
             "next:",
-            f"  {python} train.py model={config.model.name} size={config.size.name} loss={other}    # with another loss",
+            f"  {python} train.py model={config.model.name} size={config.size.name} loss={other}  # another loss",
             f"  {python} scripts/evaluate.py checkpoint={directory}",
             f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
