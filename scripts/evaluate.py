@@ -55,7 +55,7 @@ def main(config: EvaluateConfig) -> None:
         ),
         precision=plan.precision,
         device=plan.device,
-        bytes_per_token=data.valid_bytes_per_token,
+        bytes_per_token=data.valid_bytes_per_token and shards.n_bytes / shards.n_tokens,
     )
     print(f"{directory}\n{config.split} split of {data.description}\n{evaluation}")
 

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from linrnn.errors import ConfigError, StorageError
+from linrnn.errors import ConfigError, DataError, StorageError
 
 MODEL, OPTIMIZER, RNG, STATE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
 _PREFIX, _PARTIAL = "step_", ".partial"
@@ -133,8 +133,14 @@ def load_model(path: Path, model: torch.nn.Module) -> None:
 
 
 def resolve(source: Path) -> Path | None:
-    """The checkpoint directory that a run directory, its checkpoints/ or a checkpoint itself stands for, or None."""
+    """The checkpoint directory that a run directory, its checkpoints/ or a checkpoint itself stands for, or None.
+
+    Raises:
+        DataError: a checkpoint that was named itself is damaged.
+    """
     if (source / STATE).exists():
+        if damage := damaged(source):
+            raise DataError(f"{source} is damaged: {damage}", "name another checkpoint of the run, or the run itself")
         return source
     for root in (source / "checkpoints", source):
         if path := newest(root):

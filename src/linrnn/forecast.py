@@ -9,7 +9,7 @@ from linrnn.architecture import Architecture
 from linrnn.config import run_name
 from linrnn.config.schema import Config
 from linrnn.data import vocabulary_size
-from linrnn.plan import Plan, make_plan
+from linrnn.plan import Plan, make_training_plan
 from linrnn.profiling import matmul_rate
 from linrnn.runtime import compute_dtype
 from linrnn.summary import duration, memory_lines
@@ -21,7 +21,7 @@ def print_forecast(config: Config) -> None:
     Raises:
         LinrnnError: as the run itself would, where that can be known beforehand.
     """
-    plan = make_plan(config)
+    plan = make_training_plan(config)
     arch = plan.architecture(vocabulary_size(config.data))
     for line in [
         *_run(plan, arch),

@@ -1,6 +1,7 @@
 """What a configuration decides before anything is built: device, precision, steps; and the refusals that follow."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,8 +24,17 @@ class Plan:
     config: Config
     device: torch.device
     precision: str
-    tokens_per_step: int
-    total_steps: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, ignored labels included."""
+        trainer = self.config.trainer
+        return trainer.batch_size * trainer.seq_len * trainer.accumulation_steps
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return _total_steps(self.config, self.tokens_per_step)
 
     @property
     def unmeasured_steps(self) -> int:
@@ -64,25 +74,36 @@ class Plan:
 
 
 def make_plan(config: Config) -> Plan:
-    """Resolve what is `auto` or null, and refuse what cannot run here.
+    """Resolve what is `auto`, and refuse what cannot run here; enough to evaluate a checkpoint.
 
     Raises:
-        UnsupportedError: the device, the loss, the model or the logger cannot run here.
-        ConfigError: no limit of steps or tokens, fewer tokens than one step takes, or dimensions that do not fit.
+        UnsupportedError: the device, the loss or the model cannot run here.
+        ConfigError: dimensions that do not fit.
     """
     device = resolve_device(config.device)
     precision = resolve_precision(config.trainer.precision, device)
     check_loss(config.loss, device, compute_dtype(precision))
-    tokens_per_step = config.trainer.batch_size * config.trainer.seq_len * config.trainer.accumulation_steps
-    plan = Plan(config, device, precision, tokens_per_step, _total_steps(config, tokens_per_step))
     check_supported(config.model, device)
-    check_wandb(config.logger.wandb)
+    plan = Plan(config, device, precision)
     plan.architecture(vocabulary_size(config.data))
-    if config.trainer.memory_snapshot and device.type != "cuda":
+    return plan
+
+
+def make_training_plan(config: Config) -> Plan:
+    """:func:`make_plan`, and what only training asks for.
+
+    Raises:
+        UnsupportedError: as there, or the logger or the memory snapshot cannot run here.
+        ConfigError: as there, no limit of steps or tokens, or fewer tokens than one step takes.
+    """
+    plan = make_plan(config)
+    check_wandb(config.logger.wandb)
+    if config.trainer.memory_snapshot and plan.device.type != "cuda":
         raise UnsupportedError(
             "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
             "use trainer.memory_snapshot=false or device=cuda",
         )
+    _ = plan.total_steps  # refuses a run without an end
     return plan
 
 

@@ -30,7 +30,7 @@ from linrnn.losses import build_loss
 from linrnn.metrics import JsonlWriter, mfu
 from linrnn.models import build_model
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
-from linrnn.plan import Plan, initialise, make_plan
+from linrnn.plan import Plan, initialise, make_training_plan
 from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
 from linrnn.runtime import parameter_dtype, prepare_process
@@ -38,6 +38,18 @@ from linrnn.summary import final_lines, memory_lines, progress_line
 
 MEAN_OF_LAST = 50  # steps that the summary's train_loss_nats averages over
 GIB = 2**30
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is the allocator's, of the GPU, a library on it, or the CPU."""
+    words = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class StepRecord:
@@ -68,7 +80,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.plan: Plan = make_plan(config)
+        self.plan: Plan = make_training_plan(config)
         self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
         self.data = prepare(config.data, progress=ConsoleProgress())
@@ -79,6 +91,24 @@ class Trainer:
             identity=identity(config),
             resume=config.trainer.resume,
         )
+        try:
+            self._build()
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory while the model was built: {first_line(error)}",
+                "use a smaller size, a smaller size.vocab_size or a larger memory_budget_gib",
+            ) from error
+        self.step = 0
+        self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
+        self.steps_here = 0  # done by this process
+        self.timer = StepTimer(self.device, skip=self.plan.unmeasured_steps)
+        self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
+        self._pending: StepRecord | None = None
+
+    def _build(self) -> None:
+        config = self.config
         self.loss = build_loss(config.loss, device=self.device)
         dtype = parameter_dtype(self.precision)
         self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
@@ -96,12 +126,6 @@ class Trainer:
             seed=config.seed,
             reset_at_document=config.data.reset_at_document,
         )
-        self.step = 0
-        self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
-        self.steps_here = 0  # done by this process
-        self.timer = StepTimer(self.device, skip=self.plan.unmeasured_steps)
-        self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
-        self._pending: StepRecord | None = None
 
     # ------------------------------------------------------------------------------------------------- the run
     def fit(self) -> dict[str, Any]:
@@ -113,14 +137,16 @@ class Trainer:
             OutOfMemoryError: with the memory by component and what to lower.
         """
         self.directory.open(to_yaml(self.config))
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.directory.close)
+            self.directory.write_json(ENVIRONMENT, describe_environment())
+            self.console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
+            closing.callback(self.console.close)
+            self.metrics = JsonlWriter(self.directory.metrics)
+            closing.callback(self.metrics.close)
             return self._fit()
-        finally:
-            self.directory.close()
 
     def _fit(self) -> dict[str, Any]:
-        self.directory.write_json(ENVIRONMENT, describe_environment())
-        self.console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
         if finished := self._resume():
             return finished
         self.wandb = WandbMirror(
@@ -146,10 +172,10 @@ class Trainer:
             status, failure = "interrupted", error
         except DivergedError as error:
             status, failure = "diverged", error
-        except torch.OutOfMemoryError as error:
-            status, failure = "out_of_memory", self._explain_out_of_memory(error)
         except BaseException as error:
             status, failure = "failed", error
+            if ran_out_of_memory(error):
+                status, failure = "out_of_memory", self._explain_out_of_memory(error)
         summary = self._summarise(status, evaluation, time.monotonic() - started)
         self.directory.write_json(SUMMARY, summary)
         self.wandb.finish(summary, exit_code=0 if failure is None else 1)
@@ -335,7 +361,6 @@ class Trainer:
             self.console.line(f"resuming at step {self.step} from {newest}")
         elif self.directory.resumed:
             self.console.line("this run left no checkpoint: starting again at step 0")
-        self.metrics = JsonlWriter(self.directory.metrics)
         self.metrics.truncate_after(self.step)
         return None
 
@@ -365,7 +390,7 @@ class Trainer:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return mfu(flops, step_seconds, accounting.peak_flops_per_second(name, self.precision))
 
-    def _explain_out_of_memory(self, error: torch.OutOfMemoryError) -> OutOfMemoryError:
+    def _explain_out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         """The measured components beside what the formula expects, and what to lower."""
         self._pending = None
         self.console.line("memory by component when it ran out:")
@@ -383,9 +408,9 @@ class Trainer:
             "trainer.activation_checkpointing=full" if trainer.activation_checkpointing == "none" else None,
             "loss=cce_kahan" if not self.config.loss.name.startswith("cce") else None,
         ]
-        first = str(error).strip().splitlines()[0]
         return OutOfMemoryError(
-            f"out of memory at step {self.step + 1}: {first}", "try " + ", or ".join(o for o in options if o)
+            f"out of memory at step {self.step + 1}: {first_line(error)}",
+            "try " + ", or ".join(option for option in options if option),
         )
 
     def _summarise(self, status: str, evaluation: Evaluation | None, wall_seconds: float) -> dict[str, Any]:

@@ -104,13 +104,25 @@ def test_a_full_disk_ends_the_run_with_its_cause(
     assert not list(trainer.directory.checkpoints.iterdir()), "no half-written checkpoint"
 
 
+@pytest.mark.parametrize(
+    "exception",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: Tried to allocate 20 bytes"),
+        MemoryError("Tried to allocate"),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
 def test_out_of_memory_names_components_and_what_to_lower(
-    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exception: Exception,
+    small: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer = Trainer(load_config(small()))
 
     def exhausted(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        raise exception
 
     monkeypatch.setattr(trainer, "_forward_backward", exhausted)
     with pytest.raises(OutOfMemoryError, match="Tried to allocate") as error:

@@ -13,7 +13,7 @@ import pytest
 
 from linrnn.checkpoint import MODEL, found
 from linrnn.config import load_config
-from linrnn.errors import ConfigError, DivergedError
+from linrnn.errors import ConfigError, DataError, DivergedError
 from linrnn.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +126,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         last = file.read(1)[0]
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last ^ 1]))
+    with pytest.raises(DataError, match="does not match its checksum"):
+        Trainer(load_config(small(f"init_from={newest.parent}", "group=other")))
     resumed = Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2")))
     resumed.fit()
     output = capsys.readouterr().out

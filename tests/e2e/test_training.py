@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import math
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +88,21 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
     second = trained(small(f"init_from={first.directory.path}", "optimizer.warmup_steps=0"))
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
+
+
+def test_bits_per_byte_are_of_the_split_that_is_read(
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
+    trainer = trained([*overrides, "data.tokenizer_vocab_size=300"])
+    done = command("scripts/evaluate.py", f"checkpoint={trainer.directory.path}", "split=train", "max_tokens=400")
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"loss ([\d.]+), .* ([\d.]+) bits per byte", done.stdout)
+    assert found
+    shards = trainer.data.train
+    expected = float(found[1]) / math.log(2) * shards.n_tokens / shards.n_bytes
+    assert float(found[2]) == pytest.approx(expected, rel=1e-3)
+    assert shards.n_tokens / shards.n_bytes != trainer.data.valid.n_tokens / trainer.data.valid.n_bytes
 
 
 def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
