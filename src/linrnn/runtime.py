@@ -54,7 +54,7 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def prepare_process(config: Config, device: torch.device) -> None:
-    """Seed every generator, set determinism and the memory budget.
+    """Seed every generator, set determinism, Triton's cache and the memory budget.
 
     Raises:
         ConfigError: a memory budget without a GPU, or above what the GPU has.
@@ -65,6 +65,8 @@ def prepare_process(config: Config, device: torch.device) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.trainer.deterministic)
+    if device.type == "cuda":
+        _keep_triton_cache()
     if config.memory_budget_gib is None:
         return
     if device.type != "cuda":
@@ -76,3 +78,15 @@ def prepare_process(config: Config, device: torch.device) -> None:
             f"use a value above 0 and up to {total:.0f}",
         )
     torch.cuda.set_per_process_memory_fraction(config.memory_budget_gib / total, device)
+
+
+def _keep_triton_cache() -> None:
+    """Hold this process to Triton's own cache (TRITON_CACHE_DIR, or its default).
+
+    Inductor sets TRITON_CACHE_DIR to a directory of its own with the first kernel that it builds. In a step with
+    a compiled loss that is after the model's forward pass: FLA would then look for its backward kernels in an
+    empty cache and tune them for minutes, though they were tuned before.
+    """
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
