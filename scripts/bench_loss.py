@@ -8,10 +8,11 @@ from linrnn.config.schema import BenchLossConfig
 
 
 def main(config: BenchLossConfig) -> None:
-    from linrnn.loss_benchmark import run_benchmark
+    from linrnn.loss_benchmark import report_set, run_benchmark
 
-    run_benchmark(config, shlex.join(["python", "scripts/bench_loss.py", *sys.argv[1:]]), say=print)
-    print(f"wrote {config.output}")
+    if config.measure:
+        run_benchmark(config, shlex.join(["python", "scripts/bench_loss.py", *sys.argv[1:]]), say=print)
+    print("wrote " + ", ".join(str(path) for path in report_set(config)))
 
 
 if __name__ == "__main__":

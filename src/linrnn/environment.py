@@ -20,6 +20,8 @@ PACKAGES = (
     "flash-linear-attention",
     "liger-kernel",
     "cut-cross-entropy",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
     "transformers",
     "tokenizers",
     "datasets",

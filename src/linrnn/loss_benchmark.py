@@ -1,85 +1,39 @@
-"""The loss layer alone, forward and backward: all backends interleaved in one process, against one reference.
+"""The loss layer alone: all backends interleaved in one process, forward, forward + backward, memory and errors.
 
-A GPU's clock drifts by 10-15 % from day to day, so a time alone means little. Every round runs every
-entry once, in shuffled order, on the same tensors; an entry's figure is the median over rounds of its
-time divided by the reference's time in that round, with a bootstrap interval. The reference is entered
-twice under two names: a ratio inside the second one's interval is noise. Errors and memory are taken in
-passes of their own. Each call starts with an idle device, so that times include the launches.
+A GPU's clock drifts by 10-15 % from day to day, so a time alone means little. Every round runs every entry and the
+products once, in shuffled order, on the same tensors; an entry's figure is the median over rounds of its time divided
+by torch.compile's (or the product's) in that round, with a bootstrap interval. torch.compile is entered twice under two
+names: a ratio inside the second one's interval is noise. Errors and memory are taken in passes of their own. Rows are
+written after every backend's errors, and again while the rounds go on, so that little is lost with the process.
 """
 
-import json
+import datetime
 import random
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from linrnn.config import load_config
+from linrnn import loss_timing as timing
 from linrnn.config.schema import BenchLossConfig, LossConfig
 from linrnn.environment import describe_environment
-from linrnn.errors import ConfigError, LinrnnError, OutOfMemoryError, UnsupportedError
-from linrnn.loss_problems import (
-    KINDS,
-    Problem,
-    Shape,
-    Truth,
-    make_problem,
-    parse_shape,
-    relative_error,
-    truth_of,
-)
+from linrnn.errors import LinrnnError, UnsupportedError
+from linrnn.loss_problems import Problem, Solution, fp32_logits_of, relative_error, truth_of
+from linrnn.loss_report import table, write_report
+from linrnn.loss_rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_path
+from linrnn.loss_sets import BASELINE, Setting, chosen_set, entries_of, reported_set, results_directory, settings_of
 from linrnn.losses import LossBackend, build_loss
 from linrnn.runtime import resolve_device
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MIB = 2**20
-_PRODUCT_ROWS = 4096
-_ROTATING_PROBLEMS = 4
+_ROTATING_PROBLEMS = 4  # sets of inputs, where one of them would stay in the L2 cache
 _RESAMPLES = 2000
-_CLOCK_EVERY = 10  # rounds
-_CLOCKS = {
-    "sm_mhz": "clocks.sm",
-    "memory_mhz": "clocks.mem",
-    "watts": "power.draw",
-    "celsius": "temperature.gpu",
-}
-
-
-@dataclass
-class Row:
-    """One backend on one problem: what the JSON file holds.
-
-    Times are medians in ms; `ratio` is to the reference, `products` to one N x D x V product, both by round.
-    `extra_mib` is the peak above what was allocated before the call, the two gradients included, and
-    `beyond_gradients_mib` without them (null on a CPU). Errors are relative to fp64 on the same tensors.
-    """
-
-    shape: str
-    n: int
-    d: int
-    v: int
-    logits: str
-    backend: str
-    status: str = "ok"  # ok | unsupported | out_of_memory | failed
-    reason: str = ""
-    forward_ms: float | None = None
-    backward_ms: float | None = None
-    total_ms: float | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    products: float | None = None
-    extra_mib: float | None = None
-    beyond_gradients_mib: float | None = None
-    loss_nats: float | None = None
-    loss_error: float | None = None
-    hidden_gradient_error: float | None = None
-    weight_gradient_error: float | None = None
+_SAVE_EVERY = 10  # rounds
 
 
 @dataclass
@@ -89,233 +43,271 @@ class Entry:
     row: Row
     loss: LossBackend
     forward_ms: list[float] = field(default_factory=list)
-    backward_ms: list[float] = field(default_factory=list)
-
-    def total_ms(self) -> np.ndarray:
-        return np.add(self.forward_ms, self.backward_ms)
+    forward_backward_ms: list[float] = field(default_factory=list)
+    graph_ms: list[float] = field(default_factory=list)
 
 
 def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], None]) -> list[Row]:
-    """Measure every backend on every shape and kind of logits; write `config.output` after each.
+    """Measure every backend on every problem; rows go to `results_directory(config)`, one file per shape.
 
     Args:
         config: see configs/bench_loss.yaml.
         command: the command line, for the record.
         say: shows text to the user.
 
+    Returns:
+        The rows of this run.
+
     Raises:
-        ConfigError: an unknown shape, kind of logits, backend or option.
-        UnsupportedError, OutOfMemoryError: the reference cannot run; of others, the row gives the reason.
+        ConfigError: an unknown set, shape, kind of logits, backend or option.
     """
-    shapes = [parse_shape(text) for text in config.shapes]
-    if unknown := sorted(set(config.logits) - set(KINDS)):
-        raise ConfigError(f"logits: {', '.join(unknown)} is no kind of logits", f"choose from {', '.join(KINDS)}")
-    losses = {text: parse_loss(text) for text in (config.reference, *config.backends)}
-    again = f"{config.reference} (again)"
-    losses = {config.reference: losses[config.reference], again: losses[config.reference]} | losses
-    device = resolve_device(config.device)
-
-    record = {"command": command, "config": asdict(config), "environment": describe_environment()}
-    rows: list[Row] = []
-    clocks: list[dict[str, Any]] = []
-    for shape in shapes:
-        for kind in config.logits:
-            say(f"{shape.name} ({shape.n} x {shape.d} x {shape.v}), {kind}, {config.dtype}, {device.type}")
-            measured, readings = _measure(config, losses, shape, kind, device)
-            rows += measured
-            clocks += readings
-            _write(Path(config.output), record | {"rows": [asdict(row) for row in rows], "clocks": clocks})
-            say(table(measured))
-    return rows
-
-
-def parse_loss(text: str) -> LossConfig:
-    """`name [option=value …]`, as in `liger accumulate=fp32`."""
-    name, *options = text.split()
-    return load_config([f"loss={name}", *(f"loss.{option}" for option in options)]).loss
+    chosen, directory, device = chosen_set(config), results_directory(config), resolve_device(config.device)
+    losses, settings = entries_of(chosen), settings_of(config, chosen)
+    now = datetime.datetime.now(datetime.UTC)
+    run_id = f"{now:%Y%m%dT%H%M%S.%f}"
+    run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
+    append_run(directory, run)
+    measured: list[Row] = []
+    for number, setting in enumerate(settings, start=1):
+        torch._dynamo.reset()  # compiled graphs for this setting alone, far from the recompile limit
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        built: dict[str, LossBackend] = {}
+        for kind in chosen.logits:
+            shape = setting.shape
+            title = f"{shape.name} ({shape.n} x {shape.d} x {shape.v}), {kind}, {setting.dtype}, gradients "
+            title = f"[{number}/{len(settings)}] {title}{setting.gradients}, {device.type}"
+            if config.resume and _is_measured(setting, kind, losses, directory, run):
+                say(f"{title}: measured already by this commit and these versions")
+                continue
+            say(title)
+            bench = Bench(config, setting, kind, losses, built, device, directory, run_id, say)
+            measured += bench.measure()
+            say(table(bench.rows))
+    return measured
 
 
-def _measure(
-    config: BenchLossConfig, losses: dict[str, LossConfig], shape: Shape, kind: str, device: torch.device
-) -> tuple[list[Row], list[dict[str, Any]]]:
-    """All backends on one problem: errors (which warms up), memory, then the timed rounds."""
-    torch._dynamo.reset()  # a compiled graph for this shape alone, far from the recompile limit
-    torch.cuda.empty_cache()
-    dtype = _DTYPES[config.dtype]
-    problem = make_problem(shape, kind, dtype, device, config.seed)
-    truth = truth_of(problem)
-    rows, entries = [], []
-    for label, loss_config in losses.items():
-        row = Row(shape.name, shape.n, shape.d, shape.v, kind, label)
-        rows.append(row)
+def report_set(config: BenchLossConfig) -> list[Path]:
+    """Write table and plot of what was measured of the set, in this run or earlier; returns their paths.
+
+    Raises:
+        DataError: nothing was, or a file is damaged.
+    """
+    (name, chosen), directory = reported_set(config), results_directory(config)
+    rows = []
+    for setting in settings_of(config, chosen):
+        measured = {row.key: row for row in read_rows(rows_path(directory, setting.shape.name))}
+        for kind in chosen.logits:
+            wanted = [setting.row(kind, text, "", loss).key for text, loss in entries_of(chosen).items()]
+            bar = setting.row(kind, BAR, "").key
+            rows += [measured[key] for key in (bar, *wanted) if key in measured]
+    return write_report(rows, read_runs(directory), directory, name)
+
+
+def _is_measured(
+    setting: Setting, kind: str, losses: dict[str, LossConfig], directory: Path, run: dict[str, Any]
+) -> bool:
+    """Whether every entry has a finished row that the same code, versions and GPU made."""
+    runs = read_runs(directory)
+    rows = {row.key: row for row in read_rows(rows_path(directory, setting.shape.name))}
+    for text, loss in losses.items():
+        row = rows.get(setting.row(kind, text, "", loss).key)
+        if row is None or row.status == "started" or row.run not in runs:
+            return False
+        if runs[row.run]["environment"] != run["environment"] or (run["environment"]["git"] or {}).get("dirty"):
+            return False
+    return True
+
+
+@dataclass
+class Bench:
+    """All backends on one problem: errors (which warms up) and memory of each, then the timed rounds."""
+
+    config: BenchLossConfig
+    setting: Setting
+    kind: str
+    losses: dict[str, LossConfig]
+    built: dict[str, LossBackend]  # those that the other problems of this setting have built
+    device: torch.device
+    directory: Path
+    run: str
+    say: Callable[[str], None]
+    rows: list[Row] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    def measure(self) -> list[Row]:
+        problem = self.setting.problem(self.kind, self.device, self.config.seed)
+        truth = truth_of(problem)
+        bar = self._bar(problem, truth)
+        for text, loss_config in self.losses.items():
+            row = self.setting.row(self.kind, text, self.run, loss_config)
+            self.rows.append(row)
+            begin = time.perf_counter()
+            try:
+                if text not in self.built:
+                    self.built[text] = build_loss(loss_config, device=self.device, dtype=problem.compute_dtype)
+                _record_errors(row, self.built[text], problem, truth, bar, self.config.warmup)
+                _record_memory(row, self.built[text], problem)
+            except Exception as error:  # a backend's failure is a result
+                _refuse(row, error)
+            else:
+                self.entries.append(Entry(row, self.built[text]))
+            problem.clear_gradients()
+            seconds = time.perf_counter() - begin
+            self.say(f"  {row.label}: {row.reason if row.reason else f'errors and memory in {seconds:.1f} s'}")
+            self._save()
+        del truth
+        self._run_rounds(self._rotation(problem))
+        for entry in self.entries:
+            entry.row.status = "ok"
+        self._save()
+        return self.rows
+
+    def _bar(self, problem: Problem, truth: Solution) -> Row:
+        """The row of true fp32 logits: errors alone, its time means nothing."""
+        row = self.setting.row(self.kind, BAR, self.run)
+        self.rows.append(row)
+        _compare(row, fp32_logits_of(problem), truth)
+        row.de_err_ratio = row.dc_err_ratio = 1.0
+        row.status = "ok"
+        return row
+
+    def _save(self) -> None:
+        merge_rows(rows_path(self.directory, self.setting.shape.name), self.rows)
+
+    def _rotation(self, problem: Problem) -> list[Problem]:
+        seeds = range(self.config.seed + 1, self.config.seed + _ROTATING_PROBLEMS) if timing.fits_cache(problem) else []
+        return [problem, *(self.setting.problem(self.kind, self.device, seed) for seed in seeds)]
+
+    def _run_rounds(self, problems: list[Problem]) -> None:
+        """Every entry's forward pass, its step, its graph, and the products once a round, in shuffled order."""
+        shuffle = random.Random(self.config.seed).shuffle
+        products = [timing.Products(problem) for problem in problems]
+        graphs = {id(entry): self._graphs(entry, problems) for entry in self.entries}
+        one_ms: list[float] = []
+        three_ms: list[float] = []
+        clocks: list[dict[str, float]] = []
+        begin = time.perf_counter()
+        for index in range(self.config.rounds):
+            turn = index % len(problems)
+            problem = problems[turn]
+            jobs: list[tuple[list[float], Callable[[], object]]] = [
+                (one_ms, products[turn].one),
+                (three_ms, products[turn].three),
+            ]
+            for entry in self.entries:
+                jobs.append((entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
+                jobs.append((entry.forward_backward_ms, partial(timing.step, entry.loss, problem)))
+                if graphs[id(entry)]:
+                    jobs.append((entry.graph_ms, graphs[id(entry)][turn].replay))
+            shuffle(jobs)
+            for times, job in jobs:
+                times.append(timing.time_ms(job, self.device))
+                problem.clear_gradients()
+            if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
+                if reading := timing.read_clocks(self.device):
+                    clocks.append(reading)
+                for entry in self.entries:
+                    record_times(entry, self._baseline(), np.array(one_ms), np.array(three_ms), self.config.seed)
+                    _record_clocks(entry.row, clocks)
+                self._save()
+                left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
+                self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+
+    def _baseline(self) -> Entry | None:
+        return next((entry for entry in self.entries if entry.row.backend == BASELINE), None)
+
+    def _graphs(self, entry: Entry, problems: list[Problem]) -> list[torch.cuda.CUDAGraph]:
+        """The step of each set of inputs as a CUDA graph, where launches may matter and the backend can be captured."""
+        if len(problems) == 1 or not entry.loss.capturable:
+            return []
         try:
-            entry = Entry(row, build_loss(loss_config, device=device, dtype=dtype))
-            _record_errors(entry, problem, truth, config.warmup)
-        except Exception as error:
-            _refuse(row, error, is_reference=label == config.reference)
-        else:
-            entries.append(entry)
-    del truth
-    for entry in entries:
-        _record_memory(entry, problem)
-    problems = [problem]
-    if _fits_cache(problem):
-        seeds = range(config.seed + 1, config.seed + _ROTATING_PROBLEMS)
-        problems += [make_problem(shape, kind, dtype, device, seed) for seed in seeds]
-    product_ms, clocks = _run_rounds(entries, problems, config)
-    for entry in entries:
-        _record_times(entry, entries[0], product_ms, config.seed)
-    return rows, [{"shape": shape.name, "logits": kind, **reading} for reading in clocks]
+            return [timing.capture(entry.loss, problem) for problem in problems]
+        except RuntimeError as error:
+            entry.row.reason = f"no CUDA graph: {_first_line(error)}"
+            return []
 
 
-def _refuse(row: Row, error: Exception, is_reference: bool) -> None:
-    """Turn a backend's failure into its row; the reference's ends the benchmark."""
-    out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    if is_reference and out_of_memory:
-        raise OutOfMemoryError(
-            f"the reference {row.backend} runs out of memory at {row.shape}",
-            "choose a smaller shape, or a leaner reference=…",
-        ) from error
-    if is_reference:
-        raise error
+# ------------------------------------------------------------------------------------------------- filling a row
+def _refuse(row: Row, error: Exception) -> None:
+    """Turn a backend's failure into its row."""
     row.status = "failed"
     if isinstance(error, UnsupportedError):
         row.status = "unsupported"
-    elif out_of_memory:
+    elif isinstance(error, torch.OutOfMemoryError):
         row.status = "out_of_memory"
-    text = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {error}"
+    text = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {_first_line(error)}"
     row.reason = text.strip().splitlines()[0]
 
 
-# ----------------------------------------------------------------------------------------- one call, measured
-class _Stamp:
-    """A moment: a CUDA event on a GPU, the host's clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self.event is None:
-            self.seconds = time.perf_counter()
-        else:
-            self.event.record()
-
-    def ms_until(self, later: "_Stamp") -> float:
-        if self.event is None or later.event is None:
-            return 1e3 * (later.seconds - self.seconds)
-        return self.event.elapsed_time(later.event)
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
-def _call(loss: LossBackend, problem: Problem) -> tuple[torch.Tensor, float, float]:
-    """Forward and backward of the mean loss, from an idle device: (loss, forward ms, backward ms)."""
+def _compare(row: Row, got: Solution, truth: Solution) -> None:
+    row.loss_nats = got.loss
+    row.loss_err = abs(got.loss - truth.loss) / truth.loss
+    row.de_err = relative_error(got.hidden_ND, truth.hidden_ND)
+    row.dc_err = relative_error(got.weight_VD, truth.weight_VD)
+
+
+def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> None:
+    """Warm up (compiling and tuning happen here), compare a call with the truth, and a second call with the first."""
+    begin = time.perf_counter()
+    for call in range(warmup):
+        timing.step(loss, problem)
+        timing.evaluate(loss, problem)
+        timing.synchronize(problem.device)
+        row.first_call_s = row.first_call_s if call else time.perf_counter() - begin
+    first = Solution(timing.step(loss, problem).item(), *problem.gradients())
+    _compare(row, first, truth)
+    assert row.de_err is not None
+    assert row.dc_err is not None
+    if bar.de_err and bar.dc_err:  # 0 where nothing is rounded, in fp32 on tiny problems
+        row.de_err_ratio, row.dc_err_ratio = row.de_err / bar.de_err, row.dc_err / bar.dc_err
+    second = Solution(timing.step(loss, problem).item(), *problem.gradients())
+    row.deterministic = (
+        first.loss == second.loss
+        and torch.equal(first.hidden_ND, second.hidden_ND)
+        and torch.equal(first.weight_VD, second.weight_VD)
+    )
+
+
+def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
     problem.clear_gradients()
-    device = problem.labels_N.device
-    _synchronize(device)
-    begin = _Stamp(device)
-    mean_nats = loss(problem.hidden_ND, problem.weight_VD, problem.labels_N).sum_nats / len(problem.labels_N)
-    middle = _Stamp(device)
-    mean_nats.backward()
-    end = _Stamp(device)
-    _synchronize(device)
-    return mean_nats.detach(), begin.ms_until(middle), middle.ms_until(end)
-
-
-def _product_ms(problem: Problem, buffer: torch.Tensor) -> float:
-    """One N x D x V product, the unit of `Row.products`: blocks of 4096 rows into one buffer."""
-    device = problem.labels_N.device
-    _synchronize(device)
-    begin = _Stamp(device)
-    with torch.no_grad():
-        for block in problem.hidden_ND.split(_PRODUCT_ROWS):
-            torch.mm(block, problem.weight_VD.T, out=buffer[: len(block)])
-    end = _Stamp(device)
-    _synchronize(device)
-    return begin.ms_until(end)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _read_clocks(device: torch.device) -> dict[str, float] | None:
-    """Clocks, power and temperature of the GPU; None on a CPU or where nvidia-smi does not answer."""
-    if device.type != "cuda":
-        return None
-    card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    query = ["nvidia-smi", card, f"--query-gpu={','.join(_CLOCKS.values())}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        return dict(zip(_CLOCKS, map(float, answer.split(",")), strict=True))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-
-
-def _fits_cache(problem: Problem) -> bool:
-    """Whether the tensors may still lie in a GPU's L2 cache when the next call starts."""
-    device = problem.labels_N.device
-    return device.type == "cuda" and problem.gradient_bytes < 2 * torch.cuda.get_device_properties(device).L2_cache_size
-
-
-# ------------------------------------------------------------------------------------------------- the passes
-def _record_errors(entry: Entry, problem: Problem, truth: Truth, warmup: int) -> None:
-    """Warm up (compiling and tuning happen here) and compare the last call with the truth."""
-    for _ in range(warmup):
-        loss, _, _ = _call(entry.loss, problem)
-    assert problem.hidden_ND.grad is not None
-    assert problem.weight_VD.grad is not None
-    row = entry.row
-    row.loss_nats = loss.item()
-    row.loss_error = abs(row.loss_nats - truth.loss) / truth.loss
-    row.hidden_gradient_error = relative_error(problem.hidden_ND.grad, truth.hidden_ND)
-    row.weight_gradient_error = relative_error(problem.weight_VD.grad, truth.weight_VD)
-
-
-def _record_memory(entry: Entry, problem: Problem) -> None:
-    device = problem.labels_N.device
-    if device.type != "cuda":
-        return
+    whole = timing.peak_bytes(lambda: timing.step(loss, problem), problem.device)
     problem.clear_gradients()
-    _synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    _call(entry.loss, problem)
-    extra = torch.cuda.max_memory_allocated(device) - before
-    entry.row.extra_mib = extra / _MIB
-    entry.row.beyond_gradients_mib = (extra - problem.gradient_bytes) / _MIB
+    alone = timing.peak_bytes(lambda: timing.evaluate(loss, problem), problem.device)
+    if whole is not None and alone is not None:
+        row.extra_mib, row.forward_extra_mib = (whole - problem.gradient_bytes) / _MIB, alone / _MIB
 
 
-def _run_rounds(
-    entries: list[Entry], problems: list[Problem], config: BenchLossConfig
-) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Every entry and the product once a round, in shuffled order: (ms of the product, clock readings)."""
-    shuffle = random.Random(config.seed).shuffle
-    first = problems[0]
-    buffer = first.hidden_ND.new_empty(min(_PRODUCT_ROWS, len(first.labels_N)), len(first.weight_VD))
-    product_ms, clocks = [], []
-    for index in range(config.rounds):
-        if index % _CLOCK_EVERY == 0 and (reading := _read_clocks(first.labels_N.device)):
-            clocks.append({"round": index, **reading})
-        problem = problems[index % len(problems)]
-        order: list[Entry | None] = [*entries, None]
-        shuffle(order)
-        for entry in order:
-            if entry is None:
-                product_ms.append(_product_ms(problem, buffer))
-                continue
-            _, forward_ms, backward_ms = _call(entry.loss, problem)
-            entry.forward_ms.append(forward_ms)
-            entry.backward_ms.append(backward_ms)
-        problem.clear_gradients()
-    return np.array(product_ms), clocks
-
-
-def _record_times(entry: Entry, reference: Entry, product_ms: np.ndarray, seed: int) -> None:
-    row, ratios = entry.row, entry.total_ms() / reference.total_ms()
+def record_times(entry: Entry, baseline: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int) -> None:
+    """Medians and ratios of the rounds so far; ratios are taken round by round."""
+    row, total_ms = entry.row, np.array(entry.forward_backward_ms)
+    row.rounds = len(total_ms)
     row.forward_ms = float(np.median(entry.forward_ms))
-    row.backward_ms = float(np.median(entry.backward_ms))
-    row.total_ms = float(np.median(entry.total_ms()))
-    row.ratio = float(np.median(ratios))
-    row.ratio_low, row.ratio_high = bootstrap_interval(ratios, seed)
-    row.products = float(np.median(entry.total_ms() / product_ms))
+    quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
+    row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
+    row.ratio_to_product = float(np.median(total_ms / one_ms))
+    row.ratio_to_product_low, row.ratio_to_product_high = bootstrap_interval(total_ms / one_ms, seed)
+    row.ratio_to_three_products = float(np.median(total_ms / three_ms))
+    row.forward_ratio_to_product = float(np.median(np.array(entry.forward_ms) / one_ms))
+    if entry.graph_ms:
+        row.graph_ms = float(np.median(entry.graph_ms))
+    if baseline is None:
+        return
+    ratios = total_ms / np.array(baseline.forward_backward_ms)
+    row.ratio_to_compiled = float(np.median(ratios))
+    row.ratio_to_compiled_low, row.ratio_to_compiled_high = bootstrap_interval(ratios, seed)
+    if entry.graph_ms and baseline.graph_ms:
+        row.graph_ratio_to_compiled = float(np.median(np.array(entry.graph_ms) / np.array(baseline.graph_ms)))
+
+
+def _record_clocks(row: Row, clocks: list[dict[str, float]]) -> None:
+    if clocks:
+        row.sm_mhz = float(np.median([reading["sm_mhz"] for reading in clocks]))
+        row.watts = float(np.median([reading["watts"] for reading in clocks]))
 
 
 def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
@@ -323,43 +315,3 @@ def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
     samples = np.random.default_rng(seed).choice(values, size=(_RESAMPLES, len(values)))
     low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
     return float(low), float(high)
-
-
-# ----------------------------------------------------------------------------------------------------- report
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "backend": lambda row: row.backend,
-    "ms": lambda row: _number(row.total_ms, ".2f"),
-    "forward": lambda row: _number(row.forward_ms, ".2f"),
-    "backward": lambda row: _number(row.backward_ms, ".2f"),
-    "ratio": lambda row: _number(row.ratio, ".3f"),
-    "95 %": lambda row: f"{_number(row.ratio_low, '.3f')}-{_number(row.ratio_high, '.3f')}",
-    "products": lambda row: _number(row.products, ".2f"),
-    "extra MiB": lambda row: _number(row.extra_mib, ".0f"),
-    "beyond grads": lambda row: _number(row.beyond_gradients_mib, ".0f"),
-    "loss": lambda row: _number(row.loss_nats, ".4f"),
-    "loss err": lambda row: _number(row.loss_error, ".1e"),
-    "dE err": lambda row: _number(row.hidden_gradient_error, ".1e"),
-    "dC err": lambda row: _number(row.weight_gradient_error, ".1e"),
-}
-
-
-def table(rows: list[Row]) -> str:
-    """Rows of one problem as aligned text; those that did not run stand below with the reason."""
-    ran = [row for row in rows if row.status == "ok"]
-    cells = [list(_COLUMNS), *([column(row) for column in _COLUMNS.values()] for row in ran)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
-        for line in cells
-    ]
-    lines += [f"{row.backend.ljust(widths[0])}  {row.status}: {row.reason}" for row in rows if row not in ran]
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")

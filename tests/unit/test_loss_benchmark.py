@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its problems' truth, and a whole run at a tiny shape."""
+"""The benchmark's arithmetic, its problems' truth, its files, and whole runs at tiny shapes."""
 
 import json
 
@@ -7,27 +7,35 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrnn import loss_benchmark
+from linrnn import loss_benchmark, loss_sets
 from linrnn.config import load_config
-from linrnn.errors import ConfigError, OutOfMemoryError, UnsupportedError
-from linrnn.loss_benchmark import Entry, Row, bootstrap_interval, parse_loss, run_benchmark, table
-from linrnn.loss_problems import SHAPES, Shape, make_problem, parse_shape, relative_error, truth_of
+from linrnn.errors import ConfigError, DataError
+from linrnn.loss_benchmark import Entry, bootstrap_interval, record_times, report_set, run_benchmark
+from linrnn.loss_problems import SHAPES, Shape, fp32_logits_of, make_problem, parse_shape, relative_error, truth_of
+from linrnn.loss_report import sweep_axis, table, write_report
+from linrnn.loss_rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, slug, winners
+from linrnn.loss_sets import parse_loss
 from linrnn.losses import build_loss
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)
 
 
+@pytest.fixture
+def eager_baseline(monkeypatch):
+    """Eager torch in the place of torch.compile, which takes ten seconds."""
+    for module in (loss_sets, loss_benchmark):
+        monkeypatch.setattr(module, "BASELINE", "standard")
+
+
 def configure(*overrides, tmp_path):
-    base = [
-        "shapes=[60x16x90]",
-        "reference=standard",
-        "rounds=3",
-        "warmup=1",
-        "device=cpu",
-        f"output={tmp_path}/b.json",
-    ]
+    base = ["shapes=[60x16x90]", "rounds=3", "warmup=1", "device=cpu", f"results_dir={tmp_path}"]
     return load_config([*base, *overrides], "bench_loss")
+
+
+def make_row(backend="cce_kahan", workspace_mib=None, **values):
+    fixed = {"shape": "s", "n": 8, "d": 4, "v": 16, "dtype": "bf16", "gradients": "bf16", "logits": "flat"}
+    return Row(**(fixed | {"backend": backend, "workspace_mib": workspace_mib, "status": "ok"} | values))
 
 
 # --------------------------------------------------------------------------------------------------- problems
@@ -70,7 +78,7 @@ def test_frequent_labels_are_not_the_first_entries_of_the_vocabulary():
 
 
 def test_the_truth_is_what_fp64_autograd_gives(monkeypatch):
-    monkeypatch.setattr("linrnn.loss_problems._TRUTH_ROWS", 64)
+    monkeypatch.setattr("linrnn.loss_problems._BLOCK_ROWS", 64)
     problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0)
     truth = truth_of(problem)
     h, w = (
@@ -85,26 +93,58 @@ def test_the_truth_is_what_fp64_autograd_gives(monkeypatch):
 
 
 def test_relative_error_is_the_frobenius_norm_of_the_difference(monkeypatch):
-    monkeypatch.setattr("linrnn.loss_problems._TRUTH_ROWS", 1)
+    monkeypatch.setattr("linrnn.loss_problems._BLOCK_ROWS", 1)
     true = torch.randn(50, 3, dtype=torch.float64)
     assert relative_error(1.01 * true, true) == pytest.approx(0.01)
 
 
+def test_the_bar_is_exact_but_for_the_rounding_of_softmax_minus_onehot_and_of_the_gradients():
+    exact = make_problem(TINY, "peaked", torch.float32, CPU, 0)
+    truth, bar = truth_of(exact), fp32_logits_of(exact)
+    assert relative_error(bar.weight_VD, truth.weight_VD) < 1e-6
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0, dtype)
+        truth, bar = truth_of(problem), fp32_logits_of(problem)
+        assert bar.hidden_ND.dtype == dtype
+        assert bar.loss == pytest.approx(truth.loss, rel=1e-6)
+        errors[dtype] = relative_error(bar.hidden_ND, truth.hidden_ND)
+    assert 3e-4 < errors[torch.float32] < errors[torch.bfloat16] < 4e-3  # bf16 rounds by 2^-9 at most
+
+
+def test_leaves_of_fp32_hold_the_values_of_the_products_dtype():
+    rounded, wide = (make_problem(TINY, "flat", torch.bfloat16, CPU, 0, dtype) for dtype in (None, torch.float32))
+    assert wide.weight_VD.dtype == torch.float32
+    assert torch.equal(wide.weight_VD, rounded.weight_VD.float())
+    assert wide.gradient_bytes == 2 * rounded.gradient_bytes
+
+
 # ------------------------------------------------------------------------------------------------- arithmetic
-def entry(forward, backward):
+def entry(backend, *forward_backward_ms):
     loss = build_loss(parse_loss("standard"), device=CPU)
-    return Entry(Row("s", 1, 1, 1, "flat", "standard"), loss, forward, backward)
+    times = list(forward_backward_ms)
+    return Entry(make_row(backend), loss, [time / 4 for time in times], times)
 
 
 def test_ratios_are_taken_round_by_round():
-    reference = entry([1.0, 10.0, 100.0], [1.0, 10.0, 100.0])
-    slower = entry([2.0, 10.0, 500.0], [2.0, 30.0, 100.0])  # 2, 2 and 3 times as long
-    loss_benchmark._record_times(slower, reference, product_ms=np.array([1.0, 5.0, 100.0]), seed=0)
+    baseline, slower = entry("compiled", 2.0, 20.0, 200.0), entry("slower", 4.0, 40.0, 600.0)  # 2, 2, 3 times as long
+    record_times(slower, baseline, np.array([1.0, 5.0, 100.0]), np.array([4.0, 4.0, 300.0]), seed=0)
     row = slower.row
-    assert row.ratio == 2
-    assert 2 == row.ratio_low <= row.ratio_high == 3
-    assert (row.forward_ms, row.backward_ms, row.total_ms) == (10, 30, 40)
-    assert row.products == 6  # of 4, 8 and 6
+    assert row.ratio_to_compiled == 2
+    assert row.ratio_to_compiled_low == 2
+    assert row.ratio_to_compiled_high == 3
+    assert (row.forward_ms, row.forward_backward_ms, row.rounds) == (10, 40, 3)
+    assert (row.forward_backward_ms_q25, row.forward_backward_ms_q75) == (22, 320)
+    assert row.ratio_to_product == 6  # of 4, 8 and 6
+    assert row.ratio_to_three_products == 2  # of 1, 10 and 2
+    assert row.forward_ratio_to_product == 1.5
+
+
+def test_without_a_baseline_there_is_no_ratio_to_it():
+    alone = entry("standard", 1.0, 2.0)
+    record_times(alone, None, np.ones(2), np.ones(2), seed=0)
+    assert alone.row.ratio_to_compiled is None
+    assert alone.row.ratio_to_product == 1.5
 
 
 def test_the_bootstrap_interval_holds_the_median_and_shrinks_with_the_rounds():
@@ -115,36 +155,171 @@ def test_the_bootstrap_interval_holds_the_median_and_shrinks_with_the_rounds():
     assert bootstrap_interval(np.full(5, 1.5), seed=0) == (1.5, 1.5)
 
 
-# -------------------------------------------------------------------------------------------------- whole run
-def test_a_run_writes_rows_of_all_backends_and_the_reference_twice(tmp_path):
-    config = configure("backends=[liger,'cce_kahan accumulate=fp32']", tmp_path=tmp_path)
+def test_crossovers_are_where_the_ratio_passes_one():
+    assert crossovers([1, 2, 4], [3.0, 2.0, 1.5]) == []
+    (up,) = crossovers([100, 10_000], [2.0, 0.5])
+    assert up.size == pytest.approx(1000)
+    assert up.faster_above
+    down, again = crossovers([1, 2, 4], [0.9, 1.2, 0.8])
+    assert (down.faster_above, again.faster_above) == (False, True)
+    assert 1 < down.size < 2 < again.size < 4
+    (at,) = crossovers([1, 2, 4], [2.0, 1.0, 0.5])
+    assert at.size == 2
+
+
+def test_the_winner_is_the_fastest_that_ran_and_not_the_baseline_again():
+    rows = [
+        make_row("compiled", ratio_to_compiled=1.0),
+        make_row("compiled (again)", ratio_to_compiled=0.5),
+        make_row("liger", ratio_to_compiled=0.9),
+        make_row("fla", status="failed"),
+        make_row("fla", ratio_to_compiled=2.0, logits="peaked"),
+    ]
+    best = winners(rows)
+    assert [(problem[-1], row.backend) for problem, row in best.items()] == [("flat", "liger"), ("peaked", "fla")]
+
+
+# ------------------------------------------------------------------------------------------------------- files
+def test_rows_of_another_run_stay_unless_they_are_measured_anew(tmp_path):
+    path = tmp_path / "deep" / "s.json"
+    merge_rows(path, [make_row(forward_ms=1.0), make_row(workspace_mib=128, forward_ms=2.0), make_row("fla")])
+    merge_rows(path, [make_row(workspace_mib=128, forward_ms=3.0), make_row(logits="peaked")])
+    rows = read_rows(path)
+    assert [(row.label, row.logits, row.forward_ms) for row in rows] == [
+        ("cce_kahan", "flat", 1.0),
+        ("cce_kahan workspace_mib=128", "flat", 3.0),
+        ("fla", "flat", None),
+        ("cce_kahan", "peaked", None),
+    ]
+    assert isinstance(json.loads(path.read_text()), list)
+
+
+def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text('[{"shape": "s"}]')
+    with pytest.raises(DataError, match=r"s\.json"):
+        merge_rows(path, [make_row()])
+    assert path.read_text() == '[{"shape": "s"}]'
+
+
+def test_a_device_name_becomes_a_directory():
+    assert slug("NVIDIA H200") == "nvidia_h200"
+    assert slug("NVIDIA RTX 6000 Ada (x2)") == "nvidia_rtx_6000_ada_x2"
+
+
+# ------------------------------------------------------------------------------------------------------- reports
+def test_an_axis_is_what_three_shapes_alone_differ_in():
+    assert sweep_axis([make_row(v=v) for v in (1, 2, 3)]) == "v"
+    assert sweep_axis([make_row(n=n) for n in (1, 2, 3)]) == "n"
+    assert sweep_axis([make_row(v=v) for v in (1, 2)]) is None
+    assert sweep_axis([make_row(v=v, n=v) for v in (1, 2, 3)]) is None
+
+
+def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
+    rows = []
+    for v, ratio in ((1000, 2.0), (10_000, 2.0), (100_000, 0.5)):
+        rows += [make_row("compiled", v=v, shape=f"v{v}", ratio_to_compiled=1.0, extra_mib=float(v))]
+        rows += [make_row("liger", v=v, shape=f"v{v}", ratio_to_compiled=ratio, extra_mib=3.0)]
+    rows.append(make_row("fla", v=1000, shape="v1000", status="failed", reason="RuntimeError: broken"))
+    markdown, plot = write_report(rows, {}, tmp_path, "vocabulary")
+    text = markdown.read_text()
+    assert "* liger: faster above 31,623" in text
+    assert "* 1,000: compiled" in text
+    assert "* 100,000: liger" in text
+    assert "fla: failed. RuntimeError: broken" in text
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_is_plotted_against_memory_where_there_is_memory(tmp_path):
+    rows = [
+        make_row(b, ratio_to_compiled=r, extra_mib=m) for b, r, m in (("compiled", 1.0, 900.0), ("liger", 2.0, 0.0))
+    ]
+    assert [path.name for path in write_report(rows, {}, tmp_path, "shapes")] == ["shapes.md", "shapes.png"]
+    assert "![shapes](shapes.png)" in (tmp_path / "shapes.md").read_text()
+    on_cpu = [make_row("compiled", ratio_to_compiled=1.0)]
+    assert [path.name for path in write_report(on_cpu, {}, tmp_path, "cpu")] == ["cpu.md"]
+    with pytest.raises(DataError, match="no rows"):
+        write_report([], {}, tmp_path, "shapes")
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eager_baseline):
+    backends = ["liger", "cce_kahan accumulate=fp32 workspace_mib=7", "paper/cce_exact"]
+    config = configure("backends=[" + ",".join(f"'{text}'" for text in backends) + "]", tmp_path=tmp_path)
     said = []
     rows = run_benchmark(config, "the command", said.append)
-    record = json.loads((tmp_path / "b.json").read_text())
-    assert record["command"] == "the command"
-    assert record["environment"]["packages"]["torch"]
-    assert [row["backend"] for row in record["rows"]] == [row.backend for row in rows]
-    assert [(row.backend, row.logits) for row in rows] == [
-        (backend, logits)
-        for logits in ("flat", "peaked")
-        for backend in ("standard", "standard (again)", "liger", "cce_kahan accumulate=fp32")
+    directory = tmp_path / "bench_loss" / "cpu"
+    assert read_rows(directory / "60x16x90.json") == rows
+    (run,) = read_runs(directory).values()
+    assert run["command"] == "the command"
+    assert run["environment"]["packages"]["torch"]
+    assert run["config"]["rounds"] == 3
+    entries = [
+        (BAR, None),
+        ("standard", None),
+        ("standard (again)", None),
+        ("liger", None),
+        ("cce_kahan accumulate=fp32", 7),
+        ("paper/cce_exact", None),
+    ]
+    assert [(row.backend, row.workspace_mib, row.logits) for row in rows] == [
+        (backend, workspace, logits) for logits in ("flat", "peaked") for backend, workspace in entries
     ]
     for row in rows:
+        assert row.run == run["id"]
         if row.backend == "liger":
             assert row.status == "unsupported"
             assert "GPU" in row.reason
-            assert row.ratio is None
+            assert row.ratio_to_compiled is None
+            continue
+        assert row.status == "ok"
+        assert row.loss_err < 1e-2
+        assert 0 < row.dc_err < 2e-2
+        assert row.extra_mib is None
+        if row.backend == BAR:
+            assert (row.de_err_ratio, row.rounds, row.forward_ms) == (1, 0, None)
         else:
-            assert row.status == "ok"
-            assert row.ratio_low <= row.ratio <= row.ratio_high
-            assert row.loss_error < 1e-2
-            assert 0 < row.weight_gradient_error < 2e-2
-            assert row.extra_mib is None
-    assert rows[0].ratio == 1
+            assert row.rounds == 3
+            assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
+            assert row.forward_ms > 0
+            assert row.deterministic
+    assert rows[1].ratio_to_compiled == 1
     assert "liger" in said[-1]
+    (markdown,) = report_set(config)
+    assert markdown.name == "custom.md"
+    assert "cce_kahan accumulate=fp32 workspace_mib=7" in markdown.read_text()
+    assert "the command" in markdown.read_text()
 
 
-def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+def test_torch_compile_is_the_baseline(tmp_path):
+    config = configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path)
+    rows = {row.backend: row for row in run_benchmark(config, "", str)}
+    assert rows["compiled"].ratio_to_compiled == 1
+    assert rows["compiled (again)"].ratio_to_compiled != 1
+    expected = rows["standard"].forward_backward_ms / rows["compiled"].forward_backward_ms
+    assert rows["standard"].ratio_to_compiled == pytest.approx(expected, rel=3)
+
+
+def test_fp32_gradients_keep_what_bf16_ones_round_away(tmp_path, eager_baseline):
+    config = configure("backends=[cce_kahan]", "gradients=[same,fp32]", "logits=[flat]", tmp_path=tmp_path)
+    rows = {(row.gradients, row.backend): row for row in run_benchmark(config, "", str)}
+    assert rows["fp32", "cce_kahan"].dc_err < 0.7 * rows["bf16", "cce_kahan"].dc_err
+    # Eager torch multiplies in bf16, whose product's rounding fp32 leaves do not undo.
+    assert rows["fp32", "standard"].dc_err == pytest.approx(rows["bf16", "standard"].dc_err, rel=0.1)
+
+
+def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, monkeypatch):
+    environment = loss_benchmark.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
+    monkeypatch.setattr(loss_benchmark, "describe_environment", lambda: environment)
+    overrides = ("resume=true", "logits=[flat]")
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 4
+    assert run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str) == []
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_filter]", tmp_path=tmp_path), "", str)) == 4
+    environment = environment | {"git": {"commit": "def", "dirty": False}}
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 4
+
+
+def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):
     def build(config, **options):
         if config.name == "cce_filter":
             raise RuntimeError("kernel exploded\nwith a long trace")
@@ -154,21 +329,30 @@ def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, monk
 
     monkeypatch.setattr(loss_benchmark, "build_loss", build)
     rows = run_benchmark(configure("backends=[cce_filter,fla,cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
-    assert [row.status for row in rows] == ["ok", "ok", "failed", "out_of_memory", "ok"]
-    assert rows[2].reason == "RuntimeError: kernel exploded"
+    assert [row.status for row in rows] == ["ok", "ok", "ok", "failed", "out_of_memory", "ok"]
+    assert rows[3].reason == "RuntimeError: kernel exploded"
     assert "failed: RuntimeError" in table(rows)
 
 
-def test_a_reference_that_cannot_run_ends_the_benchmark(tmp_path, monkeypatch):
-    with pytest.raises(UnsupportedError, match="liger"):
-        run_benchmark(configure("reference=liger", tmp_path=tmp_path), "", str)
+def test_a_baseline_that_cannot_run_costs_the_ratios_alone(tmp_path, monkeypatch):
+    for module in (loss_sets, loss_benchmark):
+        monkeypatch.setattr(module, "BASELINE", "liger")
+    rows = run_benchmark(configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert [row.status for row in rows] == ["ok", "unsupported", "unsupported", "ok"]
+    assert rows[-1].ratio_to_compiled is None
+    assert rows[-1].ratio_to_product > 0
 
-    def exhausted(*_, **__):
-        raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(loss_benchmark, "build_loss", exhausted)
-    with pytest.raises(OutOfMemoryError, match="reference standard"):
-        run_benchmark(configure(tmp_path=tmp_path), "", str)
+def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
+    def killed(self, problems):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loss_benchmark.Bench, "_run_rounds", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    rows = read_rows(tmp_path / "bench_loss" / "cpu" / "60x16x90.json")
+    assert [row.status for row in rows] == ["ok", "started", "started", "started"]
+    assert rows[-1].dc_err > 0
 
 
 @pytest.mark.parametrize(
@@ -176,14 +360,25 @@ def test_a_reference_that_cannot_run_ends_the_benchmark(tmp_path, monkeypatch):
     [
         ("backends=[cce_kahn]", "cce_kahn"),
         ("backends=['standard filter_eps=0.1']", "filter_eps"),
+        ("backends=['quack chunk_size=8']", "no options"),
         ("logits=[spiky]", "spiky"),
+        ("gradients=[fp64]", "fp64"),
         ("shapes=[mvee]", "mvee"),
+        ("set=shape", "set=shape"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         run_benchmark(configure(override, tmp_path=tmp_path), "", str)
-    assert not (tmp_path / "b.json").exists()
+    assert not (tmp_path / "bench_loss").exists()
+
+
+def test_every_set_names_known_shapes_and_backends():
+    config = load_config([], "bench_loss")
+    for name, chosen in config.sets.items():
+        assert [parse_shape(text).name for text in chosen.shapes] == chosen.shapes, name
+        for text in chosen.backends:
+            assert parse_loss(text).name == text.split()[0]
 
 
 def test_a_group_of_another_command_is_refused():
@@ -192,11 +387,15 @@ def test_a_group_of_another_command_is_refused():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_and_clocks_are_measured(tmp_path):
-    overrides = ["device=cuda", "shapes=[2048x256x8192]", "backends=[cce_kahan]", "logits=[flat]"]
-    rows = run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)
-    standard, _, kahan = rows
+def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
+    overrides = ["device=cuda", "shapes=[2048x256x8192]", "backends=[standard,cce_kahan]", "logits=[flat]"]
+    rows = {row.backend: row for row in run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)}
     logits_mib = 2048 * 8192 * 4 / 2**20
-    assert standard.beyond_gradients_mib > logits_mib
+    standard, kahan = rows["standard"], rows["cce_kahan"]
+    assert standard.extra_mib > logits_mib
     assert kahan.extra_mib < standard.extra_mib
-    assert json.loads((tmp_path / "b.json").read_text())["clocks"][0]["sm_mhz"] > 0
+    assert 0 < kahan.forward_extra_mib < kahan.extra_mib
+    assert standard.sm_mhz > 0
+    assert standard.graph_ms > 0  # the inputs fit the L2 cache
+    assert kahan.reason == ""
+    assert kahan.graph_ms > 0

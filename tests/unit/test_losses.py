@@ -26,7 +26,7 @@ from linrnn.config.schema import (
     TorchNativeLossConfig,
 )
 from linrnn.errors import ConfigError, UnsupportedError
-from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names
+from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names, rival_names
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, LossConfig] = {
@@ -196,6 +196,27 @@ def test_strided_hidden_states_give_the_same_result(name):
     torch.testing.assert_close(output.sum_nats, expected.sum_nats)
     torch.testing.assert_close(strided_h, grad_h)
     torch.testing.assert_close(strided_w, grad_w)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_mixed_takes_fp32_tensors_and_returns_fp32_gradients(name):
+    available(name, CPU, torch.bfloat16)
+    case = make_case(torch.float32)
+    rounded = replace(case, hidden=case.hidden.bfloat16(), weight=case.weight.bfloat16())
+    plain, plain_h, plain_w = run(name, rounded)
+    hidden, weight = case.leaves()
+    loss = build_loss(CONFIGS[name], device=CPU)
+    output = loss.mixed(hidden, weight, case.labels, torch.bfloat16)
+    (output.sum_nats * case.scale).backward()
+    assert error(output.sum_nats, plain.sum_nats) < 1e-6
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    if not loss.autocasts:
+        assert torch.equal(hidden.grad, plain_h.float())
+        assert torch.equal(weight.grad, plain_w.float())
+    else:  # not rounded to bf16 on the way: closer to the truth
+        _, grad_h, grad_w = truth(rounded)
+        assert error(hidden.grad, grad_h) < error(plain_h, grad_h)
+        assert error(weight.grad, grad_w) < error(plain_w, grad_w)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -411,3 +432,43 @@ class TestOnTheGpu:
         output = build_loss(CONFIGS[name], device=case.labels.device)(case.hidden, weight, case.labels)
         (output.sum_nats * case.scale).backward()
         assert error(weight.grad, expected.double()) < 2 * torch.finfo(dtype).eps
+
+
+# ------------------------------------------------------------------------------------- rivals, for the benchmark alone
+def test_rivals_can_be_built_but_no_run_can_choose_them():
+    assert not set(rival_names()) & set(loss_names())
+    assert not set(rival_names()) & set(SCHEMAS["loss"])
+
+
+@pytest.mark.parametrize("name", ["liger_sm90", "quack"])
+def test_rivals_with_gpu_kernels_are_refused_on_a_cpu(name):
+    with pytest.raises(UnsupportedError, match=rf"{name}.*GPU"):
+        check_loss(LossConfig(name), CPU)
+
+
+@pytest.mark.parametrize("name", ["paper/cce_exact", "compiled_auto_chunker"])
+def test_rivals_that_run_here_are_exact(name):
+    available_rival(name)
+    case = make_case(torch.float32, n=1024, d=64, v=4096)
+    hidden, weight = case.leaves()
+    output = build_loss(LossConfig(name), device=CPU)(hidden, weight, case.labels)
+    (output.sum_nats * case.scale).backward()
+    loss, grad_h, grad_w = truth(case)
+    assert error(output.sum_nats, loss) < 1e-6
+    assert error(hidden.grad, grad_h) < 1e-5
+    assert error(weight.grad, grad_w) < 1e-5
+
+
+def test_a_shape_that_torch_does_not_chunk_is_refused():
+    available_rival("compiled_auto_chunker")
+    case = make_case(torch.float32)
+    hidden, weight = case.leaves()
+    with pytest.raises(UnsupportedError, match="nothing to chunk"):
+        build_loss(LossConfig("compiled_auto_chunker"), device=CPU)(hidden, weight, case.labels)
+
+
+def available_rival(name: str) -> None:
+    try:
+        check_loss(LossConfig(name), CPU)
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))

@@ -1,6 +1,6 @@
 """Typed configuration: schema (types, bounds), compose (Hydra -> dataclasses), cli (command-line entry), naming."""
 
-from linrnn.config.compose import CONFIG_DIR, load_config, read_config, to_config, to_yaml
+from linrnn.config.compose import CONFIG_DIR, load_config, nearest, read_config, to_config, to_yaml
 from linrnn.config.naming import identity, run_name
 from linrnn.config.schema import Config
 
@@ -9,6 +9,7 @@ __all__ = [
     "Config",
     "identity",
     "load_config",
+    "nearest",
     "read_config",
     "run_name",
     "to_config",

@@ -262,19 +262,34 @@ class ReportConfig:
 
 
 @dataclass
-class BenchLossConfig:
-    """scripts/bench_loss.py: keys are explained in configs/bench_loss.yaml."""
+class BenchLossSet:
+    """Problems and backends that belong in one table."""
 
     shapes: list[str]
     backends: list[str]
     logits: list[str]
-    reference: str
+    gradients: list[str]
+
+
+@dataclass
+class BenchLossConfig:
+    """scripts/bench_loss.py: keys are explained in configs/bench_loss.yaml."""
+
+    set: str
+    shapes: list[str] | None
+    backends: list[str] | None
+    logits: list[str] | None
+    gradients: list[str] | None
+    dtype: str = one_of("bf16", "fp32")
     rounds: int = at_least(2)
     warmup: int = at_least(1)
-    dtype: str = one_of("bf16", "fp32")
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
-    output: str
+    measure: bool
+    resume: bool
+    results_dir: str
+    output_dir: str | None
+    sets: dict[str, BenchLossSet]
 
 
 # Commands: configs/<name>.yaml and what it may contain.

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,15 @@ class LossBackend(ABC):
 
     A subclass gives `check` and `compute`; its constructor, called after `check` has passed, may import its
     library.
+
+    Attributes:
+        autocasts: under autocast, `compute` takes fp32 tensors, multiplies in autocast's dtype and returns gradients in
+            fp32 that were never rounded to that dtype; see `mixed`.
+        capturable: its forward and backward pass never wait for the device, so that a CUDA graph can hold them.
     """
+
+    autocasts: ClassVar[bool] = False
+    capturable: ClassVar[bool] = False
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         self.config = config
@@ -60,7 +69,22 @@ class LossBackend(ABC):
         """
         _check_tensors(hidden_ND, weight_VD, labels_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
+            return self._output(hidden_ND, weight_VD, labels_N)
+
+    def mixed(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, dtype: torch.dtype) -> LossOutput:
+        """The loss of fp32 tensors with products in `dtype` (bf16 or fp16): gradients come back in fp32.
+
+        A backend that `autocasts` does not round them to `dtype` on the way, others do. Arguments otherwise and errors
+        as in a plain call.
+        """
+        if not self.autocasts:
+            return self(hidden_ND.to(dtype), weight_VD.to(dtype), labels_N)
+        _check_tensors(hidden_ND, weight_VD, labels_N)
+        with torch.autocast(hidden_ND.device.type, dtype):
+            return self._output(hidden_ND, weight_VD, labels_N)
+
+    def _output(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
+        loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
         return LossOutput(loss.float(), (labels_N != IGNORE_INDEX).sum(), stats)
 
 

@@ -21,6 +21,8 @@ class CceKahan(LossBackend):
     """Exact: no gradient entry is dropped; sums over blocks are compensated or kept in fp32."""
 
     config: CceKahanLossConfig
+    autocasts = True
+    capturable = True
 
     def __init__(self, config: CceKahanLossConfig, device: torch.device) -> None:
         super().__init__(config, device)

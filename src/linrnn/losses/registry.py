@@ -11,6 +11,7 @@ from linrnn.losses.cce import CceFilter, CceKahan
 from linrnn.losses.cce_apple import CceApple
 from linrnn.losses.fla import Fla
 from linrnn.losses.liger import Liger
+from linrnn.losses.rivals import RIVALS
 from linrnn.losses.standard import Compiled, Standard
 from linrnn.losses.torch_native import TorchNative
 
@@ -27,8 +28,13 @@ _BACKENDS: dict[str, type[LossBackend]] = {
 
 
 def loss_names() -> tuple[str, ...]:
-    """Every backend, whether it can run here or not."""
+    """Every backend that a run can choose, whether it can run here or not."""
     return tuple(_BACKENDS)
+
+
+def rival_names() -> tuple[str, ...]:
+    """Backends without options that scripts/bench_loss.py knows beside those."""
+    return tuple(RIVALS)
 
 
 def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -53,6 +59,8 @@ def build_loss(config: LossConfig, *, device: torch.device, dtype: torch.dtype |
 
 
 def _find(name: str) -> type[LossBackend]:
+    if name in RIVALS:
+        return RIVALS[name]
     if name not in _BACKENDS:
         near = difflib.get_close_matches(name, _BACKENDS, n=3, cutoff=0)
         raise ConfigError(

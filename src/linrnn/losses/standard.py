@@ -4,6 +4,8 @@ Source: torch.nn.functional.linear and cross_entropy. Cost: N x V logits in the 
 eagerly, three times in fp32 (logits, log-softmax, gradient); 6 N D V FLOPs forward and backward.
 """
 
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,8 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor)
 class Standard(LossBackend):
     """Eager torch with fp32 logits."""
 
+    capturable = True
+
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         """It runs wherever torch does."""
@@ -33,20 +37,23 @@ class Standard(LossBackend):
 class Compiled(LossBackend):
     """torch.compile of the same function, one graph per shape; it never falls back to eager silently."""
 
+    capturable = True
+    # A handful of kernels needs no pool of compiler processes.
+    inductor_options: ClassVar[dict[str, Any]] = {"compile_threads": 1}
+
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit  # a second to import: only here
 
         super().__init__(config, device)
         self._limit_hit = FailOnRecompileLimitHit
-        # fullgraph: what cannot be compiled, and a shape beyond the recompile limit, raises. A handful of kernels
-        # needs no pool of compiler processes.
+        # fullgraph: what cannot be compiled, and a shape beyond the recompile limit, raises.
         self._compiled = torch.compile(
-            linear_cross_entropy, dynamic=False, fullgraph=True, options={"compile_threads": 1}
+            linear_cross_entropy, dynamic=False, fullgraph=True, options=self.inductor_options
         )
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        require_torch_compile(device, "loss=compiled")
+        require_torch_compile(device, f"loss={config.name}")
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         try:
@@ -54,6 +61,6 @@ class Compiled(LossBackend):
         except self._limit_hit as error:
             limit = torch._dynamo.config.recompile_limit
             raise UnsupportedError(
-                f"loss=compiled: torch.compile has reached its limit of {limit} compiled shapes",
+                f"loss={self.config.name}: torch.compile has reached its limit of {limit} compiled shapes",
                 "keep batch_size and seq_len constant, or choose loss=standard",
             ) from error

@@ -1,0 +1,269 @@
+"""The loss benchmark as people read it: tables, plots of time against memory, sweeps with their crossovers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from linrnn.errors import DataError
+from linrnn.loss_rows import AGAIN, BAR, Row, crossovers, winners
+
+_MARKERS = "osD^v<>pPXh*8d"
+_AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
+
+
+def _number(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{low:.3f}-{high:.3f}"
+
+
+def _error(error: float | None, ratio: float | None) -> str:
+    return _number(error, ".2e") + ("" if ratio is None else f" ({ratio:.2f})")
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "backend": lambda row: row.label,
+    "ms": lambda row: _number(row.forward_backward_ms, ".2f"),
+    "/ compiled": lambda row: _number(row.ratio_to_compiled, ".3f"),
+    "95 %": lambda row: _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high),
+    "/ product": lambda row: _number(row.ratio_to_product, ".2f"),
+    "/ 3 products": lambda row: _number(row.ratio_to_three_products, ".2f"),
+    "graph ms": lambda row: _number(row.graph_ms, ".2f"),
+    "forward ms": lambda row: _number(row.forward_ms, ".2f"),
+    "/ product ": lambda row: _number(row.forward_ratio_to_product, ".2f"),
+    "extra MiB": lambda row: _number(row.extra_mib, ",.0f"),
+    "forward MiB": lambda row: _number(row.forward_extra_mib, ",.1f"),
+    "loss err": lambda row: _number(row.loss_err, ".1e"),
+    "dE err": lambda row: _error(row.de_err, row.de_err_ratio),
+    "dC err": lambda row: _error(row.dc_err, row.dc_err_ratio),
+    "same bits": lambda row: "-" if row.deterministic is None else ("yes" if row.deterministic else "no"),
+    "first call s": lambda row: _number(row.first_call_s, ".1f"),
+}
+_LEGEND = f"""ms: forward + backward, median; / compiled: its ratio to torch.compile's time, round by round, with a 95 %
+bootstrap interval (`compiled {AGAIN}` is the same function once more: its interval is the noise); / product,
+/ 3 products: to cuBLAS products N x D x V; graph ms: replay of a CUDA graph, where the inputs fit the L2 cache;
+forward ms: without gradients; extra MiB: peak memory of a call beyond inputs and gradients, forward MiB: the same
+without gradients; errors are relative to fp64, in parentheses as a multiple of those of `{BAR}` (fp32 logits, softmax -
+onehot rounded to the products' dtype); same bits: two calls agree bit for bit; first call: compiling and tuning."""
+
+
+def table(rows: list[Row]) -> str:
+    """Rows of one problem as aligned text; those that did not run stand below with the reason."""
+    ran = [row for row in rows if row.status == "ok"]
+    cells = [list(_COLUMNS), *([column(row) for column in _COLUMNS.values()] for row in ran)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
+        for line in cells
+    ]
+    lines += [f"{row.label.ljust(widths[0])}  {row.status}: {row.reason}" for row in rows if row not in ran]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Path, name: str) -> list[Path]:
+    """Write <name>.md and <name>.png from rows of one device; returns their paths.
+
+    The plot is a sweep where the shapes differ in one of N, D and V and there are at least three, otherwise time
+    against memory; the latter is left out where no memory was measured, on a CPU.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    if not rows:
+        raise DataError(f"no rows of set {name} under {directory}", "measure them first: measure=true")
+    axis = sweep_axis(rows)
+    plot = directory / f"{name}.png"
+    paths = [directory / f"{name}.md"]
+    if axis is not None:
+        _plot_sweep(rows, axis, plot, name)
+        paths.append(plot)
+    elif any(row.extra_mib is not None for row in rows):
+        _plot_tradeoff(rows, plot, name)
+        paths.append(plot)
+    paths[0].write_text(_markdown(rows, runs, name, axis, plot.name if plot in paths else None))
+    return paths
+
+
+def sweep_axis(rows: list[Row]) -> str | None:
+    """The one of n, d and v in which three or more shapes differ; None if they differ in several or are fewer."""
+    shapes = {(row.n, row.d, row.v) for row in rows}
+    differing = [axis for axis in _AXES if len({getattr(row, axis) for row in rows}) > 1]
+    return differing[0] if len(differing) == 1 and len(shapes) >= 3 else None
+
+
+# ----------------------------------------------------------------------------------------------------- markdown
+def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis: str | None, plot: str | None) -> str:
+    lines = [f"# The loss layer alone: {name}", ""]
+    if plot:
+        lines += [f"![{name}]({plot})", ""]
+    if axis:
+        lines += _sweep_summary(rows, axis)
+    problems: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        problems.setdefault(row.problem, []).append(row)
+    for (shape, dtype, gradients, logits), own in problems.items():
+        first = own[0]
+        lines += [
+            f"## {shape} ({first.n} x {first.d} x {first.v}), {logits} logits, {dtype}, gradients {gradients}",
+            "",
+        ]
+        lines += [f"| {' | '.join(_COLUMNS)} |", f"|---|{'--:|' * (len(_COLUMNS) - 1)}"]
+        lines += [f"| {' | '.join(column(row) for column in _COLUMNS.values())} |" for row in own if row.status == "ok"]
+        refused = [f"* {row.label}: {row.status}. {row.reason}" for row in own if row.status != "ok"]
+        lines += ["", *refused, *([""] if refused else [])]
+    lines += [_LEGEND, "", *_origin(rows, runs)]
+    return "\n".join(lines)
+
+
+def _sweep_summary(rows: list[Row], axis: str) -> list[str]:
+    """Who is fastest at every size, and where each backend crosses torch.compile."""
+    lines = []
+    for (gradients, logits), own in _panels(rows).items():
+        best = winners(own)
+        lines += [f"Fastest by {_AXES[axis]} ({logits} logits, gradients {gradients}):", ""]
+        ranked = sorted(best.values(), key=lambda row: getattr(row, axis))
+        lines += [f"* {getattr(row, axis):,}: {row.label} ({row.ratio_to_compiled:.3f} of compiled)" for row in ranked]
+        lines += ["", f"Crossover with compiled along {_AXES[axis]}:", ""]
+        for label, points in _series(own, axis, "ratio_to_compiled").items():
+            if not label.startswith("compiled"):
+                lines.append(f"* {label}: {_crossing_text([x for x, _ in points], [y for _, y in points])}")
+        lines.append("")
+    return lines
+
+
+def _crossing_text(sizes: list[int], ratios: list[float]) -> str:
+    found = crossovers(sizes, ratios)
+    if not found:
+        return f"{'faster' if ratios[0] <= 1 else 'slower'} at every size measured ({sizes[0]:,} to {sizes[-1]:,})"
+    return "; ".join(f"{'faster' if x.faster_above else 'slower'} above {x.size:,.0f}" for x in found)
+
+
+def _origin(rows: list[Row], runs: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["## Origin", ""]
+    for run in (runs[name] for name in sorted({row.run for row in rows}) if name in runs):
+        environment = run["environment"]
+        git = environment["git"] or {}
+        gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
+        packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
+        lines += [
+            f"* `{run['command']}`",
+            f"  * commit {git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, "
+            f"driver {environment['gpu_driver']}, Python {environment['python']}",
+            f"  * {packages}",
+        ]
+    return [*lines, ""]
+
+
+# --------------------------------------------------------------------------------------------------------- plots
+def _panels(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Rows by dtype of gradients and kind of logits."""
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row.gradients, row.logits), []).append(row)
+    return panels
+
+
+def _series(rows: list[Row], axis: str, field: str) -> dict[str, list[tuple[int, float]]]:
+    """(size, value) by backend, ascending; sizes at which the value is missing are left out."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: getattr(row, axis)):
+        value = getattr(row, field)
+        if value is not None and not row.backend.endswith(AGAIN) and row.backend != BAR:
+            series.setdefault(row.label, []).append((getattr(row, axis), value))
+    return series
+
+
+def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of every backend that has a time; ours stand out by their size."""
+    labels = dict.fromkeys(row.label for row in rows if row.ratio_to_compiled is not None)
+    return {
+        label: {
+            "color": f"C{number % 10}",
+            "marker": _MARKERS[number % len(_MARKERS)],
+            "markersize": 10 if label.startswith("cce_kahan") else 7,
+            "zorder": 3 if label.startswith("cce_kahan") else 2,
+        }
+        for number, label in enumerate(label for label in labels if not label.endswith(AGAIN))
+    }
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _plot_tradeoff(rows: list[Row], path: Path, title: str) -> None:
+    """Time relative to torch.compile against extra memory: a column per shape, a row per kind of problem."""
+    pyplot = _pyplot()
+    panels, shapes, styles = _panels(rows), list(dict.fromkeys(row.shape for row in rows)), _styles(rows)
+    size = (4.2 * len(shapes), 3.4 * len(panels) + 1.2)
+    figure, axes = pyplot.subplots(len(panels), len(shapes), figsize=size, squeeze=False, layout="constrained")
+    for line, ((gradients, logits), own) in zip(axes, panels.items(), strict=True):
+        for panel, shape in zip(line, shapes, strict=True):
+            points = [row for row in own if row.shape == shape and row.label in styles]
+            for row in points:
+                if row.extra_mib is not None and row.ratio_to_compiled is not None:
+                    panel.plot(max(row.extra_mib, 1), row.ratio_to_compiled, linestyle="none", **styles[row.label])
+            panel.axhline(1, color="0.6", linewidth=1, zorder=1)
+            panel.set(xscale="log", yscale="log", title=f"{shape}\n{logits} logits, {gradients} gradients")
+            _plain_ticks(panel, [row.ratio_to_compiled for row in points])
+            panel.set_xlabel("memory beyond inputs and gradients, MiB")
+            panel.grid(which="major", color="0.92")
+        line[0].set_ylabel("forward + backward time / torch.compile's")
+    _legend(figure, styles, title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _plot_sweep(rows: list[Row], axis: str, path: Path, title: str) -> None:
+    """Time relative to torch.compile, and extra memory, along one dimension: a column per kind of problem."""
+    pyplot = _pyplot()
+    panels, styles = _panels(rows), _styles(rows)
+    size = (max(7.0, 5.5 * len(panels)), 8.5)
+    figure, axes = pyplot.subplots(2, len(panels), figsize=size, squeeze=False, sharex=True, layout="constrained")
+    first = rows[0]
+    fixed = ", ".join(f"{name.upper()} = {getattr(first, name):,}" for name in _AXES if name != axis)
+    for (upper, lower), ((gradients, logits), own) in zip(axes.T, panels.items(), strict=True):
+        for panel, field in ((upper, "ratio_to_compiled"), (lower, "extra_mib")):
+            for label, points in _series(own, axis, field).items():
+                if label in styles:
+                    panel.plot(*zip(*points, strict=True), linewidth=1.3, **styles[label])
+            panel.set(xscale="log", yscale="log")
+            panel.grid(which="major", color="0.92")
+        sizes = sorted({getattr(row, axis) for row in own})
+        lower.set_xticks(sizes, [f"{s // 1024}K" if s % 1024 == 0 else f"{s:,}" for s in sizes], rotation=45)
+        lower.set_xticks([], minor=True)
+        upper.set_title(f"{fixed}; {logits} logits, {gradients} gradients")
+        _plain_ticks(upper, [row.ratio_to_compiled for row in own])
+        lower.set_xlabel(_AXES[axis])
+        if not _series(own, axis, "extra_mib"):
+            lower.text(0.5, 0.5, "not measured on a CPU", ha="center", transform=lower.transAxes)
+    axes[0][0].set_ylabel("forward + backward time / torch.compile's")
+    axes[1][0].set_ylabel("memory beyond inputs and gradients, MiB")
+    _legend(figure, styles, title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _plain_ticks(panel: Any, ratios: list[float | None]) -> None:
+    """Ratios on a logarithmic axis, ticked with plain numbers."""
+    low, high = (bound([1.0, *(ratio for ratio in ratios if ratio is not None)]) for bound in (min, max))
+    ticks = [
+        tick for tick in (0.25, 0.5, 0.7, 0.85, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50) if low / 1.5 < tick < high * 1.5
+    ]
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.set_yticks([], minor=True)
+
+
+def _legend(figure: Any, styles: dict[str, dict[str, Any]], title: str) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], linestyle="none", label=label, **style) for label, style in styles.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles) or 1))
+    figure.suptitle(f"Loss layer alone: {title}")

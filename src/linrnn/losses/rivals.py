@@ -1,0 +1,143 @@
+"""Losses for scripts/bench_loss.py alone: rivals too narrow in versions or shapes to train with, the paper's variants.
+
+None has options. `compiled_max_autotune` and `compiled_auto_chunker` are torch.compile with its GEMM templates and
+its chunking of the logits (torch >= 2.12); `liger_sm90` (liger-kernel 0.8.5 with CuTe DSL, stores N x V) and `quack`
+(QuACK's chunked loss) are CuTe kernels for Hopper; `paper/…` are this repository's kernels with the flags of the
+variants in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025.
+"""
+
+from functools import partial
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from linrnn.config.schema import LossConfig
+from linrnn.errors import UnsupportedError
+from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.requirements import require_cuda, require_package, require_torch_compile, require_triton
+from linrnn.losses.standard import Compiled
+
+_PAPER_VARIANTS = ("cce", "cce_kahan", "cce_kahan_full_c", "cce_kahan_full_e", "cce_exact")
+
+
+class CompiledMaxAutotune(Compiled):
+    """torch.compile's mode `max-autotune-no-cudagraphs`; tuning may take minutes per shape."""
+
+    # What torch._inductor.list_mode_options() gives for that mode; torch.compile takes a mode or options, not both.
+    inductor_options: ClassVar[dict[str, Any]] = {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+class CompiledAutoChunker(Compiled):
+    """torch.compile with TORCHINDUCTOR_AUTO_CHUNKER; a shape that it would not chunk is refused."""
+
+    inductor_options: ClassVar[dict[str, Any]] = {**Compiled.inductor_options, "auto_chunker.enable": True}
+
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        if not hasattr(import_module("torch._inductor.config"), "auto_chunker"):
+            raise UnsupportedError(
+                f"loss={config.name}: torch {torch.__version__} has no auto chunker", 'pip install "torch>=2.12,<2.14"'
+            )
+        require_torch_compile(device, f"loss={config.name}")
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._chunked: set[tuple[int, int]] = set()  # (N, V)
+
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        metrics, shape = import_module("torch._inductor.metrics"), (len(hidden_ND), len(weight_VD))
+        before = metrics.num_auto_chunking
+        # From AOTAutograd's cache a graph comes without the pass having run, and nobody could say whether it did.
+        with import_module("torch._functorch.config").patch(enable_autograd_cache=False):
+            result = super().compute(hidden_ND, weight_VD, labels_N)
+        if torch.is_grad_enabled() and shape not in self._chunked:
+            if metrics.num_auto_chunking == before:
+                raise UnsupportedError(
+                    f"loss={self.config.name}: torch found nothing to chunk at this shape",
+                    "choose a shape whose N x V logits are more than 8 times as large as hidden states and weight",
+                )
+            self._chunked.add(shape)
+        return result
+
+
+class LigerSm90(LossBackend):
+    """Liger's CuTe function for Hopper: three products, N x V logits in bf16; N % 128 and V % 256 must be 0."""
+
+    _module = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._loss = import_module(self._module).liger_fused_linear_cross_entropy_sm90
+
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        what = f"loss={config.name}"
+        require_cuda(device, what, "choose loss=cce_kahan")
+        if torch.cuda.get_device_capability(device) != (9, 0):
+            raise UnsupportedError(f"{what} is for Hopper alone (compute capability 9.0)", "choose loss=liger")
+        if dtype not in (None, torch.bfloat16):
+            raise UnsupportedError(f"{what} takes bf16 alone, not {dtype}", "choose loss=liger")
+        require_package(cls._module, "nvidia-cutlass-dsl", what, "liger-kernel[cutedsl]==0.8.5")
+
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if len(hidden_ND) % 128 or len(weight_VD) % 256:
+            raise UnsupportedError(
+                f"loss={self.config.name} takes N in multiples of 128 and V in multiples of 256, "
+                f"not {len(hidden_ND)} and {len(weight_VD)}",
+                "choose loss=liger",
+            )
+        return self._loss(hidden_ND, weight_VD, labels_N, IGNORE_INDEX, "sum"), {}
+
+
+class Quack(LossBackend):
+    """QuACK's chunked loss at its defaults: chunks of 4096 tokens, the weight's gradient summed in fp32."""
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        require_cuda(device, f"loss={config.name}", "choose loss=cce_kahan")
+        require_package("quack.linear_cross_entropy", "quack-kernels", f"loss={config.name}", "quack-kernels")
+
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if len(hidden_ND) % 8:
+            raise UnsupportedError(f"loss={self.config.name} takes N in multiples of 8", "choose loss=cce_kahan")
+        return self._loss(hidden_ND, weight_VD, labels_N, ignore_index=IGNORE_INDEX, reduction="sum"), {}
+
+
+class PaperVariant(LossBackend):
+    """This repository's kernels with the flags of a variant of the paper."""
+
+    autocasts = True
+    capturable = True
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._loss = partial(
+            import_module("cce_kernels").linear_cross_entropy,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            preset=config.name,
+        )
+
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        require_package("cce_kernels", "linrnn", f"loss={config.name}", "./kernels")
+        if device.type == "cuda":
+            require_triton(f"loss={config.name}")
+
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss(hidden_ND, weight_VD, labels_N), {}
+
+
+RIVALS: dict[str, type[LossBackend]] = {
+    "compiled_max_autotune": CompiledMaxAutotune,
+    "compiled_auto_chunker": CompiledAutoChunker,
+    "liger_sm90": LigerSm90,
+    "quack": Quack,
+    **{f"paper/{variant}": PaperVariant for variant in _PAPER_VARIANTS},
+}
