@@ -1,5 +1,7 @@
 """Errors a user can act on: one line of cause, one line of remedy, and the exit code the command ends with."""
 
+from typing import Any
+
 EXIT_CODES = (
     "0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, "
     "6 diverged, 7 storage, 130 interrupted (128 + signal)"
@@ -20,6 +22,9 @@ class LinrnnError(Exception):
         super().__init__(f"{cause}\n  -> {remedy}")
         self.cause = cause
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cause, self.remedy)  # so that it comes whole out of another process
 
 
 class ConfigError(LinrnnError):
@@ -63,4 +68,19 @@ class InterruptedRun(LinrnnError):
 
     def __init__(self, cause: str, remedy: str, signal_number: int) -> None:
         super().__init__(cause, remedy)
+        self.signal_number = signal_number
         self.exit_code = 128 + signal_number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cause, self.remedy, self.signal_number)
+
+
+class SweepFailure(LinrnnError):
+    """Points of a sweep failed; the exit code is theirs if they agree, else 1."""
+
+    def __init__(self, cause: str, remedy: str, exit_code: int) -> None:
+        super().__init__(cause, remedy)
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cause, self.remedy, self.exit_code)

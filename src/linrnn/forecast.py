@@ -1,5 +1,6 @@
 """`dry_run=true`: what a run will need, foreseen from formulas; nothing is built, tokenised, run or written."""
 
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -58,32 +59,51 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def _time(plan: Plan, arch: Architecture) -> list[str]:
+    flops = step_flops(plan, arch)
+    lines = [
+        "",
+        f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation",
+    ]
+    name, share, rate = _assumed_rate(plan)
+    seconds = accounting.time_estimate(flops.hardware, rate, share)
+    if rate is None or seconds is None:
+        return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
+    basis = (
+        f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
+        if plan.device.type == "cpu"
+        else f"{share:.0%} of its peak (small models reach much less)"
+    )
+    total = duration(seconds * plan.total_steps)
+    return [*lines, f"  {seconds * 1e3:,.1f} ms a step, {total} in all, if {name} reaches {basis}"]
+
+
+def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:
+    """FLOPs of one optimizer step, all its micro-steps."""
     trainer = plan.config.trainer
-    flops = accounting.step_flops(
+    return accounting.step_flops(
         arch,
         trainer.batch_size * trainer.accumulation_steps,
         trainer.seq_len,
         plan.config.loss,
         trainer.activation_checkpointing,
     )
-    lines = [
-        "",
-        f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation",
-    ]
-    rate: float | None
+
+
+def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
+    """Seconds that all steps are foreseen to take; None where the device's peak rate is not known."""
+    _, share, rate = _assumed_rate(plan)
+    seconds = accounting.time_estimate(step_flops(plan, arch).hardware, rate, share)
+    return None if seconds is None else seconds * plan.total_steps
+
+
+def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
+    """The device, its peak rate in FLOP/s (of a CPU: measured) and the share of it that a run should reach."""
     if plan.device.type == "cpu":
-        name, share, rate = (
-            "this CPU",
-            accounting.ASSUMED_CPU_SHARE,
-            matmul_rate(compute_dtype(plan.precision)),
-        )
-        basis = f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
-    else:
-        name, share = torch.cuda.get_device_name(plan.device), accounting.ASSUMED_MFU
-        rate = accounting.peak_flops_per_second(name, plan.precision)
-        basis = f"{share:.0%} of its peak (small models reach much less)"
-    seconds = accounting.time_estimate(flops.hardware, rate, share)
-    if seconds is None:
-        return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
-    total = duration(seconds * plan.total_steps)
-    return [*lines, f"  {seconds * 1e3:,.1f} ms a step, {total} in all, if {name} reaches {basis}"]
+        return "this CPU", accounting.ASSUMED_CPU_SHARE, _cpu_rate(compute_dtype(plan.precision))
+    name = torch.cuda.get_device_name(plan.device)
+    return name, accounting.ASSUMED_MFU, accounting.peak_flops_per_second(name, plan.precision)
+
+
+@lru_cache
+def _cpu_rate(dtype: torch.dtype) -> float:
+    return matmul_rate(dtype)

@@ -65,6 +65,18 @@ class RunDirectory:
         self.write_json(IDENTITY, self._identity)
         self.write_text(CONFIG, config_yaml)
 
+    def in_use(self) -> bool:
+        """Whether another process has it open."""
+        if not self.path.exists():
+            return False
+        try:
+            self._locked()
+        except ConfigError:
+            return True
+        finally:
+            self.close()
+        return False
+
     def close(self) -> None:
         """Let others use the directory."""
         os.close(self._lock)

@@ -67,17 +67,27 @@ def prepare_process(config: Config, device: torch.device) -> None:
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if device.type == "cuda":
         _keep_triton_cache()
-    if config.memory_budget_gib is None:
-        return
+    if (budget := check_memory_budget(config.memory_budget_gib, device)) is not None:
+        torch.cuda.set_per_process_memory_fraction(budget, device)
+
+
+def check_memory_budget(gib: float | None, device: torch.device) -> float | None:
+    """The budget as a share of the GPU's memory; None for no budget.
+
+    Raises:
+        ConfigError: a memory budget without a GPU, or above what the GPU has.
+    """
+    if gib is None:
+        return None
     if device.type != "cuda":
         raise ConfigError("memory_budget_gib needs a GPU", "drop memory_budget_gib or use device=cuda")
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if not 0 < config.memory_budget_gib <= total:
+    if not 0 < gib <= total:
         raise ConfigError(
-            f"memory_budget_gib={config.memory_budget_gib} is not within the GPU's {total:.0f} GiB",
+            f"memory_budget_gib={gib} is not within the GPU's {total:.0f} GiB",
             f"use a value above 0 and up to {total:.0f}",
         )
-    torch.cuda.set_per_process_memory_fraction(config.memory_budget_gib / total, device)
+    return gib / total
 
 
 def _keep_triton_cache() -> None:

@@ -1,5 +1,6 @@
 """summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,63 @@ from linrnn.run_directory import LOG, METRICS, SUMMARY
 
 GIB = 2**30
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
+
+
+# What every summary has, beside what names the run; null where a run did not get that far.
+MEASURED = (
+    "n_parameters",
+    "vocab_size",
+    "precision",
+    "train_loss_nats",
+    "entropy_floor_nats",
+    "valid_loss_nats",
+    "valid_perplexity",
+    "valid_bits_per_byte",
+    "peak_memory_bytes",
+    "peak_memory_is",
+    "memory_bytes",
+    "tokens_per_second",
+    "step_time_ms_median",
+    "measured_steps",
+    "mfu",
+    "wall_seconds",
+    "device",
+    "data_fingerprint",
+)
+
+
+def names_of_run(config: Config, run_name: str) -> dict[str, Any]:
+    """What tells a run from others, as every summary has it."""
+    trainer = config.trainer
+    return {
+        "model": config.model.name,
+        "size": config.size.name,
+        "loss": config.loss.name,
+        "data": config.data.name,
+        "seed": config.seed,
+        "group": config.group,
+        "run_name": run_name,
+        "batch_size": trainer.batch_size,
+        "accumulation_steps": trainer.accumulation_steps,
+        "seq_len": trainer.seq_len,
+        "activation_checkpointing": trainer.activation_checkpointing,
+        "chunk_size": config.model.chunk_size,
+        "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k != "name"},
+        "memory_budget_gib": config.memory_budget_gib,
+    }
+
+
+def summary_without_figures(config: Config, run_name: str, status: str, reason: str, command: str) -> dict[str, Any]:
+    """The summary of a run that could not start, or that died before it could write one."""
+    return {
+        "status": status,
+        "reason": reason,
+        **names_of_run(config, run_name),
+        "steps": 0,
+        "tokens": 0,
+        **dict.fromkeys(MEASURED),
+        "command": command,
+    }
 
 
 def duration(seconds: float) -> str:

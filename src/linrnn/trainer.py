@@ -34,7 +34,7 @@ from linrnn.plan import Plan, initialise, make_training_plan
 from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
 from linrnn.runtime import parameter_dtype, prepare_process
-from linrnn.summary import final_lines, memory_lines, progress_line
+from linrnn.summary import final_lines, memory_lines, names_of_run, progress_line
 
 MEAN_OF_LAST = 50  # steps that the summary's train_loss_nats averages over
 GIB = 2**30
@@ -176,7 +176,7 @@ class Trainer:
             status, failure = "failed", error
             if ran_out_of_memory(error):
                 status, failure = "out_of_memory", self._explain_out_of_memory(error)
-        summary = self._summarise(status, evaluation, time.monotonic() - started)
+        summary = self._summarise(status, failure, evaluation, time.monotonic() - started)
         self.directory.write_json(SUMMARY, summary)
         self.wandb.finish(summary, exit_code=0 if failure is None else 1)
         for line in final_lines(self.config, self.directory.path, summary):
@@ -413,24 +413,18 @@ class Trainer:
             "try " + ", or ".join(option for option in options if option),
         )
 
-    def _summarise(self, status: str, evaluation: Evaluation | None, wall_seconds: float) -> dict[str, Any]:
+    def _summarise(
+        self, status: str, failure: BaseException | None, evaluation: Evaluation | None, wall_seconds: float
+    ) -> dict[str, Any]:
         seconds = self.timer.median_seconds()
         memory = self.memory.report()
-        trainer, arch = self.config.trainer, self.architecture
+        arch = self.architecture
         return {
             "status": status,
-            "model": arch.model,
-            "size": arch.size,
-            "loss": self.config.loss.name,
-            "data": self.config.data.name,
-            "seed": self.config.seed,
-            "group": self.config.group,
-            "run_name": self.name,
+            "reason": failure and first_line(failure),
+            **names_of_run(self.config, self.name),
             "n_parameters": arch.n_parameters,
             "vocab_size": arch.vocab_size,
-            "batch_size": trainer.batch_size,
-            "accumulation_steps": trainer.accumulation_steps,
-            "seq_len": trainer.seq_len,
             "precision": self.precision,
             "steps": self.step,
             "tokens": self.step * self.plan.tokens_per_step,

@@ -3,8 +3,10 @@
 `HYDRA_FULL_ERROR=1` shows Python's traceback with any error.
 """
 
+import dataclasses
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,15 +15,16 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from linrnn.config.compose import CONFIG_DIR, compose_config, register_schemas, to_config
-from linrnn.errors import EXIT_CODES, LinrnnError, StorageError
+from linrnn.config.compose import CONFIG_DIR, compose_config, load_config, register_schemas, to_config
+from linrnn.config.schema import COMMANDS
+from linrnn.errors import EXIT_CODES, ConfigError, LinrnnError, StorageError
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _HELP_FLAGS = {"--help", "-h"}
 _MULTIRUN_FLAGS = {"--multirun", "-m"}
 
 
-def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
+def run(main: Callable[..., int | None], config_name: str = "train", description: str = "") -> None:
     """Parse `sys.argv` as Hydra overrides of `configs/<config_name>.yaml`, call `main(config)`, exit with its code.
 
     Every :class:`LinrnnError` ends in one line of cause, one of remedy and its exit code; so do a full disk and a
@@ -47,6 +50,37 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             raise SystemExit(code)
 
     hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)()
+
+
+def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_name: str, description: str) -> None:
+    """As :func:`run`, for a command that makes training runs: `main(config, run_overrides, launcher_overrides)`.
+
+    Overrides of keys that `configs/<config_name>.yaml` has are the command's own; those of `hydra…` go to a launcher;
+    all others are handed on, to be overrides of every run.
+    """
+    arguments = sys.argv[1:]
+    if _HELP_FLAGS & set(arguments):
+        print(help_text(config_name, description))
+        print("\nall other keys and groups are those of the runs: python train.py --help")
+        raise SystemExit(0)
+
+    def call() -> int | None:
+        if flags := [argument for argument in arguments if argument.startswith("-")]:
+            raise ConfigError(f"{flags[0]}: there is no such option", "give overrides alone; --help shows them")
+        own, launcher, runs = split_overrides(arguments, config_name)
+        return main(load_config(own, config_name), runs, launcher)
+
+    raise SystemExit(_guarded(call))
+
+
+def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str], list[str]]:
+    """Overrides of the command's own keys, of Hydra's, and of the runs that it makes."""
+    own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
+    parts: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for override in overrides:
+        root = re.split(r"[=./@]", override.lstrip("+~"), maxsplit=1)[0]
+        parts[0 if root in own_keys else 1 if root == "hydra" else 2].append(override)
+    return parts
 
 
 def _guarded(action: Callable[[], int | None]) -> int:
@@ -96,7 +130,7 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
     files = [CONFIG_DIR / f"{config_name}.yaml"]
     for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
         options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
-        if group in composed or group == "experiment":
+        if group in composed or (group == "experiment" and config_name == "train"):
             lines.append(f"  {group:<12} {' | '.join(options)}")
         if group in composed and isinstance(composed[group], DictConfig):
             chosen = composed[group].get("name", "default")

@@ -43,7 +43,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         try:
             return compose(config_name, overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: group=null
             raise _explain(error, overrides, config_name) from error
         finally:
             GlobalHydra.instance().clear()
@@ -83,7 +83,8 @@ def read_config(path: Path) -> Config:
     try:
         raw: Any = OmegaConf.load(path)
         typed = OmegaConf.structured(Config)
-        for group, options in SCHEMAS.items():
+        for group in (field.name for field in dataclasses.fields(Config) if field.name in SCHEMAS):
+            options = SCHEMAS[group]
             typed[group] = OmegaConf.structured(options.get("") or options[raw[group].name])
         return to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
     except (OSError, KeyError, YAMLError, OmegaConfBaseException) as error:
@@ -154,6 +155,10 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
             f"{group}={option}: there is no such {group}",
             f"nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
         )
+    if unchosen := re.search(r"You must specify '(\w+)'", text):
+        group = unchosen.group(1)
+        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+        return ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options)}")
     if missing := re.search(
         r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text
     ):

@@ -1,6 +1,7 @@
 """A run's name and identity, derived from its configuration alone."""
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from linrnn.config.compose import compose_config, load_config
+from linrnn.config.compose import compose_config
 from linrnn.config.schema import Config
 
 # Keys that a resumed run may change; they are no part of its name.
@@ -65,13 +66,13 @@ def run_name(config: Config) -> str:
     """
     if config.run_name:
         return config.run_name
-    chosen = compose_config([f"{group}={getattr(config, group).name}" for group in _GROUPS])
-    defaults, values = _identity(cast(dict[str, Any], OmegaConf.to_container(chosen))), identity(config)
-    menu = load_config()
+    defaults = _defaults(*(f"{group}={getattr(config, group).name}" for group in _GROUPS))
+    values = identity(config)
+    menu = _defaults()
     words = [
         getattr(config, group).name
         for group in ("data", "optimizer", "parallel")
-        if getattr(config, group).name != getattr(menu, group).name
+        if getattr(config, group).name != menu[f"{group}.name"]
     ]
     for key, value in values.items():
         if key != "seed" and defaults.get(key, "(absent)") != value:
@@ -82,6 +83,12 @@ def run_name(config: Config) -> str:
         digest = hashlib.sha256("-".join(words).encode()).hexdigest()[:8]
         name = f"{stem}-{digest}-s{config.seed}"
     return name
+
+
+@functools.cache
+def _defaults(*options: str) -> dict[str, Any]:
+    """Every key of the identity with its default, for these options of the groups."""
+    return _identity(cast(dict[str, Any], OmegaConf.to_container(compose_config(options))))
 
 
 def _word(value: Any) -> str:

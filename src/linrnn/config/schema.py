@@ -239,6 +239,29 @@ class Config:
 
 
 @dataclass
+class SweepConfig:
+    """A sweep: grids of values, each crossed in full, in the order in which their points are run.
+
+    A grid maps keys or groups to values; a key's values are crossed with every other key's.
+    """
+
+    name: str
+    overrides: list[str]
+    grids: list[dict[str, list[Any]]]
+
+
+@dataclass
+class RunSweepConfig:
+    """scripts/sweep.py: keys are explained in configs/run_sweep.yaml."""
+
+    sweep: SweepConfig
+    jobs: int = at_least(1)
+    retry: bool
+    dry_run: bool
+    report_every_seconds: float = at_least(0)
+
+
+@dataclass
 class EvaluateConfig:
     """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
 
@@ -298,6 +321,7 @@ COMMANDS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "report": ReportConfig,
     "bench_loss": BenchLossConfig,
+    "run_sweep": RunSweepConfig,
 }
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".
@@ -325,4 +349,5 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "trainer": {"": TrainerConfig},
     "logger": {"": LoggerConfig},
     "parallel": {"": ParallelConfig},
+    "sweep": {"": SweepConfig},
 }

@@ -1,0 +1,14 @@
+"""Many runs, each in a process of its own, finished ones skipped: `python scripts/sweep.py sweep=mve`."""
+
+from linrnn.config.cli import run_many
+from linrnn.config.schema import RunSweepConfig
+
+
+def main(config: RunSweepConfig, overrides: list[str], launcher: list[str]) -> None:
+    from linrnn.sweeps import run_sweep
+
+    run_sweep(config, overrides, launcher, say=lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    run_many(main, "run_sweep", __doc__ or "")

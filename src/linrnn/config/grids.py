@@ -1,0 +1,77 @@
+"""From a sweep's grids and the command line to the overrides of every point."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from linrnn.config.schema import SweepConfig
+from linrnn.errors import ConfigError
+
+
+def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of every point, in the order of the grids; a point that two grids have comes once.
+
+    Args:
+        overrides: of the command line; they beat the sweep's values. `key=a,b` crosses all of both with the grids
+            that do not set `key`, and replaces the values of those that do; `experiment=null` drops the sweep's.
+
+    A grid that sets keys below a group (`loss.accumulate`) takes those of the command line's options of that group that
+    it has itself: with `loss=standard` the grid of `loss=cce_kahan loss.accumulate=…` has no point.
+
+    Raises:
+        ConfigError: an override that cannot be read, or no point is left.
+    """
+    chosen = dict(map(_choices, _parse(overrides)))
+    shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
+    if chosen.get("experiment") == ["experiment=null"]:
+        del chosen["experiment"]  # the sweep's own is gone; Hydra has no override for none
+    points: dict[tuple[str, ...], None] = {}
+    for grid in sweep.grids:
+        axes = {key: [f"{key}={_value(value)}" for value in values] for key, values in grid.items()}
+        crossed = itertools.product(*(axes | _fitting(grid, chosen)).values())
+        points |= {(*shared, *sorted(point, key=_groups_first)): None for point in crossed}
+    if not points:
+        raise ConfigError(
+            f"sweep={sweep.name} has no point with {' '.join(overrides)}", "choose among the values of its grids"
+        )
+    return [list(point) for point in points]
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(
+            str(error).strip().splitlines()[0], "write overrides as key=value, group=option or key=a,b,c"
+        ) from error
+
+
+def _choices(override: Override) -> tuple[str, list[str]]:
+    """The key of an override, and an override for each of its values."""
+    line = str(override.input_line)
+    if not override.is_sweep_override():
+        return line.split("=", 1)[0], [line]
+    key = override.get_key_element()
+    return key, [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What the command line chooses, without the options of a group for which the grid's own options do not stand."""
+    roots = {key.split(".")[0] for key in grid if "." in key} & chosen.keys() & grid.keys()
+    own = {root: {f"{root}={_value(value)}" for value in grid[root]} for root in roots}
+    return {key: [one for one in values if one in own.get(key, values)] for key, values in chosen.items()}
+
+
+def _groups_first(override: str) -> bool:
+    return "." in override.split("=", 1)[0]
+
+
+def _value(value: Any) -> str:
+    """A YAML value as the right-hand side of an override."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

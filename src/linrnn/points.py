@@ -1,0 +1,210 @@
+"""One point of a sweep: foreseen, then run in a process of its own, whose end becomes a status whatever it was."""
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
+from linrnn.config.schema import Config
+from linrnn.errors import ConfigError, LinrnnError, UnsupportedError
+from linrnn.run_directory import SUMMARY, RunDirectory
+from linrnn.summary import summary_without_figures
+
+TRAIN = CONFIG_DIR.parent / "train.py"
+LOGS = "sweep_logs"  # of a group: what each point printed
+ANSWERS = ("out_of_memory", "diverged")  # statuses that tell something and that running again would not change
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point and what is foreseen for it.
+
+    Attributes:
+        overrides: of train.py.
+        config: what they make.
+        directory: where the run lies.
+        label: the overrides in which the points of its sweep differ.
+        total_steps: optimizer steps of the whole run; None where it cannot be known.
+        memory_bytes: most memory at once, foreseen; None where it cannot be known.
+        seconds: time of all steps, foreseen; None where the device's rate is not known.
+        refusal: why it cannot run here; None if it can.
+    """
+
+    overrides: tuple[str, ...]
+    config: Config
+    directory: Path
+    label: str
+    total_steps: int | None = None
+    memory_bytes: int | None = None
+    seconds: float | None = None
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def log(self) -> Path:
+        """What its process prints."""
+        return self.directory.parent / LOGS / f"{self.name}.log"
+
+    def run_directory(self) -> RunDirectory:
+        """Raises ConfigError: it holds a run of another configuration."""
+        resume = "must" if self.config.trainer.resume == "must" else "auto"
+        return RunDirectory(self.directory, identity=identity(self.config), resume=resume)
+
+    def summary(self) -> dict[str, Any] | None:
+        return self.run_directory().read_summary()
+
+    def is_answered(self, retry: bool) -> bool:
+        """Whether there is nothing left to run: finished, or (without `retry`) out of memory or diverged."""
+        summary = self.summary()
+        if summary is None or (summary["status"] in ANSWERS and retry):
+            return False
+        finished = summary["status"] == "finished" and summary["steps"] >= (self.total_steps or 0)
+        return finished or summary["status"] in ANSWERS
+
+
+def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
+    """Name every point, estimate its memory and time, and find out whether it can run; one with the name of an
+    earlier one is dropped.
+
+    To be called in a process of its own, which may take hold of the GPU.
+
+    Raises:
+        LinrnnError: an override that is wrong, whatever the machine.
+    """
+    found: dict[Path, Point] = {}
+    common = set(points[0]).intersection(*points)
+    for overrides in points:
+        config = load_config(overrides)
+        directory = Path(config.results_dir) / config.group / run_name(config)
+        if directory not in found:
+            label = " ".join(override for override in overrides if override not in common) or directory.name
+            found[directory] = _foresee(tuple(overrides), config, directory, label)
+    return list(found.values())
+
+
+def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str) -> Point:
+    from linrnn.data import vocabulary_size
+    from linrnn.forecast import seconds_of_run
+    from linrnn.plan import Plan, make_training_plan
+    from linrnn.runtime import check_memory_budget, resolve_device, resolve_precision
+
+    refusal = None
+    try:
+        plan = make_training_plan(config)
+        check_memory_budget(config.memory_budget_gib, plan.device)
+    except (UnsupportedError, ConfigError) as error:
+        refusal = f"{error.cause}; {error.remedy}"
+    try:
+        device = resolve_device(config.device)
+        plan = Plan(config, device, resolve_precision(config.trainer.precision, device))
+        arch = plan.architecture(vocabulary_size(config.data))
+        memory, steps, seconds = plan.memory_estimate(arch).peak, plan.total_steps, seconds_of_run(plan, arch)
+    except (UnsupportedError, ConfigError):
+        if refusal is None:
+            raise
+        return Point(overrides, config, directory, label, refusal=refusal)
+    return Point(overrides, config, directory, label, steps, memory, seconds, refusal)
+
+
+class Process:
+    """A point running in a fresh process; ends with the process that started it.
+
+    Args:
+        environment: variables beside this process's own.
+        command: what to run; None: `python train.py` with the point's overrides.
+    """
+
+    def __init__(self, point: Point, environment: dict[str, str], command: Sequence[str] | None = None) -> None:
+        self.point = point
+        self._summary_before = self._stamp()
+        point.log.parent.mkdir(parents=True, exist_ok=True)
+        with point.log.open("w") as log:
+            self._process = subprocess.Popen(
+                list(command or [sys.executable, str(TRAIN), *point.overrides]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                start_new_session=True,  # Ctrl-C reaches it once, from here
+                preexec_fn=_end_with_parent,
+            )
+
+    def send(self, signal_number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal_number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send(signal.SIGKILL)
+        self.wait()
+
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def last_line(self) -> str:
+        """The newest line that it printed."""
+        lines = self.point.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def conclude(self) -> dict[str, Any]:
+        """The summary once it has ended: its own, or one that says how it died."""
+        if self._stamp() != self._summary_before:
+            summary = self.point.summary()
+            assert summary is not None
+            return summary
+        code = self._process.returncode
+        if code == 0 and (summary := self.point.summary()):
+            return summary  # it found nothing left to do
+        return write_summary(self.point, _status(code), self._reason(code))
+
+    def _reason(self, code: int) -> str:
+        if code < 0:
+            name = signal.Signals(-code).name
+            host_memory = "; perhaps the machine ran out of host memory" if -code == signal.SIGKILL else ""
+            return f"killed by {name}{host_memory}"
+        errors = [line for line in self.point.log.read_text(errors="replace").splitlines() if "error: " in line]
+        return (errors[-1].split("error: ", 1)[1] if errors else self.last_line()) or f"exit code {code}"
+
+    def _stamp(self) -> int | None:
+        path = self.point.directory / SUMMARY
+        return path.stat().st_mtime_ns if path.exists() else None
+
+
+def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
+    """Leave a summary without figures in the point's directory, unless another process uses that; return it."""
+    command = shlex.join(["python", "train.py", *point.overrides])
+    summary = summary_without_figures(point.config, point.name, status, reason, command)
+    directory = point.run_directory()
+    try:
+        directory.open(to_yaml(point.config))
+    except LinrnnError as error:
+        return {**summary, "reason": f"{reason} ({error.cause})"}
+    try:
+        directory.write_json(SUMMARY, summary)
+    finally:
+        directory.close()
+    return summary
+
+
+def _status(code: int) -> str:
+    return {4: "unsupported", 5: "out_of_memory", 6: "diverged"}.get(code, "failed")
+
+
+def _end_with_parent() -> None:
+    """In the child: be told to stop when the parent dies, however it dies (Linux; elsewhere it runs on)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -1,0 +1,57 @@
+"""`scripts/sweep.py` as a user calls it: dry, run, run again; and as jobs of submitit's local executor."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Small = Callable[..., list[str]]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_sweep_is_listed_run_and_not_run_again(small: Small, command: Command, tmp_path: Path) -> None:
+    points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
+    points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
+    points += ["report_every_seconds=1"]
+    dry = command("scripts/sweep.py", *points, "dry_run=true")
+    assert dry.returncode == 0, dry.stderr
+    assert "2 points: 1 to run, 1 unsupported" in dry.stdout
+    assert not (tmp_path / "results").exists()
+    done = command("scripts/sweep.py", *points)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summaries = [json.loads(path.read_text()) for path in (tmp_path / "results/checkpointing").glob("*/summary.json")]
+    assert {s["loss"]: s["status"] for s in summaries} == {"standard": "finished", "liger": "unsupported"}
+    assert len({frozenset(s) for s in summaries}) == 1, "a summary has the same keys whatever became of the run"
+    again = command("scripts/sweep.py", *points)
+    assert again.returncode == 0
+    assert "2 points, 0 to run" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause", "remedy"),
+    [
+        (["sweep=mvee"], "sweep=mvee", "mve"),
+        (["sweep=mve", "trainer.batchsize=4"], "trainer.batchsize", "trainer.batch_size"),
+        (["sweep=mve", "jobs=0"], "jobs=0", "1 or more"),
+        (["sweep=mve", "--multirun"], "--multirun", "overrides"),
+        ([], "sweep", "sweep"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str, command: Command) -> None:
+    done = command("scripts/sweep.py", *arguments, "dry_run=true")
+    assert done.returncode == 2, done.stdout + done.stderr
+    error, hint = done.stderr.strip().splitlines()
+    assert cause in error
+    assert remedy in hint
+
+
+def test_a_sweep_s_points_run_as_jobs_of_submitit(small: Small, command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'linrnn[slurm]'")
+    overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")
+    overrides += ["trainer.activation_checkpointing=none,full", "memory_budget_gib=null"]
+    done = command("scripts/sweep.py", *overrides, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 finished" in done.stdout
+    assert len(list((tmp_path / "results/checkpointing").glob("*/summary.json"))) == 2

@@ -1,0 +1,68 @@
+"""A sweep's points: every one once, in order, the command line before the sweep's own values."""
+
+import pytest
+
+from linrnn.config import CONFIG_DIR, load_config, run_name
+from linrnn.config.cli import split_overrides
+from linrnn.config.grids import sweep_points
+from linrnn.config.schema import SweepConfig
+from linrnn.errors import ConfigError
+
+SWEEPS = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
+ONE = SweepConfig("one", ["group=one"], [{"loss": ["standard", "cce_kahan"], "seed": [0, 1]}])
+OPTIONS = SweepConfig("options", [], [{"loss": ["standard"]}, {"loss": ["cce_kahan"], "loss.accumulate": ["fp32"]}])
+
+
+def points(sweep: SweepConfig, *overrides: str) -> list[str]:
+    return [" ".join(point) for point in sweep_points(sweep, overrides)]
+
+
+def test_a_grid_is_crossed_in_full_the_last_key_fastest() -> None:
+    assert points(ONE) == [
+        "group=one loss=standard seed=0",
+        "group=one loss=standard seed=1",
+        "group=one loss=cce_kahan seed=0",
+        "group=one loss=cce_kahan seed=1",
+    ]
+
+
+def test_the_command_line_replaces_an_axis_and_crosses_lists_of_its_own() -> None:
+    assert points(ONE, "seed=7", "loss=standard") == ["group=one loss=standard seed=7"]
+    assert points(ONE, "seed=7", "loss=standard", "trainer.batch_size=1,2") == [
+        "group=one loss=standard seed=7 trainer.batch_size=1",
+        "group=one loss=standard seed=7 trainer.batch_size=2",
+    ]
+
+
+def test_options_of_a_loss_go_with_that_loss_alone() -> None:
+    assert points(OPTIONS, "loss=standard,cce_kahan") == [
+        "loss=standard",
+        "loss=cce_kahan",
+        "loss=cce_kahan loss.accumulate=fp32",
+    ]
+    assert points(OPTIONS, "loss=standard") == ["loss=standard"]
+
+
+def test_a_sweep_without_points_and_an_unreadable_override_are_refused() -> None:
+    only = SweepConfig("only", [], OPTIONS.grids[1:])
+    with pytest.raises(ConfigError, match="no point"):
+        sweep_points(only, ["loss=standard"])
+    with pytest.raises(ConfigError, match="key=a,b,c"):
+        sweep_points(ONE, ["loss"])
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) -> None:
+    sweep = load_config([f"sweep={name}"], "run_sweep").sweep
+    assert sweep.name == name
+    configs = [load_config(point) for point in sweep_points(sweep, [])]
+    assert {config.group for config in configs} == {name}
+    assert len(set(map(run_name, configs))) >= len(configs) - 10  # the same point may stand in two grids
+
+
+def test_overrides_are_told_apart_by_their_first_word() -> None:
+    given = ["sweep=mve", "jobs=2", "loss=standard", "hydra/launcher=submitit_local", "hydra.launcher.nodes=1"]
+    own, launcher, runs = split_overrides([*given, "trainer.max_steps=3", "sweep.name=x"], "run_sweep")
+    assert own == ["sweep=mve", "jobs=2", "sweep.name=x"]
+    assert launcher == ["hydra/launcher=submitit_local", "hydra.launcher.nodes=1"]
+    assert runs == ["loss=standard", "trainer.max_steps=3"]

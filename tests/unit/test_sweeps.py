@@ -1,0 +1,179 @@
+"""What a sweep does when its points end well, badly, or not at all; points are small scripts here."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from linrnn.config import load_config
+from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.points import Point, foresee, write_summary
+from linrnn.run_directory import SUMMARY
+from linrnn.sweeps import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of
+
+Small = Callable[..., list[str]]
+FINISHES = """
+import json, os, pathlib, sys
+target = pathlib.Path(sys.argv[1]); target.mkdir(parents=True, exist_ok=True)
+summary = dict(status="finished", steps=3, tokens_per_second=10.0, peak_memory_bytes=2**30, train_loss_nats=1.0)
+summary["gpu"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+(target / "summary.json").write_text(json.dumps(summary))
+"""
+CRASHES = "raise SystemExit('error: the disk is on fire')"
+KILLED = "import os; os.kill(os.getpid(), 9)"
+HANGS = "import time; print('tuning', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def make_points(small: Small) -> Callable[[int], list[Point]]:
+    return lambda count: foresee([small(f"seed={seed}", "loss=standard") for seed in range(count)])
+
+
+def scripts(**by_seed: str) -> Callable[[Point], Sequence[str]]:
+    """The command of a point: the script of its seed, else one that finishes."""
+    return lambda p: [sys.executable, "-c", by_seed.get(f"s{p.config.seed}", FINISHES), str(p.directory)]
+
+
+def run(points: Sequence[Point], slots: Sequence[dict[str, str]] = ({},), **by_seed: str) -> list[str]:
+    said: list[str] = []
+    Sweep(points, slots, said.append, 0.1, scripts(**by_seed)).run()
+    return said
+
+
+def statuses(points: Sequence[Point]) -> list[str | None]:
+    return [(point.summary() or {}).get("status") for point in points]
+
+
+def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on(make_points) -> None:
+    points = make_points(4)
+    said = run(points, s0=CRASHES, s2=KILLED)
+    assert statuses(points) == ["failed", "finished", "failed", "finished"]
+    assert "the disk is on fire" in points[0].summary()["reason"]
+    assert "SIGKILL" in points[2].summary()["reason"]
+    assert any("[4/4 done] seed=3: finished: 10 tokens/s, 1.00 GiB" in line for line in said)
+    with pytest.raises(SweepFailure, match=r"2 of 4 points.*seed=0 \(failed\), seed=2 \(failed\)") as failure:
+        _judge(points, print)
+    assert failure.value.exit_code == 1
+
+
+def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
+    points = make_points(3)
+    run(points[:1])
+    write_summary(points[1], "out_of_memory", "too large")
+    assert [point.is_answered(retry=False) for point in points] == [True, True, False]
+    assert [point.is_answered(retry=True) for point in points] == [True, False, False]
+    longer = replace(points[0], total_steps=4)  # more steps asked for than were run
+    assert not longer.is_answered(retry=False)
+    write_summary(points[2], "failed", "a crash")
+    assert not points[2].is_answered(retry=False)
+    with pytest.raises(SweepFailure) as failure:
+        _judge(points[:2], print)
+    assert failure.value.exit_code == 5
+
+
+def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_points) -> None:
+    points = make_points(2)
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(InterruptedRun, match="seed=0 was running, 1 were waiting") as stopped:
+        run(points, s0=HANGS)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert statuses(points) == [None, None]
+
+
+def test_two_slots_run_two_points_each_on_its_gpu(make_points) -> None:
+    points = make_points(4)
+    run(points, slots_of(2, ["3", "5", "6"]))
+    gpus = [json.loads((point.directory / SUMMARY).read_text())["gpu"] for point in points]
+    assert set(gpus) == {"3", "5"}
+
+
+def test_more_jobs_than_gpus_are_refused_and_cpus_take_any() -> None:
+    with pytest.raises(ConfigError, match="jobs=3"):
+        slots_of(3, ["0", "1"])
+    assert slots_of(3, []) == [{}, {}, {}]
+
+
+def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> None:
+    point = make_points(1)[0]
+    directory = point.run_directory()
+    directory.open("")
+    finished_elsewhere = {"status": "finished", "steps": 3}
+
+    def release() -> None:
+        directory.write_json(SUMMARY, finished_elsewhere)
+        directory.close()
+
+    threading.Timer(1.0, release).start()
+    said = run([point], s0=CRASHES)
+    assert ["finished by another process" in line for line in said] == [True]
+    assert point.summary() == finished_elsewhere
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> None:
+    point = make_points(1)[0]
+    program = (
+        "import sys, time, pickle\nfrom linrnn.points import Process\n"
+        "process = Process(pickle.load(open(sys.argv[1], 'rb')), {}, [sys.executable, '-c', sys.argv[2]])\n"
+        "print(process._process.pid, flush=True); time.sleep(600)"
+    )
+    (tmp_path / "point").write_bytes(pickle.dumps(point))
+    arguments = [sys.executable, "-c", program, str(tmp_path / "point"), HANGS]
+    parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the point outlived its sweep")
+
+
+def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -> None:
+    overrides = [small(f"model={m}", f"loss={loss}") for m, loss in (("gla", "liger"), ("kda", "standard"))]
+    liger, chunks, fine = foresee([overrides[0], [*overrides[1], "model.chunk_size=128"], overrides[1]])
+    assert "GPU" in liger.refusal
+    assert "chunk_size=128" in chunks.refusal
+    assert fine.refusal is None
+    assert fine.seconds > 0
+    assert liger.memory_bytes > 4 * 4 * 461_000  # parameters, gradients and two moments in fp32
+    config = replace(load_config(["sweep=mve"], "run_sweep"), dry_run=True)
+    lines = listing([liger, chunks, fine], config)
+    assert "unsupported: loss=liger" in lines[1]
+    assert lines[3].endswith("to run")
+    assert "3 points: 2 unsupported, 1 to run" in lines[5]
+
+
+def test_time_left_follows_what_points_took(make_points) -> None:
+    first, second, third = (
+        replace(point, seconds=seconds) for point, seconds in zip(make_points(3), (1, 2, 4), strict=True)
+    )
+    clock = TimeLeft(slots=1)
+    assert clock.left([second, third], elapsed=0) == pytest.approx(6)
+    clock.add(first, 10)
+    assert clock.left([second, third], elapsed=5) == pytest.approx(55)
+    unknown = replace(third, seconds=None)
+    assert clock.left([second, unknown], elapsed=0) == pytest.approx(20)
+    assert TimeLeft(slots=1).left([unknown], elapsed=0) is None
+
+
+def _fail() -> None:
+    raise ConfigError("no such thing", "choose another")
+
+
+def test_errors_come_whole_out_of_another_process() -> None:
+    with pytest.raises(LinrnnError) as error:
+        in_another_process(_fail)
+    assert (error.value.cause, error.value.remedy, error.value.exit_code) == ("no such thing", "choose another", 2)
