@@ -98,8 +98,7 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis:
     lines = [f"# The loss layer alone: {name}", ""]
     if plot:
         lines += [f"![{name}]({plot})", ""]
-    if axis:
-        lines += _sweep_summary(rows, axis)
+    lines += _overview(rows, axis)
     problems: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         problems.setdefault(row.problem, []).append(row)
@@ -117,20 +116,41 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis:
     return "\n".join(lines)
 
 
-def _sweep_summary(rows: list[Row], axis: str) -> list[str]:
-    """Who is fastest at every size, and where each backend crosses torch.compile."""
+def _overview(rows: list[Row], axis: str | None) -> list[str]:
+    """A line per backend, a column per shape; below it, on a sweep, where each backend crosses torch.compile."""
     lines = []
+    heads = {row.shape: f"{axis.upper()} = {getattr(row, axis):,}" if axis else row.shape for row in rows}
     for (gradients, logits), own in _panels(rows).items():
-        best = winners(own)
-        lines += [f"Fastest by {_AXES[axis]} ({logits} logits, gradients {gradients}):", ""]
-        ranked = sorted(best.values(), key=lambda row: getattr(row, axis))
-        lines += [f"* {getattr(row, axis):,}: {row.label} ({row.ratio_to_compiled:.3f} of compiled)" for row in ranked]
-        lines += ["", f"Crossover with compiled along {_AXES[axis]}:", ""]
-        for label, points in _series(own, axis, "ratio_to_compiled").items():
-            if not label.startswith("compiled"):
-                lines.append(f"* {label}: {_crossing_text([x for x, _ in points], [y for _, y in points])}")
+        best, cells = winners(own), {(row.label, row.shape): row for row in own}
+        lines += [
+            f"**{logits} logits, gradients {gradients}**: time / compiled's, MiB beyond inputs and gradients, "
+            "dE error, dC error; the fastest exact one in bold",
+            "",
+            f"| backend | {' | '.join(heads.values())} |",
+            f"|---|{'--:|' * len(heads)}",
+        ]
+        for label in dict.fromkeys(row.label for row in own):
+            texts = [_cell(cells.get((label, shape)), best) for shape in heads]
+            lines.append(f"| {label} | {' | '.join(texts)} |")
         lines.append("")
+        if axis:
+            lines += [f"Crossover with compiled along {_AXES[axis]}:", ""]
+            for label, points in _series(own, axis, "ratio_to_compiled").items():
+                if not label.startswith("compiled"):
+                    lines.append(f"* {label}: {_crossing_text([x for x, _ in points], [y for _, y in points])}")
+            lines.append("")
     return lines
+
+
+def _cell(row: Row | None, best: dict[tuple[str, str, str, str], Row]) -> str:
+    if row is None:
+        return ""
+    if row.status != "ok":
+        return row.status
+    ratio = _number(row.ratio_to_compiled, ".3f")
+    if best.get(row.problem) is row:
+        ratio = f"**{ratio}**"
+    return f"{ratio}, {_number(row.extra_mib, ',.0f')}, {_number(row.de_err, '.1e')}, {_number(row.dc_err, '.1e')}"
 
 
 def _crossing_text(sizes: list[int], ratios: list[float]) -> str:
@@ -213,6 +233,7 @@ def _plot_tradeoff(rows: list[Row], path: Path, title: str) -> None:
             panel.axhline(1, color="0.6", linewidth=1, zorder=1)
             panel.set(xscale="log", yscale="log", title=f"{shape}\n{logits} logits, {gradients} gradients")
             _plain_ticks(panel, [row.ratio_to_compiled for row in points])
+            panel.xaxis.set_major_formatter("{x:,.0f}")
             panel.set_xlabel("memory beyond inputs and gradients, MiB")
             panel.grid(which="major", color="0.92")
         line[0].set_ylabel("forward + backward time / torch.compile's")
@@ -242,7 +263,9 @@ def _plot_sweep(rows: list[Row], axis: str, path: Path, title: str) -> None:
         upper.set_title(f"{fixed}; {logits} logits, {gradients} gradients")
         _plain_ticks(upper, [row.ratio_to_compiled for row in own])
         lower.set_xlabel(_AXES[axis])
+        lower.yaxis.set_major_formatter("{x:,.0f}")
         if not _series(own, axis, "extra_mib"):
+            lower.set_yticks([])
             lower.text(0.5, 0.5, "not measured on a CPU", ha="center", transform=lower.transAxes)
     axes[0][0].set_ylabel("forward + backward time / torch.compile's")
     axes[1][0].set_ylabel("memory beyond inputs and gradients, MiB")
@@ -265,5 +288,6 @@ def _legend(figure: Any, styles: dict[str, dict[str, Any]], title: str) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], linestyle="none", label=label, **style) for label, style in styles.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles) or 1))
+    columns = max(1, min(len(handles), int(figure.get_figwidth() / 2.8)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
     figure.suptitle(f"Loss layer alone: {title}")

@@ -167,13 +167,15 @@ def test_crossovers_are_where_the_ratio_passes_one():
     assert at.size == 2
 
 
-def test_the_winner_is_the_fastest_that_ran_and_not_the_baseline_again():
+def test_the_winner_is_the_fastest_exact_one_and_not_the_baseline_again():
+    exact = {"de_err_ratio": 1.0, "dc_err_ratio": 2.0}
     rows = [
-        make_row("compiled", ratio_to_compiled=1.0),
-        make_row("compiled (again)", ratio_to_compiled=0.5),
-        make_row("liger", ratio_to_compiled=0.9),
+        make_row("compiled", ratio_to_compiled=1.0, **exact),
+        make_row("compiled (again)", ratio_to_compiled=0.5, **exact),
+        make_row("cce_filter", ratio_to_compiled=0.3, de_err_ratio=1.0, dc_err_ratio=12.0),
+        make_row("liger", ratio_to_compiled=0.9, **exact),
         make_row("fla", status="failed"),
-        make_row("fla", ratio_to_compiled=2.0, logits="peaked"),
+        make_row("fla", ratio_to_compiled=2.0, logits="peaked", **exact),
     ]
     best = winners(rows)
     assert [(problem[-1], row.backend) for problem, row in best.items()] == [("flat", "liger"), ("peaked", "fla")]
@@ -218,14 +220,17 @@ def test_an_axis_is_what_three_shapes_alone_differ_in():
 def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
     rows = []
     for v, ratio in ((1000, 2.0), (10_000, 2.0), (100_000, 0.5)):
-        rows += [make_row("compiled", v=v, shape=f"v{v}", ratio_to_compiled=1.0, extra_mib=float(v))]
-        rows += [make_row("liger", v=v, shape=f"v{v}", ratio_to_compiled=ratio, extra_mib=3.0)]
+        at = {"v": v, "shape": f"v{v}", "de_err_ratio": 1.0, "dc_err_ratio": 1.0, "de_err": 1e-3, "dc_err": 2e-3}
+        rows += [make_row("compiled", ratio_to_compiled=1.0, extra_mib=float(v), **at)]
+        rows += [make_row("liger", ratio_to_compiled=ratio, extra_mib=3.0, **at)]
     rows.append(make_row("fla", v=1000, shape="v1000", status="failed", reason="RuntimeError: broken"))
     markdown, plot = write_report(rows, {}, tmp_path, "vocabulary")
     text = markdown.read_text()
     assert "* liger: faster above 31,623" in text
-    assert "* 1,000: compiled" in text
-    assert "* 100,000: liger" in text
+    assert "| backend | V = 1,000 | V = 10,000 | V = 100,000 |" in text
+    assert "| compiled | **1.000**, 1,000, 1.0e-03, 2.0e-03 |" in text
+    assert "| liger | 2.000, 3, 1.0e-03, 2.0e-03 | 2.000, 3, 1.0e-03, 2.0e-03 | **0.500**, 3, " in text
+    assert "| fla | failed |  |  |" in text
     assert "fla: failed. RuntimeError: broken" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
 
