@@ -99,6 +99,10 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis:
     if plot:
         lines += [f"![{name}]({plot})", ""]
     lines += _overview(rows, axis)
+    origins = sorted({row.run for row in rows})
+    columns = dict(_COLUMNS)
+    if len(origins) > 1:
+        columns["run"] = lambda row: str(origins.index(row.run) + 1)
     problems: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         problems.setdefault(row.problem, []).append(row)
@@ -108,11 +112,11 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis:
             f"## {shape} ({first.n} x {first.d} x {first.v}), {logits} logits, {dtype}, gradients {gradients}",
             "",
         ]
-        lines += [f"| {' | '.join(_COLUMNS)} |", f"|---|{'--:|' * (len(_COLUMNS) - 1)}"]
-        lines += [f"| {' | '.join(column(row) for column in _COLUMNS.values())} |" for row in own if row.status == "ok"]
+        lines += [f"| {' | '.join(columns)} |", f"|---|{'--:|' * (len(columns) - 1)}"]
+        lines += [f"| {' | '.join(column(row) for column in columns.values())} |" for row in own if row.status == "ok"]
         refused = [f"* {row.label}: {row.status}. {row.reason}" for row in own if row.status != "ok"]
         lines += ["", *refused, *([""] if refused else [])]
-    lines += [_LEGEND, "", *_origin(rows, runs)]
+    lines += [_LEGEND, "", *_origin([runs[run] for run in origins if run in runs])]
     return "\n".join(lines)
 
 
@@ -160,18 +164,17 @@ def _crossing_text(sizes: list[int], ratios: list[float]) -> str:
     return "; ".join(f"{'faster' if x.faster_above else 'slower'} above {x.size:,.0f}" for x in found)
 
 
-def _origin(rows: list[Row], runs: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["## Origin", ""]
-    for run in (runs[name] for name in sorted({row.run for row in rows}) if name in runs):
+def _origin(runs: list[dict[str, Any]]) -> list[str]:
+    lines = ["## Runs", ""]
+    for number, run in enumerate(runs, start=1):
         environment = run["environment"]
         git = environment["git"] or {}
         gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
         packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
         lines += [
-            f"* `{run['command']}`",
-            f"  * commit {git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, "
-            f"driver {environment['gpu_driver']}, Python {environment['python']}",
-            f"  * {packages}",
+            f"{number}. `{run['command']}`: commit {git.get('commit')}"
+            f"{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, driver {environment['gpu_driver']}, "
+            f"Python {environment['python']}, {packages}",
         ]
     return [*lines, ""]
 

@@ -168,11 +168,11 @@ def test_crossovers_are_where_the_ratio_passes_one():
 
 
 def test_the_winner_is_the_fastest_exact_one_and_not_the_baseline_again():
-    exact = {"de_err_ratio": 1.0, "dc_err_ratio": 2.0}
+    exact = {"de_err": 2e-3, "dc_err": 5e-3}
     rows = [
         make_row("compiled", ratio_to_compiled=1.0, **exact),
         make_row("compiled (again)", ratio_to_compiled=0.5, **exact),
-        make_row("cce_filter", ratio_to_compiled=0.3, de_err_ratio=1.0, dc_err_ratio=12.0),
+        make_row("cce_filter", ratio_to_compiled=0.3, de_err=2e-3, dc_err=2e-2),
         make_row("liger", ratio_to_compiled=0.9, **exact),
         make_row("fla", status="failed"),
         make_row("fla", ratio_to_compiled=2.0, logits="peaked", **exact),
@@ -220,7 +220,7 @@ def test_an_axis_is_what_three_shapes_alone_differ_in():
 def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
     rows = []
     for v, ratio in ((1000, 2.0), (10_000, 2.0), (100_000, 0.5)):
-        at = {"v": v, "shape": f"v{v}", "de_err_ratio": 1.0, "dc_err_ratio": 1.0, "de_err": 1e-3, "dc_err": 2e-3}
+        at = {"v": v, "shape": f"v{v}", "de_err": 1e-3, "dc_err": 2e-3}
         rows += [make_row("compiled", ratio_to_compiled=1.0, extra_mib=float(v), **at)]
         rows += [make_row("liger", ratio_to_compiled=ratio, extra_mib=3.0, **at)]
     rows.append(make_row("fla", v=1000, shape="v1000", status="failed", reason="RuntimeError: broken"))
@@ -233,6 +233,18 @@ def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
     assert "| fla | failed |  |  |" in text
     assert "fla: failed. RuntimeError: broken" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
+    environment = loss_benchmark.describe_environment()
+    runs = {id_: {"id": id_, "command": f"make {id_}", "environment": environment} for id_ in ("a", "b")}
+    rows = [make_row("compiled", run="a", ratio_to_compiled=1.0), make_row("liger", run="b", ratio_to_compiled=2.0)]
+    text = write_report(rows, runs, tmp_path, "mixed")[0].read_text()
+    assert "| first call s | run |" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| liger | - | 2.000"))
+    assert line.endswith("| 2 |")
+    assert "2. `make b`" in text
+    assert "| run |" not in write_report(rows[:1], runs, tmp_path, "one")[0].read_text()
 
 
 def test_time_is_plotted_against_memory_where_there_is_memory(tmp_path):

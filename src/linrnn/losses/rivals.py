@@ -56,7 +56,7 @@ class CompiledAutoChunker(Compiled):
             if metrics.num_auto_chunking == before:
                 raise UnsupportedError(
                     f"loss={self.config.name}: torch found nothing to chunk at this shape",
-                    "choose a shape whose N x V logits are more than 8 times as large as hidden states and weight",
+                    "choose a shape whose N x V logits are more than 2^20 and 8 times as many as entries of weight and hidden",
                 )
             self._chunked.add(shape)
         return result
