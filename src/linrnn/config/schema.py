@@ -262,6 +262,18 @@ class RunSweepConfig:
 
 
 @dataclass
+class FindMaxBatchConfig:
+    """scripts/find_max_batch.py: keys are explained in configs/find_max_batch.yaml."""
+
+    memory_budget_gib: float = at_least(0)
+    probe_steps: int = at_least(3)
+    warmup_steps: int = at_least(1)
+    max_probes: int = at_least(1)
+    group: str
+    results_dir: str
+
+
+@dataclass
 class EvaluateConfig:
     """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
 
@@ -322,6 +334,7 @@ COMMANDS: dict[str, type] = {
     "report": ReportConfig,
     "bench_loss": BenchLossConfig,
     "run_sweep": RunSweepConfig,
+    "find_max_batch": FindMaxBatchConfig,
 }
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".

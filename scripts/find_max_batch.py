@@ -1,0 +1,17 @@
+"""The largest batch under a memory budget: `python scripts/find_max_batch.py model=gla size=1b3 loss=cce_kahan`."""
+
+from linrnn.config.cli import run_many
+from linrnn.config.schema import FindMaxBatchConfig
+from linrnn.errors import ConfigError
+
+
+def main(config: FindMaxBatchConfig, overrides: list[str], launcher: list[str]) -> None:
+    from linrnn.batch_finder import find_max_batch
+
+    if launcher:
+        raise ConfigError(f"{launcher[0]}: the probes of a search run on this machine", "drop the hydra… overrides")
+    find_max_batch(config, overrides, say=lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    run_many(main, "find_max_batch", __doc__ or "")

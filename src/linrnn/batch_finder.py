@@ -1,0 +1,275 @@
+"""The largest batch under a memory budget: foreseen from formulas, then probed, each probe a training run of its own.
+
+:func:`search` is the search alone; :func:`find_max_batch` gives it training runs as probes.
+"""
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linrnn.config.schema import Config, FindMaxBatchConfig
+from linrnn.errors import SweepFailure, UnsupportedError
+from linrnn.points import Point, Process, foresee
+from linrnn.summary import GIB
+from linrnn.sweeps import in_another_process
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What became of one batch.
+
+    Attributes:
+        batch: sequences.
+        fits: whether all its steps ran within the budget.
+        peak_bytes: most memory at once; of a probe that does not fit, what it had when it ran out, or None.
+        tokens_per_second: None of a probe that does not fit.
+        foreseen_bytes: the memory model's figure before it ran.
+    """
+
+    batch: int
+    fits: bool
+    peak_bytes: int | None
+    tokens_per_second: float | None
+    foreseen_bytes: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a search.
+
+    Attributes:
+        batch: the largest that was seen to fit; 0 if none was.
+        too_large: the smallest that was seen not to fit; None if none was.
+        foreseen: the largest batch that the memory model lets fit, before any probe.
+        probes: in the order in which they ran.
+    """
+
+    batch: int
+    too_large: int | None
+    foreseen: int
+    probes: tuple[Probe, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether one sequence more was seen not to fit."""
+        return self.too_large == self.batch + 1
+
+
+def search(
+    probe: Callable[[int], Probe], memory_model: Callable[[int], float], budget_bytes: float, max_probes: int
+) -> Answer:
+    """The largest batch for which `probe` fits, in at most `max_probes` probes.
+
+    The first probe is the batch that the model foresees. Each further one corrects the model by what was measured:
+    scaled to one measured peak, or the line through two. Without a batch that failed the search grows, with one it
+    halves the interval where the corrected model has nothing better to say.
+
+    Args:
+        probe: runs a batch.
+        memory_model: bytes that a batch should need, rising with it.
+    """
+    foreseen = _largest(memory_model, budget_bytes)
+    probes: list[Probe] = []
+    fitting, failing, batch = 0, None, max(foreseen, 1)
+    while len(probes) < max_probes and failing != fitting + 1:
+        probes.append(probe(batch))
+        if probes[-1].fits:
+            fitting = batch
+        else:
+            failing = batch
+        guess = _largest(_corrected(memory_model, probes), budget_bytes)
+        if failing is None:
+            batch = max(guess, fitting + 1)
+        elif fitting == 0:  # nothing measured: back by an eighth, then a quarter, a half …
+            batch = max(failing - max(foreseen >> max(4 - len(probes), 1), 1), 1)
+        elif fitting <= guess < failing:
+            batch = max(guess, fitting + 1)
+        else:
+            batch = (fitting + failing) // 2
+    return Answer(fitting, failing, foreseen, tuple(probes))
+
+
+def _largest(memory: Callable[[int], float], budget: float) -> int:
+    """The largest batch whose memory is within `budget`; 0 if not even one is."""
+    high = 1
+    while memory(high) <= budget:
+        high *= 2
+    return bisect_right(range(1, high), budget, key=memory)
+
+
+def _corrected(memory: Callable[[int], float], probes: Sequence[Probe]) -> Callable[[int], float]:
+    """The model, made to agree with the measured peaks of the probes that fitted."""
+    measured = sorted((p.batch, p.peak_bytes) for p in probes if p.fits and p.peak_bytes is not None)
+    if not measured:
+        return memory
+    batch, peak = measured[-1]
+    if len(measured) == 1:
+        scale = peak / memory(batch)
+        return lambda other: memory(other) * scale
+    first_batch, first_peak = measured[-2]
+    slope = max((peak - first_peak) / (batch - first_batch), 1)  # a rising line, whatever was measured
+    return lambda other: peak + (other - batch) * slope
+
+
+# ------------------------------------------------------------------------------------------------- training runs
+def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
+    """Search with training runs; print every probe and the answer; write the answer as JSON and mirror it to wandb.
+
+    Args:
+        overrides: of train.py; `trainer.batch_size` among them has no effect.
+
+    Raises:
+        LinrnnError: the run cannot be made here, or a probe failed for another reason than memory.
+    """
+    budget = config.memory_budget_gib * GIB
+    probe_overrides = [
+        *overrides,
+        f"group={config.group}",
+        f"results_dir={config.results_dir}",
+        f"trainer.max_steps={config.probe_steps}",
+        "trainer.max_tokens=null",
+        f"trainer.warmup_measurement_steps={config.warmup_steps}",
+        "trainer.checkpoint_every=0",
+        "trainer.valid_tokens=1",  # the last, unavoidable validation: one batch
+        "logger.wandb.mode=disabled",
+    ]
+    on_gpu, model = in_another_process(_memory_table, [*probe_overrides, "trainer.batch_size=1"], budget)
+    if on_gpu:
+        probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
+
+    def foreseen(batch: int) -> float:
+        step = model[-1] - model[-2]
+        return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
+
+    def probe(batch: int) -> Probe:
+        point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={batch}"]])[0]
+        result = _probe(point, batch, budget, int(foreseen(batch)))
+        say(f"  {_line(result)}")
+        return result
+
+    say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {_largest(foreseen, budget)} sequences")
+    answer = search(probe, foreseen, budget, config.max_probes)
+    for line in report(answer, on_gpu):
+        say(line)
+    _write(config, overrides, answer, say)
+    return answer
+
+
+def _memory_table(overrides: Sequence[str], budget: float) -> tuple[bool, list[int]]:
+    """Whether the runs are on a GPU, and the foreseen peak of 1, 2, 3 … sequences until twice the budget."""
+    from linrnn.config import load_config
+    from linrnn.data import vocabulary_size
+    from linrnn.plan import make_training_plan
+
+    config: Config = load_config(overrides)
+    plan = make_training_plan(config)
+    arch = plan.architecture(vocabulary_size(config.data))
+    table: list[int] = []
+    while len(table) < 2 or (table[-1] <= 2 * budget and len(table) < 4096):
+        trainer = dataclasses.replace(config.trainer, batch_size=len(table) + 1)
+        larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
+        table.append(larger.memory_estimate(arch).peak)
+    return plan.device.type == "cuda", table
+
+
+def _probe(point: Point, batch: int, budget: float, foreseen: int) -> Probe:
+    """A training run, or its summary if it was made before."""
+    if point.refusal is not None:
+        raise UnsupportedError(*point.refusal.split("; ", 1))
+    if point.is_answered(retry=False):
+        summary = point.summary()
+    else:
+        process = Process(point, {})
+        try:
+            process.wait()
+        finally:
+            process.kill()
+        summary = process.conclude()
+    assert summary is not None
+    if summary["status"] not in ("finished", "out_of_memory"):
+        raise SweepFailure(
+            f"the probe of {batch} sequences {summary['status']}: {summary.get('reason')}",
+            f"see {point.log}",
+            1,
+        )
+    peak = summary["peak_memory_bytes"]
+    fits = summary["status"] == "finished" and peak <= budget
+    return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None, foreseen)
+
+
+def _line(probe: Probe) -> str:
+    words = [f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}"]
+    if probe.fits and probe.peak_bytes is not None:
+        words.append(f"{probe.peak_bytes / GIB:.2f} GiB (foreseen {probe.foreseen_bytes / GIB:.2f})")
+    else:
+        words.append(f"foreseen {probe.foreseen_bytes / GIB:.2f} GiB")
+    if probe.tokens_per_second:
+        words.append(f"{probe.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(words)
+
+
+def report(answer: Answer, on_gpu: bool) -> list[str]:
+    """The answer for people."""
+    best = next((probe for probe in answer.probes if probe.batch == answer.batch), None)
+    bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
+    lines = [f"largest batch: {answer.batch} sequences{bound}, foreseen {answer.foreseen}, {len(answer.probes)} probes"]
+    if best is not None:
+        lines.append(f"  {_line(best)}")
+    if not on_gpu:
+        lines.append("  memory is the process's resident set, Python and libraries included; the foreseen is a GPU's")
+    return lines
+
+
+def _write(config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer, say: Say) -> None:
+    from linrnn.config import identity, load_config, run_name, to_yaml
+    from linrnn.loggers import WandbMirror
+    from linrnn.run_directory import RunDirectory
+    from linrnn.summary import names_of_run
+
+    run: Config = load_config([*overrides, f"group={config.group}"])
+    name = run_name(run)
+    directory = RunDirectory(
+        Path(config.results_dir) / config.group / "answers" / name,
+        identity={**identity(run), "memory_budget_gib": config.memory_budget_gib},
+        resume="auto",
+    )
+    directory.open(to_yaml(run))
+    try:
+        content: dict[str, Any] = {
+            **names_of_run(run, name),
+            "memory_budget_gib": config.memory_budget_gib,
+            "max_sequences": answer.batch,
+            "exact": answer.exact,
+            **dataclasses.asdict(answer),
+            "environment": in_another_process(_environment),
+        }
+        content["batch_size"] = answer.batch
+        directory.write_json("max_batch.json", content)
+        wandb = WandbMirror(
+            run.logger.wandb,
+            directory.path,
+            run_name=f"max_batch-{name}",
+            group=config.group,
+            tags=[run.model.name, run.size.name, run.loss.name, run.data.name, "max_batch"],
+            hyperparameters=identity(run),
+            say=say,
+        )
+        for number, probe in enumerate(answer.probes):
+            peak = None if probe.peak_bytes is None else probe.peak_bytes / GIB
+            metrics = {"batch/probe_sequences": probe.batch, "memory/peak_gib": peak}
+            wandb.log(number, {**metrics, "speed/tokens_per_second": probe.tokens_per_second})
+        wandb.finish({"batch/max_sequences": answer.batch}, exit_code=0)
+    finally:
+        directory.close()
+    say(f"wrote {directory.path / 'max_batch.json'}")
+
+
+def _environment() -> dict[str, Any]:
+    from linrnn.environment import describe_environment
+
+    return describe_environment()

@@ -1,0 +1,78 @@
+"""The search for the largest batch: exact in few probes when the model is nearly right, honest when it is not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linrnn.batch_finder import Answer, Probe, report, search
+
+GIB = 2**30
+
+
+def probing(truth, budget: float, log: list[int]):
+    def probe(batch: int) -> Probe:
+        log.append(batch)
+        fits = truth(batch) <= budget
+        return Probe(batch, fits, int(truth(batch)) if fits else None, 100.0 if fits else None, 0)
+
+    return probe
+
+
+def line(fixed: float, slope: float):
+    return lambda batch: (fixed + slope * batch) * GIB
+
+
+def test_a_right_model_needs_two_probes_the_batch_and_one_more() -> None:
+    log: list[int] = []
+    answer = search(probing(line(27, 4.6), 80 * GIB, log), line(27, 4.6), 80 * GIB, 6)
+    assert log == [11, 12]
+    assert (answer.batch, answer.too_large, answer.foreseen, answer.exact) == (11, 12, 11, True)
+
+
+@pytest.mark.parametrize("error", [0.8, 0.9, 0.97, 1.03, 1.1, 1.25])
+@pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2)])
+def test_a_model_wrong_by_up_to_a_quarter_ends_exact_within_six_probes(
+    error: float, fixed: float, slope: float
+) -> None:
+    log: list[int] = []
+    truth, model = line(fixed, slope), line(fixed * error, slope * error)
+    answer = search(probing(truth, 80 * GIB, log), model, 80 * GIB, 6)
+    expected = int((80 - fixed) / slope)
+    assert answer.batch <= expected
+    assert answer.too_large is None or answer.too_large > expected
+    assert answer.exact or slope < 1
+    assert expected - answer.batch <= 0.03 * expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    fixed=st.floats(0.5, 60),
+    slope=st.floats(0.01, 10),
+    error=st.floats(0.3, 3),
+    offset=st.floats(0, 20),
+    n=st.integers(1, 9),
+)
+def test_whatever_the_model_says_the_answer_is_what_was_seen(fixed, slope, error, offset, n) -> None:
+    log: list[int] = []
+    truth = line(fixed + offset, slope)
+    answer = search(probing(truth, 80 * GIB, log), line(fixed * error, slope * error), 80 * GIB, n)
+    assert len(log) <= n
+    assert len(set(log)) == len(log), "no batch is probed twice"
+    assert min(log) >= 1
+    assert answer.batch == max([batch for batch in log if truth(batch) <= 80 * GIB], default=0)
+    assert answer.too_large == min([batch for batch in log if truth(batch) > 80 * GIB], default=None)
+
+
+def test_not_even_one_sequence_is_an_answer() -> None:
+    log: list[int] = []
+    answer = search(probing(line(90, 1), 80 * GIB, log), line(90, 1), 80 * GIB, 6)
+    assert log == [1]
+    assert (answer.batch, answer.exact, answer.foreseen) == (0, True, 0)
+    assert "largest batch: 0 sequences" in report(answer, on_gpu=True)[0]
+
+
+def test_an_answer_that_is_not_exact_says_so() -> None:
+    probes = (Probe(8, True, 60 * GIB, 1000.0, 50 * GIB),)
+    lines = report(Answer(8, None, 9, probes), on_gpu=True)
+    assert "at least; none is the smallest seen not to fit" in lines[0]
+    assert "60.00 GiB (foreseen 50.00), 1,000 tokens/s" in lines[1]
