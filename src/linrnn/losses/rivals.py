@@ -56,7 +56,7 @@ class CompiledAutoChunker(Compiled):
             if metrics.num_auto_chunking == before:
                 raise UnsupportedError(
                     f"loss={self.config.name}: torch found nothing to chunk at this shape",
-                    "choose a shape whose N x V logits are more than 2^20 and 8 times as many as entries of weight and hidden",
+                    "choose a shape with more logits: above 2^20 and above 8 times the entries of either factor",
                 )
             self._chunked.add(shape)
         return result
