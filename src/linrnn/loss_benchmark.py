@@ -8,6 +8,7 @@ written after every backend's errors, and again while the rounds go on, so that 
 """
 
 import datetime
+import math
 import random
 import time
 from collections.abc import Callable
@@ -263,8 +264,12 @@ def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solutio
         row.first_call_s = row.first_call_s if call else time.perf_counter() - begin
     first = Solution(timing.step(loss, problem).item(), *problem.gradients())
     _compare(row, first, truth)
+    assert row.loss_err is not None
     assert row.de_err is not None
     assert row.dc_err is not None
+    if not math.isfinite(row.loss_err + row.de_err + row.dc_err):
+        row.loss_nats = row.loss_err = row.de_err = row.dc_err = None
+        raise FloatingPointError("loss or gradients are not finite")
     if bar.de_err and bar.dc_err:  # 0 where nothing is rounded, in fp32 on tiny problems
         row.de_err_ratio, row.dc_err_ratio = row.de_err / bar.de_err, row.dc_err / bar.dc_err
     second = Solution(timing.step(loss, problem).item(), *problem.gradients())

@@ -351,6 +351,21 @@ def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, eage
     assert "failed: RuntimeError" in table(rows)
 
 
+def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline, monkeypatch):
+    def build(config, **options):
+        loss = build_loss(config, **options)
+        if config.name == "cce_filter":
+            compute = loss.compute
+            loss.compute = lambda *tensors: (compute(*tensors)[0] * torch.nan, {})
+        return loss
+
+    monkeypatch.setattr(loss_benchmark, "build_loss", build)
+    rows = run_benchmark(configure("backends=[cce_filter]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert (rows[-1].status, rows[-1].de_err) == ("failed", None)
+    assert "not finite" in rows[-1].reason
+    json.loads((tmp_path / "bench_loss" / "cpu" / "60x16x90.json").read_text(), parse_constant=pytest.fail)
+
+
 def test_a_baseline_that_cannot_run_costs_the_ratios_alone(tmp_path, monkeypatch):
     for module in (loss_sets, loss_benchmark):
         monkeypatch.setattr(module, "BASELINE", "liger")
