@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +62,21 @@ class _BackwardEnds(torch.autograd.Function):
         return *grads, None  # type: ignore[return-value]
 
 
+class LossObserver(Protocol):
+    """Told when the loss layer's passes begin and end: :class:`MemoryByComponent`, or a clock."""
+
+    def loss_forward_begins(self) -> None: ...
+    def loss_forward_ended(self) -> None: ...
+    def loss_backward_begins(self) -> None: ...
+    def loss_backward_ended(self) -> None: ...
+
+
 def watched_loss(
     loss: Callable[[Tensor, Tensor, Tensor], Any],
     hidden_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,
-    memory: "MemoryByComponent | None" = None,
+    memory: LossObserver | None = None,
 ) -> Any:
     """Call a loss backend with NVTX ranges round its forward and its backward pass, and measure its memory.
 

@@ -3,6 +3,8 @@
 from linrnn.accounting.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.accounting.flops import StepFlops, model_flops, step_flops
 from linrnn.accounting.memory import MemoryEstimate, loss_memory, memory_estimate
+from linrnn.accounting.proposal import proposal_flops, proposal_memory, proposal_traffic, recurrent_state_bytes
+from linrnn.accounting.traffic import loss_traffic, optimizer_traffic
 
 __all__ = [
     "ASSUMED_CPU_SHARE",
@@ -10,9 +12,15 @@ __all__ = [
     "MemoryEstimate",
     "StepFlops",
     "loss_memory",
+    "loss_traffic",
     "memory_estimate",
     "model_flops",
+    "optimizer_traffic",
     "peak_flops_per_second",
+    "proposal_flops",
+    "proposal_memory",
+    "proposal_traffic",
+    "recurrent_state_bytes",
     "step_flops",
     "time_estimate",
 ]

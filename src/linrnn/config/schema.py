@@ -274,6 +274,15 @@ class FindMaxBatchConfig:
 
 
 @dataclass
+class BreakdownConfig:
+    """scripts/breakdown.py: keys are explained in configs/breakdown.yaml."""
+
+    warmup_steps: int = at_least(1)
+    steps: int = at_least(1)
+    output: str
+
+
+@dataclass
 class EvaluateConfig:
     """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
 
@@ -335,6 +344,7 @@ COMMANDS: dict[str, type] = {
     "bench_loss": BenchLossConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
+    "breakdown": BreakdownConfig,
 }
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".

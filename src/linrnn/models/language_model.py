@@ -84,6 +84,11 @@ class LanguageModel(nn.Module):
             "head": [] if self.head_weight is backbone.embeddings.weight else [self.head_weight],
         }
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether blocks keep only their inputs for the backward pass."""
+        return self._checkpointed
+
     def set_activation_checkpointing(self, mode: str) -> None:
         """`none` keeps every activation; `full` keeps each block's input and computes the rest again."""
         if mode not in ("none", "full"):

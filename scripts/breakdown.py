@@ -1,0 +1,30 @@
+"""Where a training step's memory and time go: `python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan`."""
+
+import json
+from pathlib import Path
+
+from linrnn.config import load_config, run_name
+from linrnn.config.cli import run_many
+from linrnn.config.schema import BreakdownConfig
+from linrnn.errors import ConfigError
+
+
+def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> None:
+    from linrnn.breakdown import markdown, measure, to_json
+    from linrnn.trainer import Trainer
+
+    if launcher:
+        raise ConfigError(f"{launcher[0]}: a breakdown is measured on this machine", "drop the hydra… overrides")
+    run = load_config([*overrides, f"trainer.max_steps={config.warmup_steps + config.steps + 2}"])
+    name = run_name(run)
+    breakdown = measure(Trainer(run), name, config.warmup_steps, config.steps)
+    directory = Path(config.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(to_json(breakdown), indent=1) + "\n")
+    (directory / f"{name}.md").write_text(markdown(breakdown))
+    print(markdown(breakdown))
+    print(f"wrote {directory / name}.json and .md")
+
+
+if __name__ == "__main__":
+    run_many(main, "breakdown", __doc__ or "")

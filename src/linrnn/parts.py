@@ -1,0 +1,216 @@
+"""Memory and time of a model's parts, measured on training steps: mixers, MLPs, norms, embedding, loss, optimizer."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from linrnn.models import LanguageModel
+
+
+def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
+    """The modules of each part; together they hold every parameter but an untied head's."""
+    backbone = model.hf.model
+    return {
+        "embedding": [backbone.embeddings],
+        "norms": [*(norm for block in model.blocks for norm in (block.attn_norm, block.mlp_norm)), backbone.norm],
+        "mixer": [block.attn for block in model.blocks],
+        "mlp": [block.mlp for block in model.blocks],
+    }
+
+
+# --------------------------------------------------------------------------------------------- saved activations
+class SavedActivations:
+    """Bytes that the autograd graph keeps for the backward pass, by the part that saved them.
+
+    Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm), `other` (between the parts), and
+    `weight_copies` (weights in the compute dtype, under autocast). A tensor that several keep counts once, for the first;
+    parameters count nowhere. With activation checkpointing a block keeps its inputs: they count as `other`.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._part = "other"
+        self._seen: set[int] = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._weight_shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+        self._weight_shapes |= {shape[::-1] for shape in self._weight_shapes}
+        self.bytes: defaultdict[str, int] = defaultdict(int)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what is saved inside the block, for one forward and backward pass."""
+        with contextlib.ExitStack() as hooks:
+            for part, modules in part_modules(self._model).items():
+                for module in modules:
+                    hooks.callback(module.register_forward_pre_hook(self._entering(part)).remove)
+                    hooks.callback(module.register_forward_hook(self._leaving).remove)
+            for block in self._model.blocks:
+                hook = block.register_forward_pre_hook(self._block_inputs, with_kwargs=True)
+                hooks.callback(hook.remove)
+            hooks.callback(self._model.register_forward_hook(self._body_ended).remove)
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+
+    def _entering(self, part: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._part = part
+
+        return enter
+
+    def _leaving(self, *_: Any) -> None:
+        self._part = "other"
+
+    def _body_ended(self, *_: Any) -> None:
+        self._part = "loss"
+
+    def _block_inputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._model.is_checkpointed and torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if torch.is_tensor(value) and value.is_floating_point():
+                    self._count(value)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._count(tensor)
+        return tensor.detach()  # the same memory; itself would be a cycle where it is the node's own output
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._seen:
+            return
+        self._seen.add(storage.data_ptr())
+        is_copy = tuple(tensor.shape) in self._weight_shapes and self._part != "embedding"
+        self.bytes["weight_copies" if is_copy else self._part] += storage.nbytes()
+
+
+# ---------------------------------------------------------------------------------------------------------- time
+class _BackwardMark(torch.autograd.Function):
+    """Identity; calls `reached` when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
+        ctx.reached = reached
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.reached()
+        return grad, None
+
+
+class PartClock:
+    """Time between the moments when the device enters and leaves each part, forward and backward.
+
+    On a GPU the moments are CUDA events: a part's time has the gaps in which the device waits for the host, so that
+    parts of small models take longer than their kernels. `recomputed` is what activation checkpointing runs again, within
+    a backward pass and not counted there; the clock has it finish each block, where it otherwise leaves out the last
+    product.
+    Also takes the place of `MemoryByComponent` for :func:`linrnn.profiling.watched_loss`.
+    """
+
+    def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._cuda = device.type == "cuda"
+        self._backward = False
+        self._open: dict[str, tuple[Any, int]] = {}  # the moment, and how many intervals there were
+        self._intervals: list[tuple[str, Any, Any, list[int]]] = []  # name, begun, ended, intervals to take off
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Time one step: forward and backward passes, optimizer."""
+        with contextlib.ExitStack() as hooks:
+            for part, modules in part_modules(self._model).items():
+                for module in modules:
+                    before = module.register_forward_pre_hook(self._enter(part), with_kwargs=True)
+                    after = module.register_forward_hook(self._leave(part))
+                    hooks.callback(before.remove)
+                    hooks.callback(after.remove)
+            before_update = self._optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
+            after_update = self._optimizer.register_step_post_hook(lambda *_: self._end("optimizer"))
+            hooks.callback(before_update.remove)
+            hooks.callback(after_update.remove)
+            hooks.enter_context(set_checkpoint_early_stop(False))
+            self._begin("step")
+            yield
+            self._end("step")
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by `part/forward`, `part/backward`, `part/recomputed`, `optimizer`, `step`; waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        lengths = [
+            begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun for _, begun, ended, _ in self._intervals
+        ]
+        total: defaultdict[str, float] = defaultdict(float)
+        for (name, _, _, inside), length in zip(self._intervals, lengths, strict=True):
+            total[name] += length - sum(lengths[index] for index in inside)
+        return dict(total)
+
+    # What watched_loss calls.
+    def loss_forward_begins(self) -> None:
+        self._backward = False
+        self._begin("loss/forward")
+
+    def loss_forward_ended(self) -> None:
+        self._end("loss/forward")
+
+    def loss_backward_begins(self) -> None:
+        self._backward = True
+        self._begin("loss/backward")
+
+    def loss_backward_ended(self) -> None:
+        self._end("loss/backward")
+
+    def _enter(self, part: str) -> Callable[..., Any]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled():
+                return None
+            self._begin(f"{part}/{'recomputed' if self._backward else 'forward'}")
+            marked = False
+
+            def mark(value: Any) -> Any:
+                nonlocal marked
+                if marked or not (torch.is_tensor(value) and value.requires_grad):
+                    return value
+                marked = True
+                return _BackwardMark.apply(value, lambda: self._end(f"{part}/backward"))
+
+            return tuple(mark(value) for value in args), {name: mark(value) for name, value in kwargs.items()}
+
+        return enter
+
+    def _leave(self, part: str) -> Callable[..., Any]:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return None
+            self._end(f"{part}/{'recomputed' if self._backward else 'forward'}")
+            first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+            marked = _BackwardMark.apply(first, lambda: self._begin(f"{part}/backward"))
+            return marked if rest is None else (marked, *rest)
+
+        return leave
+
+    def _begin(self, name: str) -> None:
+        self._open[name] = self._now(), len(self._intervals)
+
+    def _end(self, name: str) -> None:
+        # An embedding has no input that a gradient reaches: its backward pass has no end, and does not count.
+        if name not in self._open:
+            return
+        begun, first = self._open.pop(name)
+        again = [i for i in range(first, len(self._intervals)) if self._intervals[i][0].endswith("/recomputed")]
+        self._intervals.append((name, begun, self._now(), again if name.endswith("/backward") else []))
+
+    def _length(self, begun: Any, ended: Any) -> float:
+        return begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

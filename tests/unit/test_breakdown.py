@@ -1,0 +1,155 @@
+"""Memory and time by part against what the tensors add up to; the proposal's account against its own numbers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from linrnn.accounting import (
+    loss_traffic,
+    proposal_flops,
+    proposal_memory,
+    proposal_traffic,
+    recurrent_state_bytes,
+)
+from linrnn.architecture import resolve
+from linrnn.breakdown import markdown, measure
+from linrnn.config import load_config
+from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LigerLossConfig, LossConfig
+from linrnn.parts import PartClock, SavedActivations
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+N, D, V, LAYERS = 160, 128, 512, 2  # of the small run: B = 2, T = 80
+
+
+def trainer(small: Small, *overrides: str) -> Trainer:
+    return Trainer(load_config(small("trainer.max_steps=9", "loss=standard", *overrides)))
+
+
+def saved_bytes(small: Small, *overrides: str) -> dict[str, int]:
+    run = trainer(small, *overrides)
+    saved = SavedActivations(run.model)
+    with saved.watch():
+        run.train_step()
+    return dict(saved.bytes)
+
+
+def test_the_loss_keeps_log_probabilities_and_its_hidden_states(small: Small) -> None:
+    saved = saved_bytes(small, "model=transformer")["loss"]
+    log_probabilities, hidden = 4 * N * V, 4 * N * D
+    assert log_probabilities + hidden <= saved <= 2 * log_probabilities + hidden + 16 * N
+
+
+def test_the_mlp_keeps_its_input_and_two_or_three_inner_activations(small: Small) -> None:
+    run = trainer(small, "model=transformer")
+    inner = 4 * N * run.architecture.intermediate_size
+    saved = SavedActivations(run.model)
+    with saved.watch():
+        run.train_step()
+    assert LAYERS * (4 * N * D + 2 * inner) <= saved.bytes["mlp"] <= LAYERS * (4 * N * D + 4 * inner)
+
+
+def test_with_checkpointing_the_blocks_keep_their_inputs_alone(small: Small) -> None:
+    saved = saved_bytes(small, "model=gla", "trainer.activation_checkpointing=full")
+    assert saved.get("mixer", 0) == saved.get("mlp", 0) == 0
+    assert saved["other"] == LAYERS * 4 * N * D
+    assert saved_bytes(small, "model=gla")["mixer"] > 10 * 4 * N * D
+
+
+def test_under_autocast_copies_of_the_weights_are_told_apart(small: Small) -> None:
+    run = trainer(small, "model=transformer", "trainer.precision=bf16_autocast", "trainer.batch_size=3")
+    saved = SavedActivations(run.model)
+    with saved.watch():
+        run.train_step()
+    arch = run.architecture
+    matrices = LAYERS * (arch.mixer_parameters + arch.mlp_parameters)
+    assert 2 * matrices <= saved.bytes["weight_copies"] <= 2 * (matrices + arch.embedding_parameters)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alone(
+    small: Small, checkpointing: str
+) -> None:
+    option = f"trainer.activation_checkpointing={checkpointing}"
+    plain, timed = trainer(small, option), trainer(small, option)
+    clock = PartClock(timed.model, timed.optimizer, timed.device)
+    timed.memory = clock  # type: ignore[assignment]
+    with clock.watch():
+        record = timed.train_step()
+    assert record.read() == plain.train_step().read()
+    seconds = clock.seconds()
+    passes = ["forward", "backward", *(["recomputed"] if checkpointing == "full" else [])]
+    expected = {f"{part}/{name}" for part in ("mixer", "mlp", "norms") for name in passes}
+    assert seconds.keys() == expected | {
+        "embedding/forward",
+        "loss/forward",
+        "loss/backward",
+        "optimizer",
+        "step",
+        *(["norms/recomputed"] if checkpointing == "full" else []),
+    }
+    assert min(seconds.values()) > 0
+    assert 0.5 * seconds["step"] < sum(seconds.values()) - seconds["step"] < seconds["step"]
+
+
+def test_nothing_of_the_clock_stays_behind(small: Small) -> None:
+    run = trainer(small)
+    clock = PartClock(run.model, run.optimizer, run.device)
+    with clock.watch(), SavedActivations(run.model).watch():
+        pass
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
+
+
+def test_a_breakdown_stands_measured_beside_formula_beside_proposal(small: Small) -> None:
+    breakdown = measure(trainer(small, "model=gla"), "a name", warmup_steps=1, steps=2)
+    assert breakdown.memory["parameters"]["measured"] == breakdown.memory["parameters"]["formula"] == 4 * 461_696
+    assert breakdown.memory["gradients"]["measured"] == 4 * 461_696
+    assert breakdown.mfu is None, "a CPU's peak is not known"
+    text = markdown(breakdown)
+    for word in ("# a name", "recurrent_states/one_layer", "| loss |", "vocabulary product's share", "MFU -"):
+        assert word in text
+
+
+def test_the_proposal_s_account_gives_the_proposal_s_numbers() -> None:
+    config = load_config(["model=gla", "size=1b3"])
+    heads = {"gla": replace(config.size.mixers["gla"], num_heads=16, head_k_dim=128, head_v_dim=128)}
+    arch = resolve(config.model, replace(config.size, mixers=heads), 128_000)
+    memory = proposal_memory(arch, batch_size=8, seq_len=2048)
+    assert memory["logits"] == pytest.approx(4.19e9, rel=2e-3)
+    assert memory["chunk_states"] == pytest.approx(0.2e9, rel=0.01)
+    assert memory["activations"] / 8 == pytest.approx(0.8e9, rel=0.01)
+    flops = proposal_flops(arch, 2048)
+    assert flops["vocabulary"] == pytest.approx(1.07e12, rel=0.01)
+    assert flops["mixing"] == pytest.approx(1.6e9, rel=0.01)
+    assert proposal_flops(replace(arch, model="transformer"), 2048)["mixing"] == pytest.approx(825e9, rel=0.01)
+    traffic = proposal_traffic(arch, 8 * 2048)
+    assert traffic["standard"] == pytest.approx(12.6e9, rel=2e-3)
+    assert traffic["cce"] == pytest.approx(0.067e9, rel=2e-3)
+    assert recurrent_state_bytes(arch, 8, 2048, compute=2) == 16 * memory["chunk_states"] // 24
+    assert recurrent_state_bytes(replace(arch, model="transformer"), 8, 2048, compute=2) == 0
+
+
+def test_traffic_of_a_loss_by_hand() -> None:
+    n, d, v = 1000, 10, 300
+    e, w, logits, fp32 = 2 * n * d, 2 * v * d, 2 * n * v, 4 * n * v
+    assert loss_traffic(LossConfig("compiled"), n, d, v, 2) == (e + w + 2 * logits, 2 * logits + 2 * (e + w + logits))
+    forward, backward = loss_traffic(LossConfig("standard"), n, d, v, 2) or (0, 0)
+    assert forward == e + w + logits + (logits + fp32) + 2 * fp32  # product; copy; log-softmax
+    assert backward == 4 * fp32 + (fp32 + logits) + 2 * (e + w + logits)
+    # One chunk: logits again (e + w), their gradient written and read twice, dE and its compensation, dC.
+    kahan = CceKahanLossConfig("cce_kahan", "kahan", None)
+    assert loss_traffic(kahan, n, d, v, 2) == (e + w, (e + w + logits) + (e + w + w) + 2 * logits + 2 * 2 * e)
+    assert loss_traffic(CceFilterLossConfig("cce_filter", "kahan", None, 2**-12), n, d, v, 2) is None
+    liger, _ = loss_traffic(LigerLossConfig("liger", "native"), n, d, v, 2) or (0, 0)
+    assert liger == 3 * (e + logits) + 2 * logits + 30 * 4 * w  # V / D = 30 chunks
+
+
+def test_a_breakdown_is_made_and_written(small: Small, command: Callable, tmp_path: Path) -> None:
+    done = command(
+        "scripts/breakdown.py", *small("loss=cce_kahan"), "steps=1", "warmup_steps=1", f"output={tmp_path}/b"
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".json", ".md"}
+    assert not (tmp_path / "results").exists(), "a breakdown is no run"
