@@ -205,7 +205,8 @@ def _memory_lines(b: Breakdown) -> list[str]:
         *lines,
         "",
         "Activations in parts: what the autograd graph keeps, by the part that keeps it. loss_forward, loss_backward: "
-        "the most that the loss layer's passes add, gradients of hidden states and head included. The formulas are a GPU's.",
+        "the most that the loss layer's passes add, gradients of hidden states and head included. "
+        "The formulas are a GPU's.",
         "",
     ]
 

@@ -28,9 +28,9 @@ def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
 class SavedActivations:
     """Bytes that the autograd graph keeps for the backward pass, by the part that saved them.
 
-    Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm), `other` (between the parts), and
-    `weight_copies` (weights in the compute dtype, under autocast). A tensor that several keep counts once, for the first;
-    parameters count nowhere. With activation checkpointing a block keeps its inputs: they count as `other`.
+    Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm), `other` (between the parts),
+    and `weight_copies` (weights in the compute dtype, under autocast). A tensor that several keep counts once, for the
+    first; parameters count nowhere. With activation checkpointing a block keeps its inputs: they count as `other`.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -106,9 +106,9 @@ class PartClock:
     """Time between the moments when the device enters and leaves each part, forward and backward.
 
     On a GPU the moments are CUDA events: a part's time has the gaps in which the device waits for the host, so that
-    parts of small models take longer than their kernels. `recomputed` is what activation checkpointing runs again, within
-    a backward pass and not counted there; the clock has it finish each block, where it otherwise leaves out the last
-    product.
+    parts of small models take longer than their kernels. `recomputed` is what activation checkpointing runs again,
+    within a backward pass and not counted there; the clock has it finish each block, where it otherwise leaves out the
+    last product.
     Also takes the place of `MemoryByComponent` for :func:`linrnn.profiling.watched_loss`.
     """
 
