@@ -1,57 +1,115 @@
-"""A group of runs as people read it: a table with every run's figures and origin, and a plot of the losses."""
+"""A group of runs as people read it: a table with every run's figures and origin, verdicts on the criteria, plots."""
 
-import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from linrnn.errors import ConfigError
-from linrnn.results import Run
+from linrnn import plots
+from linrnn.results import COMMITTED, Run, backend_names, check_origin, same_origin, write_committed
+from linrnn.verdicts import OPEN, Verdict, branches, verdicts
 
 GIB = 2**30
-BASELINES = ("compiled", "standard")  # the losses that ratios are taken to: the first one that a group has
-SMOOTHED_STEPS = 20
-# What two runs must share for their figures to stand in one table.
-SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
+OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in the report itself
+FOLLOW_UPS = (
+    "* Follow-up 2 (FP8 or INT4 scan): open, no such scan is part of this harness.",
+    "* Follow-up 5 (MFA's shared projections): open, no such projections are part of this harness.",
+)
 
 
-def write_report(runs: list[Run], directory: Path, title: str) -> list[Path]:
-    """Write report.md, runs.json (all summaries) and loss_curves.png; returns their paths.
+def write_report(
+    runs: Sequence[Run],
+    directory: Path,
+    title: str,
+    max_batches: Sequence[dict[str, Any]] = (),
+    breakdowns: Sequence[dict[str, Any]] = (),
+) -> list[Path]:
+    """Write report.md, verdicts.md, runs.json (summaries and curves) and the plots that the runs allow.
+
+    Args:
+        max_batches, breakdowns: as :mod:`linrnn.results` reads them; those of another origin are left out, which the
+            report says.
+
+    Returns:
+        The paths, report.md first.
 
     Raises:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
     """
-    for key in SAME_ORIGIN:
-        if len({json.dumps(run.environment.get(key), sort_keys=True) for run in runs}) > 1:
-            raise ConfigError(
-                f"the runs of {title} differ in {key}: their figures do not belong in one table",
-                "give each origin a group of its own",
-            )
+    check_origin(runs, title)
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in ("report.md", "runs.json", "loss_curves.png")]
-    paths[0].write_text(_markdown(runs, title))
-    summaries = [run.summary for run in runs]
-    paths[1].write_text(json.dumps({"environment": runs[0].environment, "runs": summaries}, indent=1) + "\n")
-    _plot(runs, paths[2], title)
-    return paths
+    found = verdicts(runs, max_batches, breakdowns)
+    pictures = [plots.save(figure, directory / name) for name, figure in _figures(runs, title)]
+    report, rows, committed = (directory / name for name in ("report.md", "verdicts.md", COMMITTED))
+    report.write_text(_markdown(runs, title, found, breakdowns, pictures))
+    rows.write_text(f"# {title}: every verdict\n\n" + "\n".join(verdict_table(found)) + "\n")
+    write_committed(runs, committed)
+    return [report, rows, committed, *pictures]
 
 
-def _markdown(runs: list[Run], title: str) -> str:
+def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
+    """The plots that have something to show."""
+    measured = [run for run in runs if run.finished and run.summary["tokens_per_second"]]
+    figures: list[tuple[str, Any]] = []
+    if any(run.losses for run in runs):
+        figures.append(("loss_curves.png", plots.loss_curves(_one_setting(runs), title)))
+    if len({run.summary["loss"] for run in measured}) > 1:
+        figures.append(("pareto.png", plots.pareto(measured)))
+    if len({run.summary["batch_size"] for run in measured}) > 1:
+        figures.append(("batch_scaling.png", plots.batch_scaling(measured)))
+    if len({run.summary["vocab_size"] for run in measured}) > 1:
+        figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
+    return figures
+
+
+def _one_setting(runs: Sequence[Run]) -> list[Run]:
+    """Of each model the runs whose curves can be laid over each other: the setting that most of them share."""
+    kept: list[Run] = []
+    for model in dict.fromkeys(run.summary["model"] for run in runs):
+        own = [run for run in runs if run.summary["model"] == model and run.losses]
+        settings = [run.setting for run in own]
+        if settings:
+            common = max(settings, key=settings.count)
+            kept += [run for run in own if run.setting == common]
+    return kept
+
+
+def _markdown(
+    runs: Sequence[Run],
+    title: str,
+    found: Sequence[Verdict],
+    breakdowns: Sequence[dict[str, Any]],
+    pictures: Sequence[Path],
+) -> str:
+    own = [verdict for verdict in found if verdict.backend.split()[0] in OURS]
+    lines = [f"# {title}", "", *_table(runs), *_origin(runs)]
+    if own:
+        lines += ["## Verdicts", "", *verdict_table(own), "", "All backends: [verdicts.md](verdicts.md).", ""]
+    if any(run.finished for run in runs):
+        lines += ["## If the hypothesis is wrong", "", *_branch_lines(found), ""]
+        lines += ["## What is next", "", *_bottleneck_lines(runs, breakdowns), *FOLLOW_UPS, ""]
+    lines += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
+    return "\n".join([*lines, ""])
+
+
+def _table(runs: Sequence[Run]) -> list[str]:
     lines = [
-        f"# {title}",
-        "",
-        "| model | size | loss | status | train loss, nats | valid loss, nats | bits per byte | peak memory, GiB "
-        "| ratio | tokens/s | ratio | step, ms | MFU |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | size | loss | B | T | V | seed | status | train loss, nats | valid loss, nats | bits per byte "
+        "| peak memory, GiB | ratio | tokens/s | ratio | step, ms | MFU |",
+        "|---|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    baseline = _baseline(runs)
-    baselines = {_pair(run.summary): run.summary for run in runs if run.summary["loss"] == baseline}
-    for run in sorted(runs, key=lambda run: (_pair(run.summary), run.summary["loss"])):
-        s, base = run.summary, baselines.get(_pair(run.summary), {})
+    baseline = plots.baseline_of(runs)
+    bases = {(run.setting, run.summary["seed"]): run.summary for run in runs if run.summary["loss"] == baseline}
+    named = zip(runs, backend_names([run.summary for run in runs]), strict=True)
+    for run, name in sorted(named, key=lambda entry: _order(*entry)):
+        s, base = run.summary, bases.get((run.setting, run.summary["seed"]), {})
         cells = [
             s["model"],
             s["size"],
-            s["loss"],
+            name,
+            str(s["batch_size"]),
+            str(s["seq_len"]),
+            _show(s["vocab_size"], ","),
+            str(s["seed"]),
             s["status"],
             _show(s["train_loss_nats"], ".4f"),
             _show(s["valid_loss_nats"], ".4f"),
@@ -64,17 +122,33 @@ def _markdown(runs: list[Run], title: str) -> str:
             _show(s["mfu"], ".1%"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    first = runs[0]
-    packages = ", ".join(f"{name} {version}" for name, version in first.environment["packages"].items() if version)
-    gpus = ", ".join(gpu["name"] for gpu in first.environment["gpus"]) or first.environment["cpu"]
-    git = first.environment["git"] or {}
+    measured = next((run.summary for run in runs if run.summary["peak_memory_is"]), None)
     lines += [
         "",
         "Train loss: mean of the last 50 steps. Speed: median over the steps after the warm-up. Peak memory: "
-        f"{first.summary['peak_memory_is']}. Ratios: to `{baseline}` of the same model and size.",
+        f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios: to `{baseline}` of the same "
+        "setting and seed.",
         "",
-        f"* device: {gpus}, driver {first.environment['gpu_driver']}, Python {first.environment['python']}",
-        f"* commit: {git.get('commit')}{' with uncommitted changes' if git.get('dirty') else ''}",
+    ]
+    unfinished = [(run, name) for run, name in zip(runs, backend_names([r.summary for r in runs]), strict=True)]
+    lines += [
+        f"* {run.summary['model']} x {name}, B = {run.summary['batch_size']}: {run.summary['status']}: "
+        f"{run.summary.get('reason') or 'no reason was recorded'}"
+        for run, name in unfinished
+        if not run.finished
+    ]
+    return lines
+
+
+def _origin(runs: Sequence[Run]) -> list[str]:
+    environment = next((run.environment for run in runs if run.environment), {})
+    packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
+    gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
+    git = environment.get("git") or {}
+    dirty = " with uncommitted changes" if git.get("dirty") else ""
+    return [
+        f"* device: {gpus}, driver {environment.get('gpu_driver')}, Python {environment.get('python')}",
+        f"* commit: {git.get('commit')}{dirty}",
         f"* versions: {packages}",
         "* commands:",
         "",
@@ -82,58 +156,64 @@ def _markdown(runs: list[Run], title: str) -> str:
         *[run.summary["command"] for run in runs],
         "```",
         "",
-        "![loss curves](loss_curves.png)",
-        "",
     ]
-    return "\n".join(lines)
 
 
-def _plot(runs: list[Run], path: Path, title: str) -> None:
-    """Training losses, and each run's difference from the baseline below them."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
-    curves = {_label(run.summary): dict(run.losses) for run in runs}
-    baseline = _baseline(runs)
-    baselines = {_pair(run.summary): dict(run.losses) for run in runs if run.summary["loss"] == baseline}
-    for number, run in enumerate(runs):
-        label, curve = _label(run.summary), curves[_label(run.summary)]
-        style = {"color": f"C{number}", "linewidth": 1.2, "alpha": 0.9}
-        top.plot(list(curve), list(curve.values()), label=label, **style)
-        base = baselines.get(_pair(run.summary), {})
-        if shared := [step for step in curve if step in base]:
-            bottom.plot(shared, _smooth([curve[step] - base[step] for step in shared]), **style)
-    top.set_ylabel("training loss, nats per token")
-    top.set_title(title)
-    top.legend()
-    bottom.set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps; grey: ±0.01)")
-    bottom.set_xlabel("optimizer step")
-    bottom.axhspan(-0.01, 0.01, color="0.9")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+def verdict_table(found: Sequence[Verdict]) -> list[str]:
+    """A row a verdict; in the order of the criteria, compiled before eager."""
+    lines = [
+        "| criterion | model | loss | against | value | target | margin | spread over seeds | seeds | verdict |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    order = list(dict.fromkeys(verdict.criterion.name for verdict in found))
+    for v in sorted(found, key=lambda v: (order.index(v.criterion.name), v.against == "standard")):
+        form = v.criterion.form
+        verdict = f"**{v.verdict}**" + (f" ({v.remark})" if v.remark else "")
+        cells = [
+            v.criterion.name,
+            v.model,
+            v.backend,
+            v.against or "-",
+            _show(v.value, form),
+            v.criterion.bound,
+            _show(v.margin, form if form.startswith("+") else f"+{form}"),
+            _show(v.spread, form.removeprefix("+")),
+            str(v.seeds),
+            verdict,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def _smooth(values: list[float]) -> list[float]:
-    """Running mean over the last SMOOTHED_STEPS values."""
-    windows = (values[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
+def _branch_lines(found: Sequence[Verdict]) -> list[str]:
+    return [f"* {branch}: **{word}** ({figures})" for branch, word, figures in branches(found)]
 
 
-def _baseline(runs: Iterable[Run]) -> str:
-    losses = {run.summary["loss"] for run in runs}
-    return next((name for name in BASELINES if name in losses), BASELINES[0])
+def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[str]:
+    """The largest part of time and of memory with our loss, and the most that a loss without cost could give."""
+    environment = next((run.environment for run in runs if run.environment), {})
+    kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
+    lines = []
+    for breakdown in breakdowns:
+        run, step = breakdown["run"], breakdown["time"]["step"]["total"]
+        if (run["model"], run["size"]) not in kinds or not step:
+            continue
+        if differing := same_origin(environment, breakdown["environment"]):
+            lines.append(f"* {run['run_name']}: its breakdown is left out, made with another {', '.join(differing)}.")
+            continue
+        parts = {name: sum(v or 0 for v in row.values()) for name, row in breakdown["time"].items() if name != "step"}
+        name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
+        lines.append(
+            f"* {run['model']} x {run['loss']}, B = {run['batch_size']}: most of a step is {name} "
+            f"({parts[name] / step:.0%}); the loss takes {share:.1%}: without any cost a step would be "
+            f"{1 / (1 - share):.3f} x as fast."
+        )
+    return lines or [f"* The next bottleneck: {OPEN}, needs scripts/breakdown.py."]
 
 
-def _pair(summary: dict[str, Any]) -> tuple[str, str]:
-    return summary["model"], summary["size"]
-
-
-def _label(summary: dict[str, Any]) -> str:
-    return f"{summary['model']} x {summary['size']} x {summary['loss']}, seed {summary['seed']}"
+def _order(run: Run, name: str) -> tuple[Any, ...]:
+    s = run.summary
+    return s["model"], s["size"], s["vocab_size"] or 0, s["seq_len"], s["batch_size"], name, s["seed"]
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

@@ -1,27 +1,61 @@
-"""Finished runs read back: summaries, environments and loss curves of a group."""
+"""What was measured, read back: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from linrnn.errors import DataError
+from linrnn.errors import ConfigError, DataError
 from linrnn.metrics import read_jsonl
 from linrnn.run_directory import ENVIRONMENT, METRICS, SUMMARY
+
+if TYPE_CHECKING:
+    import pandas
+
+COMMITTED = "runs.json"  # of a report: summaries, environment and thinned loss curves of its runs
+CURVE_POINTS = 500  # of a committed curve, at most
+# What two runs must share for their figures to stand in one table.
+SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
+# What tells settings apart: runs that share all of it differ in loss and seed alone.
+SETTING = (
+    "model",
+    "size",
+    "data_fingerprint",
+    "batch_size",
+    "accumulation_steps",
+    "seq_len",
+    "precision",
+    "activation_checkpointing",
+    "chunk_size",
+    "vocab_size",
+    "n_parameters",
+    "memory_budget_gib",
+    "steps",
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's directory, read.
+    """One run, read.
 
     Attributes:
-        summary, environment: summary.json and environment.json.
+        summary, environment: summary.json and environment.json; a run that could not start has no environment.
         losses: (step, nats per token) of every logged step.
     """
 
     summary: dict[str, Any]
     environment: dict[str, Any]
-    losses: list[tuple[int, float]]
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.summary["status"] == "finished"
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What it shares with the runs that it can be compared with."""
+        return tuple(self.summary.get(key) for key in SETTING)
 
 
 def read_runs(group: Path) -> list[Run]:
@@ -38,10 +72,114 @@ def read_runs(group: Path) -> list[Run]:
     return runs
 
 
+def read_committed(directory: Path) -> list[Run]:
+    """The runs of a report that was written to `directory`.
+
+    Raises:
+        DataError: it holds no report.
+    """
+    path = directory / COMMITTED
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error})", "name a directory that scripts/report.py wrote") from error
+    curves = content.get("losses", {})
+    return [
+        Run(summary, content["environment"], [(step, nats) for step, nats in curves.get(summary["run_name"], [])])
+        for summary in content["runs"]
+    ]
+
+
+def write_committed(runs: Sequence[Run], path: Path) -> None:
+    """Summaries, the environment that all share, and loss curves of at most `CURVE_POINTS` points."""
+    content = {
+        "environment": next((run.environment for run in runs if run.environment), {}),
+        "runs": [run.summary for run in runs],
+        "losses": {run.summary["run_name"]: _thinned(run.losses) for run in runs if run.losses},
+    }
+    curves = json.dumps(content.pop("losses"))
+    path.write_text(f'{json.dumps(content, indent=1)[:-2]},\n "losses": {curves}\n}}\n')
+
+
+def check_origin(runs: Iterable[Run], title: str) -> None:
+    """Refuse to mix.
+
+    Raises:
+        ConfigError: the runs were made on different GPUs, with different versions or at different commits.
+    """
+    environments = [run.environment for run in runs if run.environment]
+    for key in SAME_ORIGIN:
+        if len({json.dumps(environment.get(key), sort_keys=True) for environment in environments}) > 1:
+            raise ConfigError(
+                f"the runs of {title} differ in {key}: their figures do not belong in one table",
+                "give each origin a group of its own",
+            )
+
+
+def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The keys of the origin in which two environments differ."""
+    return [key for key in SAME_ORIGIN if a.get(key) != b.get(key)]
+
+
+def read_max_batches(group: Path) -> list[dict[str, Any]]:
+    """The answers of scripts/find_max_batch.py below a group."""
+    return [json.loads(path.read_text()) for path in sorted(group.glob("answers/*/max_batch.json"))]
+
+
+def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
+    """What scripts/breakdown.py wrote to a directory."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+
+
+def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for the loss of each summary: with its options where the same loss stands there with others."""
+    options: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        options.setdefault(summary["loss"], []).append(summary.get("loss_options") or {})
+    names = []
+    for summary in summaries:
+        own, others = summary.get("loss_options") or {}, options[summary["loss"]]
+        telling = [key for key in own if any(other.get(key) != own[key] for other in others)]
+        names.append(" ".join([summary["loss"], *(f"{key}={own[key]}" for key in telling)]))
+    return names
+
+
+def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
+    """One row a run: its summary, `backend`, GPU and commit, memory in GiB, the loss layer's share of the peak."""
+    import pandas
+
+    gib = 2**30
+    rows = []
+    for run, backend in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        memory = run.summary.get("memory_bytes") or {}
+        peak = run.summary["peak_memory_bytes"]
+        loss = max((memory[key] for key in ("loss_forward", "loss_backward") if key in memory), default=None)
+        gpus = run.environment.get("gpus") or []
+        rows.append(
+            {
+                **{key: value for key, value in run.summary.items() if key not in ("memory_bytes", "loss_options")},
+                "backend": backend,
+                "gpu": gpus[0]["name"] if gpus else None,
+                "commit": (run.environment.get("git") or {}).get("commit"),
+                "peak_memory_gib": None if peak is None else peak / gib,
+                **{f"{name}_gib": size / gib for name, size in memory.items()},
+                "loss_layer_share": loss / peak if loss is not None and peak else None,
+            }
+        )
+    return pandas.DataFrame(rows)
+
+
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
+    environment = directory / ENVIRONMENT
     return Run(
         summary=json.loads((directory / SUMMARY).read_text()),
-        environment=json.loads((directory / ENVIRONMENT).read_text()),
+        environment=json.loads(environment.read_text()) if environment.exists() else {},
         losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
     )
+
+
+def _thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Every n-th point, as many as are kept, the last one among them."""
+    every = -(-len(curve) // CURVE_POINTS)
+    return [(step, round(nats, 5)) for step, nats in curve[::-every][::-1]] if curve else []

@@ -303,6 +303,8 @@ class ReportConfig:
     group: str
     results_dir: str
     output_dir: str | None
+    max_batch_group: str
+    breakdowns: str
 
 
 @dataclass

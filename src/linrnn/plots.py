@@ -1,0 +1,242 @@
+"""Plots of runs: one message each, labelled axes with units, the same colour for a loss everywhere."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from linrnn.results import SETTING, Run, backend_names
+from linrnn.verdicts import BASELINES, SMOOTHED_STEPS, curve_difference
+
+GIB = 2**30
+# Okabe and Ito's colours, readable with any colour vision; a loss with other options takes the next free one.
+COLOURS = {
+    "compiled": "#000000",
+    "standard": "#999999",
+    "cce_kahan": "#0072B2",
+    "cce_filter": "#56B4E9",
+    "liger": "#D55E00",
+    "fla": "#E69F00",
+    "torch_native": "#009E73",
+    "cce_apple": "#CC79A7",
+}
+DASHES = ("-", "--", ":", "-.")
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a PNG and let go of the figure."""
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def loss_curves(runs: Sequence[Run], title: str) -> Any:
+    """Training losses, and each run's difference from the baseline of its setting and seed below them."""
+    figure, (top, bottom) = _subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
+    labels, colours = _labels(runs), _colours(runs)
+    baseline = baseline_of(runs)
+    bases = {(run.setting, run.summary["seed"]): run for run in runs if run.summary["loss"] == baseline}
+    models = list(dict.fromkeys(run.summary["model"] for run in runs))
+    for run, label, colour in zip(runs, labels, colours, strict=True):
+        if not run.losses:
+            continue
+        dash = DASHES[models.index(run.summary["model"]) % len(DASHES)]
+        style = {"color": colour, "linewidth": 1.2, "alpha": 0.9, "linestyle": dash}
+        top.plot(*zip(*run.losses, strict=True), label=label, **style)
+        base = bases.get((run.setting, run.summary["seed"]))
+        if base is not None and base is not run and (difference := curve_difference(run, base)):
+            bottom.plot(*zip(*difference, strict=True), **style)
+    top.set_ylabel("training loss, nats per token")
+    top.set_title(title)
+    top.legend(fontsize="small")
+    bottom.set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps; grey: ±0.01)")
+    bottom.set_xlabel("optimizer step")
+    bottom.axhspan(-0.01, 0.01, color="0.9")
+    figure.tight_layout()
+    return figure
+
+
+def pareto(runs: Sequence[Run]) -> Any:
+    """Tokens/s against peak memory, a panel a model: up and to the left is better."""
+    return _panels(
+        runs,
+        x=lambda s: s["peak_memory_bytes"] / GIB,
+        x_label="peak memory, GiB",
+        title="Speed against memory (better: up and left)",
+    )
+
+
+def batch_scaling(runs: Sequence[Run]) -> Any:
+    """Tokens/s against the batch, a panel a model."""
+    return _panels(
+        runs,
+        x=lambda s: s["batch_size"],
+        x_label="sequences per batch",
+        title="Does a larger batch give speed?",
+        along="batch_size",
+    )
+
+
+def vocabulary_crossover(runs: Sequence[Run]) -> Any:
+    """Tokens/s relative to the baseline against the vocabulary, a panel a model: above 1 a loss pays."""
+    baseline = baseline_of(runs)
+    speed: dict[tuple[Any, ...], float] = {}
+    for run in _measured(runs):
+        if run.summary["loss"] == baseline:
+            speed[run.setting] = run.summary["tokens_per_second"]
+    return _panels(
+        [run for run in runs if run.setting in speed],
+        x=lambda s: s["vocab_size"],
+        x_label="vocabulary, entries",
+        y=lambda run: run.summary["tokens_per_second"] / speed[run.setting],
+        y_label=f"tokens/s relative to {baseline}",
+        title="From which vocabulary on does a loss pay?",
+        along="vocab_size",
+        level=1.0,
+    )
+
+
+def memory_parts(runs: Sequence[Run]) -> Any:
+    """Peak memory by component, a bar a run; of each loss the first seed's."""
+    kinds = ("parameters", "gradients", "optimizer", "activations", "loss layer")
+    shades = ("#44546A", "#8497B0", "#ADB9CA", "#F4B183", "#C00000")
+    firsts = {(run.summary["model"], name): run for run, name in _named(_measured(runs))[::-1]}
+    entries = [(f"{model}, {name}", run) for (model, name), run in list(firsts.items())[::-1]]
+    figure, axes = _subplots(1, 1, figsize=(8, 1.5 + 0.35 * len(entries)))
+    for row, (_, run) in enumerate(entries):
+        memory, left = run.summary["memory_bytes"], 0.0
+        loss = max(memory.get("loss_forward", 0), memory.get("loss_backward", 0))
+        # Gradients of the parameters come into being after the loss layer's peak: they are shown beside it.
+        sizes = [*(memory.get(kind, 0) for kind in kinds[:-1]), loss]
+        for kind, size, shade in zip(kinds, sizes, shades, strict=True):
+            axes.barh(row, size / GIB, left=left, color=shade, label=kind if row == 0 else None)
+            left += size / GIB
+    axes.set_yticks(range(len(entries)), [label for label, _ in entries])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB (not all of it at the same moment)")
+    axes.set_title("Where the memory goes")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.9 / len(entries) - 0.1), ncol=len(kinds))
+    figure.tight_layout()
+    return figure
+
+
+def baseline_of(runs: Sequence[Run]) -> str:
+    """The loss that ratios are taken to: compiled where it was run, else eager."""
+    losses = {run.summary["loss"] for run in runs if run.finished}
+    return next((name for name in BASELINES if name in losses), BASELINES[0])
+
+
+# -------------------------------------------------------------------------------------------------------- drawing
+def _panels(
+    runs: Sequence[Run],
+    *,
+    x: Callable[[dict[str, Any]], float],
+    x_label: str,
+    title: str,
+    y: Callable[[Run], float] | None = None,
+    y_label: str = "thousand tokens/s",
+    along: str | None = None,
+    level: float | None = None,
+) -> Any:
+    """A panel a model, a colour a loss. With `along` lines join a loss's points, medians over seeds, in settings
+    that differ in that key alone; of several such families each model's largest is drawn.
+    """
+    value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
+    measured = _named(_measured(runs) if along is None else _family(_measured(runs), along))
+    models = list(dict.fromkeys(run.summary["model"] for run, _ in measured))
+    figure, grid = _subplots(1, max(len(models), 1), figsize=(1 + 4.5 * max(len(models), 1), 4.2), squeeze=False)
+    colours = dict(zip([name for _, name in measured], _colours([run for run, _ in measured]), strict=True))
+    for axes, model in zip(grid[0], models, strict=True):
+        series: dict[tuple[str, Any], list[tuple[float, float]]] = defaultdict(list)
+        for run, name in measured:
+            if run.summary["model"] == model:
+                checkpointing = run.summary.get("activation_checkpointing")
+                series[name, checkpointing].append((x(run.summary), value(run)))
+        for (name, checkpointing), points in series.items():
+            label = name if checkpointing in (None, "none") else f"{name}, checkpointing {checkpointing}"
+            style = DASHES[0] if checkpointing in (None, "none") else DASHES[1]
+            if along is not None:
+                by_x = {one: [b for a, b in points if a == one] for one, _ in points}
+                points = [(one, median(values)) for one, values in by_x.items()]
+            xs, ys = zip(*sorted(points), strict=True)
+            axes.plot(xs, ys, "o", linestyle=style if along else "", color=colours[name], label=label, alpha=0.9)
+        if level is not None:
+            axes.axhline(level, color="0.6", linewidth=0.8)
+        if along is not None:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({x(run.summary) for run, _ in measured})
+            axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+            axes.minorticks_off()
+        axes.set_title(model)
+        axes.set_xlabel(x_label)
+        axes.grid(alpha=0.25)
+    grid[0][0].set_ylabel(y_label)
+    grid[0][0].legend(fontsize="small")
+    figure.suptitle(title)
+    figure.tight_layout()
+    return figure
+
+
+def _family(runs: Sequence[Run], along: str) -> list[Run]:
+    """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone."""
+    follow = {along, "steps", "n_parameters", "activation_checkpointing", "data_fingerprint"}
+
+    def family(run: Run) -> tuple[Any, ...]:
+        return tuple(run.summary.get(key) for key in SETTING if key not in follow)
+
+    kept: list[Run] = []
+    for model in dict.fromkeys(run.summary["model"] for run in runs):
+        own = [run for run in runs if run.summary["model"] == model]
+        values: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
+        for run in own:
+            values[family(run)].add(run.summary[along])
+        largest = max(values, key=lambda one: len(values[one]))
+        kept += [run for run in own if family(run) == largest]
+    return kept
+
+
+def _subplots(*arguments: Any, **options: Any) -> Any:
+    import matplotlib
+
+    if "inline" not in matplotlib.get_backend():
+        matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*arguments, **options)
+
+
+def _measured(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.finished and run.summary["tokens_per_second"]]
+
+
+def _named(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    return list(zip(runs, backend_names([run.summary for run in runs]), strict=True))
+
+
+def _colours(runs: Sequence[Run]) -> list[str]:
+    """A colour for each run's loss; the same loss with other options gets a further one."""
+    names = backend_names([run.summary for run in runs])
+    taken: dict[str, str] = {}
+    for run, name in zip(runs, names, strict=True):
+        if name not in taken:
+            own = COLOURS.get(run.summary["loss"])
+            taken[name] = own if own and own not in taken.values() else f"C{len(taken) % 10}"
+    return [taken[name] for name in names]
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    names = backend_names([run.summary for run in runs])
+    models = {run.summary["model"] for run in runs}
+    batches = {run.summary["batch_size"] for run in runs}
+    seeds = {run.summary["seed"] for run in runs}
+    labels = []
+    for run, name in zip(runs, names, strict=True):
+        words = [run.summary["model"]] if len(models) > 1 else []
+        words += [name]
+        words += [f"B = {run.summary['batch_size']}"] if len(batches) > 1 else []
+        words += [f"seed {run.summary['seed']}"] if len(seeds) > 1 else []
+        labels.append(", ".join(words))
+    return labels

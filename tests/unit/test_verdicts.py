@@ -1,0 +1,222 @@
+"""Verdicts from figures worked out by hand; what was not measured stays open; nothing is mixed across origins."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linrnn import plots, verdicts
+from linrnn.errors import ConfigError, DataError
+from linrnn.report import write_report
+from linrnn.results import CURVE_POINTS, Run, backend_names, frame, read_committed, write_committed
+from linrnn.verdicts import Verdict
+
+GIB = 2**30
+HERE = {"packages": {"torch": "2.11"}, "gpus": [{"name": "H200"}], "git": {"commit": "a" * 40, "dirty": False}}
+ELSEWHERE = {**HERE, "gpus": [{"name": "H100"}]}
+COMMITTED = Path(__file__).resolve().parents[2] / "results" / "summaries"
+
+
+def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats: float = 5.0, **more: Any) -> Run:
+    summary = {
+        "status": "finished",
+        "reason": None,
+        "model": "gla",
+        "size": "mve",
+        "loss": loss,
+        "data": "text",
+        "seed": seed,
+        "group": "g",
+        "run_name": f"gla-{loss}-{more.get('batch_size', 8)}-s{seed}",
+        "batch_size": 8,
+        "accumulation_steps": 1,
+        "seq_len": 2048,
+        "activation_checkpointing": "none",
+        "chunk_size": None,
+        "loss_options": {},
+        "memory_budget_gib": None,
+        "n_parameters": 10_000_000,
+        "vocab_size": 32000,
+        "precision": "bf16_autocast",
+        "steps": 40,
+        "tokens": 1,
+        "train_loss_nats": nats,
+        "valid_loss_nats": nats,
+        "valid_perplexity": 150 + 10 * (nats - 5),
+        "valid_bits_per_byte": 2.0,
+        "peak_memory_bytes": int(gib * GIB),
+        "peak_memory_is": "allocated on the GPU",
+        "memory_bytes": {"peak": int(gib * GIB), "loss_forward": 0, "loss_backward": GIB, "parameters": GIB},
+        "tokens_per_second": speed,
+        "step_time_ms_median": 1.0,
+        "mfu": 0.1,
+        "device": "H200",
+        "command": "python train.py",
+        **more,
+    }
+    return Run(summary, HERE, [(step, nats + 1 / step) for step in range(1, 41)])
+
+
+def only(found: Sequence[Verdict], criterion: verdicts.Criterion, backend: str, against: str | None) -> Verdict:
+    (verdict,) = [v for v in found if (v.criterion, v.backend, v.against) == (criterion, backend, against)]
+    return verdict
+
+
+THREE_SEEDS = [
+    *(run("compiled", seed=seed, gib=10, speed=1000) for seed in range(3)),
+    *(run("standard", seed=seed, gib=20, speed=900) for seed in range(3)),
+    *(
+        run("cce_kahan", seed=s, gib=g, speed=v, nats=5.004)
+        for s, g, v in ((0, 5, 1090), (1, 5.5, 1100), (2, 5.2, 1000))
+    ),
+]
+
+
+def test_ratios_are_medians_over_paired_seeds_with_margin_and_spread() -> None:
+    found = verdicts.verdicts(THREE_SEEDS)
+    memory = only(found, verdicts.MEMORY, "cce_kahan", "compiled")
+    assert (memory.value, memory.verdict, memory.seeds) == (pytest.approx(0.52), "met", 3)
+    assert memory.margin == pytest.approx(0.08)
+    assert memory.spread == pytest.approx(0.05)
+    eager = only(found, verdicts.MEMORY, "cce_kahan", "standard")
+    assert eager.value == pytest.approx(0.26)
+    loss = only(found, verdicts.MVE_LOSS, "cce_kahan", "compiled")
+    assert (loss.value, loss.verdict) == (pytest.approx(0.004), "met")
+    curves = only(found, verdicts.CURVES, "cce_kahan", "compiled")
+    assert (curves.value, curves.verdict) == (pytest.approx(0.004), "met")
+    perplexity = only(found, verdicts.PERPLEXITY, "cce_kahan", "compiled")
+    assert perplexity.value == pytest.approx(0.04)
+
+
+def test_seeds_that_disagree_leave_a_criterion_open() -> None:
+    speed = only(verdicts.verdicts(THREE_SEEDS), verdicts.SPEED, "cce_kahan", "compiled")
+    assert (speed.verdict, speed.value) == ("open", pytest.approx(1.09))
+    assert "disagree" in speed.remark
+
+
+def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
+    found = verdicts.verdicts([run("cce_kahan")])
+    memory = only(found, verdicts.MEMORY, "cce_kahan", "compiled")
+    assert (memory.verdict, memory.value, memory.margin) == ("open", None, None)
+    assert "compiled has no finished run" in memory.remark
+    assert "find_max_batch" in only(found, verdicts.BATCH, "cce_kahan", "compiled").remark
+    assert "breakdown" in only(found, verdicts.BACKWARD, "cce_kahan", "compiled").remark
+
+
+def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
+    found = verdicts.verdicts([run("cce_kahan", gib=10)])
+    gradients = 2 * 256 * (8 * 2048 + 32000)
+    assert only(found, verdicts.SHARE, "cce_kahan", None).value == pytest.approx(0.1)
+    without = only(found, verdicts.SHARE_WITHOUT, "cce_kahan", None)
+    assert without.value == pytest.approx((GIB - gradients) / (10 * GIB))
+
+
+def answer(loss: str, batch: int, speed: float, environment: dict[str, Any] = HERE) -> dict[str, Any]:
+    s = run(loss).summary
+    probes = [{"batch": batch, "fits": True, "tokens_per_second": speed, "peak_bytes": 1, "foreseen_bytes": 1}]
+    return {
+        **s,
+        "max_sequences": batch,
+        "exact": True,
+        "memory_budget_gib": 80.0,
+        "probes": probes,
+        "environment": environment,
+    }
+
+
+def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> None:
+    answers = [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)]
+    found = verdicts.verdicts(THREE_SEEDS, answers)
+    batch = only(found, verdicts.BATCH, "cce_kahan", "compiled")
+    assert (batch.value, batch.verdict) == (pytest.approx(13 / 12), "missed")
+    assert only(found, verdicts.SPEED_AT_LARGEST, "cce_kahan", "compiled").value == pytest.approx(1.01)
+    holds = {branch: word for branch, word, _ in verdicts.branches(found)}
+    assert holds["a larger batch does not give speed: the GPU is saturated already"] == "holds"
+    assert holds["CCE-Kahan loses precision in linear RNNs"] == "does not hold"
+    assert holds["Liger already captures most of the benefit"] == "open"
+    strange = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
+    batch = only(strange, verdicts.BATCH, "cce_kahan", "compiled")
+    assert batch.verdict == "open"
+    assert "another gpus" in batch.remark
+
+
+def test_larger_batches_compare_each_loss_at_its_fastest() -> None:
+    runs = [*THREE_SEEDS, run("compiled", batch_size=32, speed=1500), run("cce_kahan", batch_size=64, speed=1800)]
+    verdict = only(verdicts.verdicts(runs), verdicts.MVE_LARGER, "cce_kahan", "compiled")
+    assert (verdict.value, verdict.remark) == (pytest.approx(1.2), "B = 64 against 32")
+
+
+def test_the_backward_pass_is_judged_from_breakdowns() -> None:
+    def breakdown(loss: str, seconds: float) -> dict[str, Any]:
+        time = {"loss": {"forward": 1.0, "backward": seconds, "recomputed": None}, "mixer": {"forward": 6.0}}
+        time |= {"optimizer": {"total": 0.5}, "step": {"total": 10.0}}
+        return {"run": run(loss).summary, "environment": HERE, "time": time}
+
+    made = [breakdown("compiled", 3.0), breakdown("cce_filter", 1.5)]
+    found = verdicts.verdicts([*THREE_SEEDS, run("cce_filter")], (), made)
+    verdict = only(found, verdicts.BACKWARD, "cce_filter", "compiled")
+    assert (verdict.value, verdict.verdict) == (2.0, "met")
+
+
+def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
+    options = [{"accumulate": "kahan", "workspace_mib": None}, {"accumulate": "fp32", "workspace_mib": None}]
+    summaries = [run("cce_kahan", loss_options=o).summary for o in options] + [run("standard").summary]
+    assert backend_names(summaries) == ["cce_kahan accumulate=kahan", "cce_kahan accumulate=fp32", "standard"]
+    assert backend_names(summaries[1:]) == ["cce_kahan", "standard"]
+
+
+def test_a_report_holds_table_verdicts_branches_and_the_plots_that_apply(tmp_path: Path) -> None:
+    failed = run("liger", status="unsupported", reason="no such GPU", train_loss_nats=None, tokens_per_second=None)
+    other = [
+        run(loss, batch_size=b, vocab_size=v)
+        for loss in ("compiled", "cce_kahan")
+        for b, v in ((16, 32000), (8, 64000))
+    ]
+    paths = write_report([*THREE_SEEDS, *other, failed], tmp_path, "a group")
+    names = {path.name for path in paths}
+    assert {"report.md", "verdicts.md", "runs.json", "loss_curves.png", "pareto.png"} <= names
+    assert {"batch_scaling.png", "vocabulary_crossover.png"} <= names
+    text = paths[0].read_text()
+    assert "unsupported: no such GPU" in text
+    assert "| gla | cce_kahan | compiled | 0.520 | ≤ 0.600 | +0.080 | 0.050 | 3 | **met** |" in text
+    assert "Follow-up 2 (FP8 or INT4 scan): open" in text
+    assert all(path.stat().st_size > 0 for path in paths)
+
+
+def test_runs_of_two_origins_are_refused(tmp_path: Path) -> None:
+    stranger = Run(run("standard").summary, ELSEWHERE)
+    with pytest.raises(ConfigError, match="differ in gpus"):
+        write_report([run("compiled"), stranger], tmp_path, "a group")
+    assert not list(tmp_path.iterdir())
+
+
+def test_committed_runs_read_back_with_thinned_curves(tmp_path: Path) -> None:
+    long = Run(run("compiled").summary, HERE, [(step, 1.0) for step in range(1, 1204)])
+    write_committed([long, run("standard")], tmp_path / "runs.json")
+    json.loads((tmp_path / "runs.json").read_text())
+    first, second = read_committed(tmp_path)
+    assert first.summary == long.summary
+    assert len(first.losses) <= CURVE_POINTS
+    assert first.losses[-1] == (1203, 1.0)
+    assert second.losses == [(step, round(nats, 5)) for step, nats in run("standard").losses]
+    with pytest.raises(DataError, match=r"scripts/report\.py"):
+        read_committed(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("directory", sorted(p.parent.name for p in COMMITTED.glob("*/runs.json")))
+def test_every_committed_summary_reads_judges_and_plots(directory: str) -> None:
+    runs = read_committed(COMMITTED / directory)
+    table = frame(runs)
+    assert len(table) == len(runs)
+    assert table["peak_memory_gib"].notna().any()
+    verdicts.verdicts(runs)
+    for plot in (plots.pareto, plots.memory_parts, plots.batch_scaling):
+        assert plot(runs).axes
+
+
+def test_a_frame_has_the_loss_layer_s_share() -> None:
+    table = frame([run("cce_kahan", gib=10)])
+    assert table.loc[0, "loss_layer_share"] == pytest.approx(0.1)
+    assert table.loc[0, "gpu"] == "H200"
