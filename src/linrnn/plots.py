@@ -34,7 +34,11 @@ def save(figure: Any, path: Path) -> Path:
 
 
 def loss_curves(runs: Sequence[Run], title: str) -> Any:
-    """Training losses, and each run's difference from the baseline of its setting and seed below them."""
+    """Training losses, and each run's difference from the baseline of its seed below them.
+
+    Of each model the setting that most runs share is drawn: curves of others cannot be laid over each other.
+    """
+    runs = _one_setting(runs)
     figure, (top, bottom) = _subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
     labels, colours = _labels(runs), _colours(runs)
     baseline = baseline_of(runs)
@@ -178,6 +182,18 @@ def _panels(
     figure.suptitle(title)
     figure.tight_layout()
     return figure
+
+
+def _one_setting(runs: Sequence[Run]) -> list[Run]:
+    """Of each model the runs whose curves can be laid over each other: the setting that most of them share."""
+    kept: list[Run] = []
+    for model in dict.fromkeys(run.summary["model"] for run in runs):
+        own = [run for run in runs if run.summary["model"] == model and run.losses]
+        settings = [run.setting for run in own]
+        if settings:
+            common = max(settings, key=settings.count)
+            kept += [run for run in own if run.setting == common]
+    return kept
 
 
 def _family(runs: Sequence[Run], along: str) -> list[Run]:

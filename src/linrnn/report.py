@@ -51,7 +51,7 @@ def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
     measured = [run for run in runs if run.finished and run.summary["tokens_per_second"]]
     figures: list[tuple[str, Any]] = []
     if any(run.losses for run in runs):
-        figures.append(("loss_curves.png", plots.loss_curves(_one_setting(runs), title)))
+        figures.append(("loss_curves.png", plots.loss_curves(runs, title)))
     if len({run.summary["loss"] for run in measured}) > 1:
         figures.append(("pareto.png", plots.pareto(measured)))
     if len({run.summary["batch_size"] for run in measured}) > 1:
@@ -59,18 +59,6 @@ def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
     if len({run.summary["vocab_size"] for run in measured}) > 1:
         figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
     return figures
-
-
-def _one_setting(runs: Sequence[Run]) -> list[Run]:
-    """Of each model the runs whose curves can be laid over each other: the setting that most of them share."""
-    kept: list[Run] = []
-    for model in dict.fromkeys(run.summary["model"] for run in runs):
-        own = [run for run in runs if run.summary["model"] == model and run.losses]
-        settings = [run.setting for run in own]
-        if settings:
-            common = max(settings, key=settings.count)
-            kept += [run for run in own if run.setting == common]
-    return kept
 
 
 def _markdown(
