@@ -141,7 +141,8 @@ def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) 
         trained(small(f"loss={loss}", "group=pair"))
     paths = write_report(read_runs(tmp_path / "results/pair"), tmp_path / "report", "pair")
     text = paths[0].read_text()
-    assert "| cce_kahan | finished |" in text
-    assert "| standard | finished |" in text
+    assert "| gla | smoke | cce_kahan | 2 | 80 | 512 | 0 | finished |" in text
+    assert "| gla | smoke | standard | 2 | 80 | 512 | 0 | finished |" in text
     assert "1.000" in text, "standard is its own baseline"
-    assert paths[2].stat().st_size > 10_000
+    assert text.count("pytest") >= 2, "the command of each run"
+    assert {path.name: path.stat().st_size > 10_000 for path in paths}["loss_curves.png"]
