@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from .accumulator import Accumulator
+from .accumulator import Accumulator, scratch_bytes
 from .filtered import TILE, FilterStats, vocabulary_order
 from .options import Options
+from .schemes import Plan, Problem
 
 _MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units
 _CACHE_BYTES = 8 * 2**20  # a chunk's logits stay near the cores' caches: wider chunks are slower, not faster
@@ -65,22 +66,24 @@ def backward(
     width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
     stats: FilterStats | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None.
+    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
 
     Args:
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
-        width: vocabulary entries per chunk, from `backward_width`.
+        width: vocabulary entries per chunk, from `plan`.
     """
     vocab = c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
     e32 = e.float()
-    sum_e = None if dtype_e is None else Accumulator(e, dtype_e, o.accumulate)
+    sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
     grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
 
-    passes = o.passes(sum_e is not None, grad_c is not None or grad_bias is not None)
+    with_c = grad_c is not None or main_grad_c is not None
+    passes = o.passes(sum_e is not None, with_c or grad_bias is not None)
     order = None
     if o.filter_eps is not None:
         order, columns = vocabulary_order(columns, vocab)
@@ -111,22 +114,25 @@ def backward(
                 dz.masked_fill_(dropped, 0)
             if sum_e is not None and eps == o.eps_e:
                 sum_e.add((dz @ c_chunk).mul_(o.logit_scale))
-            if grad_c is not None and eps == o.eps_c:
-                grad_c[entries] = (dz.T @ e32).mul_(o.logit_scale).to(grad_c.dtype)
+            if with_c and eps == o.eps_c:
+                part = (dz.T @ e32).mul_(o.logit_scale)
+                if main_grad_c is not None:
+                    main_grad_c[entries] += part
+                elif grad_c is not None:
+                    grad_c[entries] = part.to(grad_c.dtype)
             if grad_bias is not None and eps == o.eps_c:
                 grad_bias[entries] = dz.sum(dim=0).to(grad_bias.dtype)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
 
-def backward_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
-    """Vocabulary entries per chunk of `backward`, so that logits, fp32 rows of C (of two chunks), fp32 e and
-    what the sum of e's gradient (of dtype_e, None: not wanted) takes beside it fit the workspace.
+def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
+    """Chunks of the backward pass such that logits, fp32 rows of C (of two chunks), fp32 e and what the sum of dE
+    takes beside it fit the workspace.
 
     Raises:
         WorkspaceTooSmall: they do not.
     """
-    scratch = 0 if dtype_e is None else Accumulator.scratch_bytes_per_entry(dtype_e, o.accumulate)
-    return _width(e, vocab, scratch, o)
+    return Plan(0, _width(e, problem.vocab, scratch_bytes(problem.grad_e, o.accumulate), o))
 
 
 def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:

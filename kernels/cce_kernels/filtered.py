@@ -58,19 +58,29 @@ def surviving_tiles(flags: Tensor) -> tuple[Tensor, Tensor]:
 class FilterStats:
     """What one backward pass kept and dropped, gathered chunk by chunk without a synchronisation.
 
-    `report` maps names to 0-d fp32 tensors on the device of the inputs. They are NaN until backward has run:
+    `values` (4,) fp32, on the device of the inputs, holds the figures of NAMES, NaN until backward has run:
     entries_kept, tiles_kept: shares of the N_kept × V entries (rows that count) and of all tiles;
     dropped_mass_mean, dropped_mass_max: softmax mass dropped per row that counts.
     """
 
     NAMES = ("entries_kept", "tiles_kept", "dropped_mass_mean", "dropped_mass_max")
 
-    def __init__(self, device: torch.device) -> None:
-        self.report = {name: torch.full((), torch.nan, device=device) for name in self.NAMES}
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def empty(cls, device: torch.device) -> Tensor:
+        """Values before the backward pass."""
+        return torch.full((len(cls.NAMES),), torch.nan, device=device)
+
+    @classmethod
+    def report(cls, values: Tensor) -> dict[str, Tensor]:
+        """The values by name, as 0-d views."""
+        return dict(zip(cls.NAMES, values.unbind(), strict=True))
 
     def start(self, n_rows: int) -> None:
         """Begin a backward pass."""
-        zero = self.report["entries_kept"].new_zeros
+        zero = self.values.new_zeros
         self._entries, self._tiles, self._mass = zero((), dtype=torch.float64), zero(()), zero(n_rows)
         self._n_tiles = 0
 
@@ -84,11 +94,8 @@ class FilterStats:
     def finish(self, b: Tensor, vocab: int) -> None:
         """Fill in the report; b (N,) is non-zero for rows that count. No chunk recorded: nothing dropped."""
         n_rows = (b != 0).sum().clamp(min=1)
+        one = n_rows.new_ones((), dtype=torch.float64)
+        entries, tiles = one, one
         if self._n_tiles:
-            self.report["entries_kept"].copy_(self._entries / (n_rows * vocab))
-            self.report["tiles_kept"].copy_(self._tiles / self._n_tiles)
-        else:
-            self.report["entries_kept"].fill_(1)
-            self.report["tiles_kept"].fill_(1)
-        self.report["dropped_mass_mean"].copy_(self._mass.sum() / n_rows)
-        self.report["dropped_mass_max"].copy_(self._mass.max())
+            entries, tiles = self._entries / (n_rows * vocab), self._tiles / self._n_tiles
+        self.values.copy_(torch.stack((entries, tiles, self._mass.sum() / n_rows, self._mass.max())))

@@ -1,7 +1,18 @@
 """The Triton implementation, under the names that blockwise.py has."""
 
-from .backward import backward, backward_width
-from .forward import forward
-from .tiles import aligned as prepare
+from torch import Tensor
 
-__all__ = ["backward", "backward_width", "forward", "prepare"]
+from . import schemes, stored
+from .exponentials import forward
+from .options import Options
+from .recompute import backward
+from .schemes import Plan, Problem
+from .tiles import aligned as prepare
+from .tiles import multiprocessors
+
+__all__ = ["backward", "forward", "plan", "prepare", "stored"]
+
+
+def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
+    """How the backward pass goes about it on e's device."""
+    return schemes.plan(problem, multiprocessors(e), o)

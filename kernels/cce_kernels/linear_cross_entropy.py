@@ -3,18 +3,16 @@ memory."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import blockwise
 from .filtered import FilterStats
-from .interpreter import INTERPRETED
+from .operators import cross_entropy
 from .options import Options
-from .rows import assemble_loss, reduce_loss, row_coefficients, target_columns
+from .rows import reduce_loss
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -51,6 +49,7 @@ def linear_cross_entropy(
     filter_c: bool = True,
     accumulate: str = "kahan",
     workspace_mib: float | None = None,
+    main_grad_c: Tensor | None = None,
     return_lse: bool = False,
     return_stats: bool = False,
     preset: str | None = None,
@@ -112,14 +111,23 @@ def linear_cross_entropy(
         workspace_mib=workspace_mib,
         **(flags if preset is None else _preset_flags(preset, flags)),
     )
-    _check(e, c, targets, bias, ignore_index, reduction, shift)
+    _check(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
 
     if shift:  # move the targets, not the hidden states: no copy of e
         nothing = torch.full_like(targets[..., :shift], ignore_index)
         targets = torch.cat((targets[..., shift:], nothing), dim=-1)
     shape, flat = targets.shape, targets.reshape(-1).long()
-    stats = FilterStats(e.device) if return_stats else None
-    rows, lse = _apply(e.reshape(-1, e.shape[-1]), c, flat, bias, ignore_index, options, stats)
+    stats = FilterStats.empty(e.device) if return_stats else None
+    wanted = torch.is_grad_enabled()
+    if flat.numel():
+        rows, lse, _ = cross_entropy(
+            e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, _product_dtype(e, c),
+            reduction != "none" and not return_lse,
+            [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
+            *astuple(options),
+        )  # fmt: skip
+    else:  # a sum over nothing, differentiable in all the same
+        rows = lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
 
     last = shape[-1] - shift if shift else None
     loss = reduce_loss(rows, flat, ignore_index, reduction, shape)
@@ -128,66 +136,8 @@ def linear_cross_entropy(
     lse = lse.reshape(shape)
     extras = ((lse[..., :last] if shift else lse),) if return_lse else ()
     if stats is not None:
-        extras = (*extras, stats.report)
+        extras = (*extras, FilterStats.report(stats))
     return (loss, *extras) if extras else loss
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """(row losses, LSE), both (N,), from e (N, D), c (V, D), bias (V,) or None; see rows.py for the
-    formulas."""
-
-    @staticmethod
-    def forward(ctx, e, c, targets, bias, ignore_index, options, stats):
-        backend = _backend(e)
-        dtype = _product_dtype(e, c)
-        ctx.dtypes = (e.dtype, c.dtype, None if bias is None else bias.dtype)
-        with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-            columns = target_columns(targets, ignore_index, c.shape[0])
-            e, c = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
-            bias = None if bias is None else bias.contiguous()
-            if any(ctx.needs_input_grad):  # before any work: this refuses a workspace that is too small
-                dtype_e = ctx.dtypes[0] if ctx.needs_input_grad[0] else None
-                ctx.width = backend.backward_width(e, c.shape[0], dtype_e, stats is not None, options)
-            lse, z_target, z_mean = backend.forward(e, c, bias, columns, options)
-            rows = assemble_loss(lse, z_target, z_mean, targets, columns, ignore_index, options)
-        ctx.save_for_backward(e, c, bias, targets, columns, lse)
-        ctx.ignore_index, ctx.options, ctx.stats = ignore_index, options, stats
-        return rows, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_rows, grad_lse):
-        e, c, bias, targets, columns, lse = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        dtypes = tuple(dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True))
-        with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-            a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ctx.ignore_index, ctx.options)
-            if ctx.stats is not None:
-                ctx.stats.start(e.shape[0])
-            grads = _backend(e).backward(e, c, bias, columns, lse, a, b, ctx.width, ctx.options, dtypes, ctx.stats)
-            if ctx.stats is not None:
-                ctx.stats.finish(b, c.shape[0])
-        return grads[0], grads[1], None, grads[2], None, None, None
-
-
-@torch.compiler.disable
-def _apply(e, c, targets, bias, ignore_index, options, stats) -> tuple[Tensor, Tensor]:
-    """The autograd function; under torch.compile a graph break."""
-    if e.shape[0] == 0:
-        nothing = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
-        return nothing, nothing
-    if not torch.is_grad_enabled():  # needs_input_grad goes by requires_grad alone
-        e, c, bias = e.detach(), c.detach(), None if bias is None else bias.detach()
-    return _LinearCrossEntropy.apply(e, c, targets, bias, ignore_index, options, stats)
-
-
-def _backend(e: Tensor) -> ModuleType:
-    """The implementation that runs e: a module with prepare, forward, backward_width and backward."""
-    if e.is_cuda or INTERPRETED:
-        from . import fused  # needs Triton, which a machine without a GPU may lack
-
-        return fused
-    return blockwise
 
 
 def _product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
@@ -208,7 +158,14 @@ def _preset_flags(preset: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(
-    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, shift: int
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    shift: int,
 ) -> None:
     """Raise the ValueErrors that `linear_cross_entropy` promises."""
     for name, x in (("e", e), ("c", c), ("bias", bias)):
@@ -226,12 +183,16 @@ def _check(
         raise ValueError(f"targets: must be integers, got {targets.dtype}")
     if bias is not None and bias.shape != c.shape[:1]:
         raise ValueError(f"bias: must be (V,) = {_sizes(c[:, 0])}, got {_sizes(bias)}")
+    if main_grad_c is not None:
+        fits = main_grad_c.shape == c.shape and main_grad_c.dtype == torch.float32 and main_grad_c.is_contiguous()
+        if not fits or main_grad_c.device != c.device:
+            raise ValueError(f"main_grad_c: must be contiguous fp32 {_sizes(c)} on {c.device}, like c")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
         last = targets.shape[-1] if targets.dim() else 0
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
-    if targets.device.type == "cpu":
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= c.shape[0]))
         if outside.any():
             first = targets[outside][0].item()

@@ -13,7 +13,7 @@ class WorkspaceTooSmall(ValueError):
     """The `workspace_mib` asked for holds no vocabulary chunk of this shape; `least_mib` does."""
 
     def __init__(self, workspace_mib: float, least_mib: int) -> None:
-        super().__init__(f"workspace_mib: {workspace_mib} is too small for this shape, it takes {least_mib} at least")
+        super().__init__(f"workspace_mib: {workspace_mib:g} is too small for this shape, it takes {least_mib} at least")
         self.least_mib = least_mib
 
 

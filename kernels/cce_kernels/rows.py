@@ -44,9 +44,15 @@ def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str
     return total / (targets != ignore_index).sum().clamp(min=1)
 
 
+def row_weights(grad_loss: Tensor | float, targets: Tensor, columns: Tensor, ignore_index: int) -> Tensor:
+    """dL/d(row's loss) (N,) as it applies: 0 where ignored, NaN where the target lies outside the vocabulary."""
+    weights = torch.where(columns >= 0, grad_loss, torch.nan)
+    return torch.where(targets == ignore_index, 0.0, weights)
+
+
 def row_coefficients(
     grad_loss: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     lse: Tensor,
     targets: Tensor,
     columns: Tensor,
@@ -55,7 +61,6 @@ def row_coefficients(
 ) -> tuple[Tensor, Tensor]:
     """(a, b), both (N,), of the gradient a_i p_iv − b_i ((1 − s) [v = target] + s / V) with respect to
     z_iv."""
-    b = torch.where(columns >= 0, grad_loss, torch.nan)
-    b = torch.where(targets == ignore_index, 0.0, b)
+    b = row_weights(grad_loss, targets, columns, ignore_index)
     a = b * (1 + 2 * o.z_loss * lse) if o.z_loss else b
-    return a + grad_lse, b
+    return a if grad_lse is None else a + grad_lse, b

@@ -32,6 +32,7 @@ class Tiles:
     inner: int
     num_warps: int
     num_stages: int
+    resident: int = 1  # programs on a multiprocessor at a time, for persistent kernels
 
     @property
     def launch(self) -> dict[str, int]:
@@ -42,13 +43,31 @@ def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
     """Tiles for operands of `dtype`; `cols` narrows the tile for outputs of few columns.
 
     16 bits: 128 × 256 × 64 with two warpgroups, the shape that keeps Hopper's tensor cores busy: 128
-    accumulator registers a thread, 48 KiB of shared memory a stage, 144 of 227 KiB for three.
+    accumulator registers a thread, 48 KiB of shared memory a stage, 192 of 227 KiB for four.
     fp32 multiplies on the ordinary units (IEEE, never TF32): small tiles, so that the accumulators fit.
     """
     if dtype == torch.float32:
         return Tiles(64, 64, 32, 8, 2)
     width = 256 if cols is None else min(256, max(64, triton.next_power_of_2(cols)))
-    return Tiles(TILE, width, 64, 8 if width > 64 else 4, 3)
+    return Tiles(TILE, width, 64, 8 if width > 64 else 4, 4)
+
+
+def logits_tiles(dtype: torch.dtype, dim: int) -> Tiles:
+    """Tiles of a product that is short (`dim` long) and followed by exponentials.
+
+    Two programs a multiprocessor, of half the tile each, take the exponentials of one while the tensor cores work
+    for the other; where the product is long, the large tile's smaller traffic weighs more (H200: 1024 and below).
+    """
+    if dtype == torch.float32:
+        return tiles_for(dtype)
+    return Tiles(TILE, 128, 64, 4, 3, resident=2) if dim <= 1024 else Tiles(TILE, 256, 64, 8, 3)
+
+
+def gradient_tiles(dtype: torch.dtype, filtered: bool = False) -> Tiles:
+    """Tiles of dL/dz: one stage fewer, as the result leaves through shared memory; square ones for the filter."""
+    if dtype == torch.float32:
+        return tiles_for(dtype)
+    return Tiles(TILE, TILE if filtered else 256, 64, 8, 3)
 
 
 def flag_tile(dtype: torch.dtype) -> int:
@@ -99,6 +118,11 @@ def tanh(x):
 
 
 @triton.jit
+def softcapped(z, softcap):
+    return softcap * tanh(z / softcap)
+
+
+@triton.jit
 def logits_tile(
     e_desc,
     c_desc,
@@ -128,5 +152,5 @@ def logits_tile(
         cols = col + tl.arange(0, BLOCK_V)
         z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
     if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap)
+        z = softcapped(z, softcap)
     return z

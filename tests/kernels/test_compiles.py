@@ -41,8 +41,9 @@ def compiled(monkeypatch):
     return kernels
 
 
-def launch_all(case: Case, dtypes=None) -> None:
-    """Launch what forward and backward of a case launch. Nothing runs: the tensors' values mean nothing."""
+def launch_all(case: Case, dtypes=None, rows: int = 0) -> None:
+    """Launch what forward and backward of a case launch, with stored exponentials if `rows` (per chunk) says so.
+    Nothing runs: the tensors' values mean nothing."""
     from cce_kernels import fused
     from cce_kernels.filtered import FilterStats
     from cce_kernels.options import Options
@@ -50,13 +51,16 @@ def launch_all(case: Case, dtypes=None) -> None:
     e, c, targets, bias = draw(case, "cpu")
     e, c, options = fused.prepare(e.detach()), fused.prepare(c.detach()), Options(**case.options)
     bias = None if bias is None else bias.detach()
-    fused.forward(e, c, bias, targets, options)
-    rows = torch.ones(e.shape[0])
-    stats = FilterStats(e.device)
-    stats.start(e.shape[0])
+    ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
-    width = fused.backward_width(e, c.shape[0], dtypes[0], True, options)
-    fused.backward(e, c, bias, targets, rows, rows, rows, width, options, dtypes, stats)
+    if rows:
+        state = fused.stored.forward(e, c, targets, ones, rows, dtypes[:2], options)[2]
+        fused.stored.backward(e, c, targets, ones[0], rows, state, None)
+        return
+    fused.forward(e, c, bias, targets, options)
+    stats = FilterStats(FilterStats.empty(e.device))
+    stats.start(e.shape[0])
+    fused.backward(e, c, bias, targets, ones, ones, ones, 512, options, dtypes, None, stats)
 
 
 PLAIN = {"shape": (256,), "dim": 512, "vocab": 1024, "ignored": 0}
@@ -75,13 +79,30 @@ LAUNCHES = [
 def test_every_kernel_compiles_for_hopper_within_its_shared_memory(compiled, case):
     launch_all(case)
     names = {name for name, _ in compiled}
-    assert names == {"forward_kernel", "combine_kernel", "gradient_kernel", "product_kernel"}
+    assert names == {"target_logits_kernel", "exponentials_kernel", "rows_kernel", "gradient_kernel", "product_kernel"}
     for name, kernel in compiled:
-        assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= SHARED_MEMORY_BYTES, (name, kernel.metadata.shared)
-        if name != "combine_kernel":
-            assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands do not come through TMA"
-            assert ("wgmma" in kernel.asm["ptx"]) == (case.dtype != FP32), name
+        check_resources(name, kernel, case.dtype)
+
+
+def check_resources(name, kernel, dtype) -> None:
+    assert kernel.asm["cubin"], name
+    assert kernel.metadata.shared <= SHARED_MEMORY_BYTES, (name, kernel.metadata.shared)
+    if name in ("exponentials_kernel", "gradient_kernel", "product_kernel"):
+        assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands do not come through TMA"
+        assert ("wgmma" in kernel.asm["ptx"]) == (dtype != FP32), name
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dim", [512, 2048])  # narrow and wide tiles of logits
+@pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
+def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compiled, dtype, dim, softcap):
+    case = Case("stored", dtype=BF16, **PLAIN | {"dim": dim}, options={"softcap": softcap})
+    launch_all(case, dtypes=(dtype, dtype, None), rows=128)
+    names = {name for name, _ in compiled}
+    stored = {"hidden_kernel", "targets_kernel", "scaled_kernel", "rescale_kernel"}
+    assert names == {"target_logits_kernel", "exponentials_kernel", "rows_kernel", "product_kernel"} | stored
+    for name, kernel in compiled:
+        check_resources(name, kernel, BF16)
 
 
 def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(compiled):

@@ -10,10 +10,13 @@ from cases import (
     FP16,
     FP32,
     IGNORE,
+    STORED,
     Case,
     check,
     check_filtered,
     check_small_workspace,
+    check_stored,
+    check_stored_options,
     check_sums,
     draw,
     error,
@@ -163,8 +166,40 @@ def test_inside_a_compiled_and_checkpointed_program():
         return checkpoint(linear_cross_entropy, torch.tanh(e), c, targets, use_reentrant=False)
 
     torch._dynamo.reset()
-    compiled = torch.compile(program)(e, c)
+    compiled = torch.compile(program, fullgraph=True)(e, c)
     want = program(e, c)
     torch.testing.assert_close(compiled, want)
     for a, b in zip(gradients(compiled, (e, c)), gradients(want, (e, c)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=2e-2)
+
+
+@pytest.mark.parametrize("arguments", STORED.values(), ids=STORED)
+def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
+    check_stored("cuda", *arguments)
+
+
+def test_stored_exponentials_through_the_public_function():
+    check_stored_options("cuda")
+
+
+@pytest.mark.parametrize("workspace_mib", [None, 16])  # stored exponentials, recomputed logits
+def test_replayed_from_a_cuda_graph(workspace_mib):
+    e, c, targets, _ = draw(Case("graph", shape=(4096,), dim=256, vocab=8192, dtype=BF16), "cuda")
+
+    def step():
+        e.grad = c.grad = None
+        linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib).backward()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    want = e.grad.clone(), c.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    e.grad.zero_()
+    c.grad.zero_()
+    graph.replay()
+    assert torch.equal(e.grad, want[0])
+    assert torch.equal(c.grad, want[1])

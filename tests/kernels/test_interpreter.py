@@ -15,10 +15,13 @@ from cases import (
     BF16,
     CASES,
     FILTERED,
+    STORED,
     Case,
     check,
     check_filtered,
     check_small_workspace,
+    check_stored,
+    check_stored_options,
     check_sums,
     draw,
     gradients,
@@ -84,12 +87,15 @@ def test_evaluation_needs_no_workspace():
 @in_interpreter
 def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
     """On a GPU nothing may wait for the targets: the row shows it. CPU calls raise instead."""
-    from cce_kernels.linear_cross_entropy import _apply
+    from dataclasses import astuple
+
+    from cce_kernels.operators import cross_entropy
     from cce_kernels.options import Options
 
     e, c, targets, _ = draw(Case("outside", shape=(6,), ignored=0), "cpu")
     targets[2], targets[4] = c.shape[0], -1
-    rows, lse = _apply(e, c, targets, None, -100, Options(), None)
+    nothing = (False, False, False)
+    rows, lse, _ = cross_entropy(e, c, targets, None, None, None, -100, e.dtype, True, nothing, *astuple(Options()))
     assert rows.isnan().tolist() == [False, False, True, False, True, False]
     assert lse.isfinite().all()
 
@@ -106,3 +112,14 @@ def test_a_bias_of_minus_infinity_masks_whole_tiles():
     torch.testing.assert_close(loss, want)
     for grad, wanted in zip(gradients(loss, (e, c)), gradients(want, (e, c)), strict=True):
         torch.testing.assert_close(grad, wanted)
+
+
+@in_interpreter
+@pytest.mark.parametrize("arguments", STORED.values(), ids=STORED)
+def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
+    check_stored("cpu", *arguments)
+
+
+@in_interpreter
+def test_stored_exponentials_through_the_public_function():
+    check_stored_options("cpu")

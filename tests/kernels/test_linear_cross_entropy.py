@@ -155,7 +155,7 @@ def test_kahan_keeps_what_plain_sums_lose():
     truth = parts.double().sum(dim=0)
     errors = {}
     for accumulate in ("kahan", "fp32", "bf16"):
-        total = Accumulator(parts[0], BF16, accumulate)
+        total = Accumulator(parts[0], (50, 50), BF16, accumulate)
         for part in parts:
             total.add(part.clone())
         errors[accumulate] = error(total.result(), truth)
@@ -231,10 +231,24 @@ def test_inside_a_compiled_program():
         return linear_cross_entropy(e * 2, c, targets) * 3
 
     torch._dynamo.reset()
-    compiled = torch.compile(program, backend="aot_eager")(e, c)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)(e, c)  # no graph break
     torch.testing.assert_close(compiled, program(e, c))
     for a, b in zip(gradients(compiled, (e, c)), gradients(program(e, c), (e, c)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("filter_eps", [None, 2**-8])
+def test_main_grad_is_added_to_in_place_of_a_gradient(filter_eps):
+    e, c, targets, bias = draw(Case("main_grad", dtype=BF16, bias=True, peak=4), "cpu")
+    options = {"bias": bias, "filter_eps": filter_eps, "workspace_mib": 0.5}
+    main_grad = torch.randn(c.shape)
+    before = main_grad.clone()
+    (2 * linear_cross_entropy(e, c, targets, main_grad_c=main_grad, **options)).backward()
+    assert c.grad is None
+    added = main_grad - before
+    grads = gradients(2 * linear_cross_entropy(e, c, targets, **options), (e, c, bias))
+    for got, want in zip((e.grad, added.to(BF16), bias.grad), grads, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
@@ -245,6 +259,7 @@ REFUSED = {
     "targets: must be integers": {"targets": T.float()},
     "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
     "bias": {"bias": torch.zeros(10)},
+    "main_grad_c": {"main_grad_c": torch.zeros(11, 8, dtype=torch.bfloat16)},
     "reduction": {"reduction": "average"},
     "shift": {"shift": -1},
     "softcap": {"softcap": 0.0},

@@ -1,15 +1,13 @@
-"""Backward: gradients of e, c and bias, a vocabulary chunk at a time.
+"""Four products: gradients of e, c and bias from recomputed logits, a chunk of the vocabulary at a time.
 
     dz_iv = (a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)) · slope        p_iv = exp(z_iv − LSE_i)
     dE = scale · dz C        dC = scale · dzᵀ E        dbias = Σ_i dz_i
 
-Three products a chunk:
-  1. `gradient_kernel` recomputes the chunk's logits and writes dz from the accumulator, rounded once to the
+The first is the forward pass's (exponentials.py); three more a chunk (products.py):
+  2. `gradient_kernel` recomputes the chunk's logits and writes dz from the accumulator, rounded once to the
      operands' dtype. The logits never leave fp32, so that they match the forward pass's LSE.
-  2. `product_kernel`, dE += dz C_chunk: the only sum across chunks, compensated in fp32 registers
-     (accumulator.py).
-  3. `product_kernel`, dC_chunk = dzᵀ E: complete in one product over all rows, fp32 in registers, rounded
-      once.
+  3. dE += dz C_chunk: the only sum across chunks, with what rounding lost kept beside it (accumulator.py).
+  4. dC_chunk = dzᵀ E: complete in one product over all rows, fp32 in registers, rounded once.
 Every output tile has one owner: no locks, no atomics, deterministic. dz is stored relative to the largest row
 coefficient ("peak"), which the products multiply back in: the small gradients of a mean over many tokens do
 not underflow in fp16.
@@ -29,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .accumulator import Accumulator
+from .exponentials import LOG2E
 from .filtered import FilterStats, surviving_tiles, vocabulary_order
-from .forward import LOG2E
 from .options import Options
-from .tiles import GROUP, Tiles, aligned, descriptor, flag_tile, grouped, logits_tile, tiles_for
+from .products import product
+from .tiles import GROUP, aligned, descriptor, gradient_tiles, grouped, logits_tile
 
 
 @triton.jit(do_not_specialize=["N", "W", "D", "first"])
@@ -107,64 +106,6 @@ def gradient_kernel(
         tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
 
 
-@triton.jit(do_not_specialize=["M", "K", "lists"])
-def product_kernel(
-    a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
-    b_desc,  # B (K, COLS)
-    out_ptr,  # (rows, COLS) contiguous: out[place(m)] (+)= peak · scale · A B
-    lost_ptr,  # like out, or None: what out's rounding lost (accumulator.py)
-    places_ptr,  # (M,) int64 or None: the row of out for each m; None: m itself
-    lists_ptr,  # (M / TILE, lists) int32 or None: the TILEs of K that this row of tiles sums over
-    counts_ptr,  # (M / TILE,) int32 or None: how many of them
-    peak_ptr,  # () fp32
-    scale,
-    M,
-    COLS,
-    K,
-    lists,
-    BLOCK_M: tl.constexpr,  # equals TILE where there are lists
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr,
-    FIRST: tl.constexpr,  # out (and lost) hold nothing yet
-):
-    row_tile, col_tile = grouped(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N), GROUP)
-    row = row_tile * BLOCK_M
-    col = col_tile * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if lists_ptr is None:
-        steps = tl.cdiv(K, BLOCK_K)
-    else:
-        steps = tl.load(counts_ptr + row_tile) * (BLOCK_M // BLOCK_K)
-    for step in range(steps):
-        if lists_ptr is None:
-            k = step * BLOCK_K
-        else:
-            tile = tl.load(lists_ptr + row_tile * lists + step // (BLOCK_M // BLOCK_K))
-            k = tile * BLOCK_M + step % (BLOCK_M // BLOCK_K) * BLOCK_K
-        a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
-        acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
-    acc *= tl.load(peak_ptr) * scale
-
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    mask = (rows < M)[:, None] & (cols < COLS)[None, :]
-    places = rows
-    if places_ptr is not None:
-        places = tl.load(places_ptr + rows, mask=rows < M, other=0)
-    offsets = places.to(tl.int64)[:, None] * COLS + cols[None, :]
-    if not FIRST:
-        acc += tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        if lost_ptr is not None:
-            acc += tl.load(lost_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    rounded = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offsets, rounded, mask=mask)
-    if lost_ptr is not None:
-        lost = acc - rounded.to(tl.float32)
-        tl.store(lost_ptr + offsets, lost.to(lost_ptr.dtype.element_ty), mask=mask)
-
-
 def backward(
     e: Tensor,
     c: Tensor,
@@ -176,25 +117,27 @@ def backward(
     width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
     stats: FilterStats | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None.
+    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
 
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
-        width: vocabulary entries per chunk, from `backward_width`.
+        width: vocabulary entries per chunk.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
-    sum_e = None if dtype_e is None else Accumulator(e, dtype_e, o.accumulate)
+    sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
     grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    out_c = grad_c if main_grad_c is None else main_grad_c
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
-    passes = o.passes(sum_e is not None, grad_c is not None or grad_bias is not None)
+    passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)
 
     peak = torch.maximum(a.abs().amax(), b.abs().amax())
     peak = torch.where(peak == 0, 1.0, peak)
-    a, b = a / peak, b / peak
+    a, b, scale = a / peak, b / peak, peak * o.logit_scale
     order = None
     if o.filter_eps is not None:
         order, columns = vocabulary_order(columns, vocab)
@@ -212,30 +155,17 @@ def backward(
                 o, stats,
             )  # fmt: skip
             if sum_e is not None and eps == o.eps_e:
-                _product(dz, c_chunk, sum_e.value, sum_e.lost, None, flags, peak, o, False, sum_e.empty)
-                sum_e.empty = False
-            if grad_c is not None and eps == o.eps_c:
-                out = grad_c[chunk] if places is None else grad_c
-                _product(dz, e, out, None, places, None if flags is None else flags.T, peak, o, True, True)
+                lists = None if flags is None else surviving_tiles(flags)
+                ends = scale if chunk.stop == vocab else None
+                product(dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, tiles_of_k=lists)
+            if out_c is not None and eps == o.eps_c:
+                lists = None if flags is None else surviving_tiles(flags.T)
+                out = out_c[chunk] if places is None else out_c
+                into = None if main_grad_c is None else out
+                product(dz, e, out, transpose_a=True, scale=scale, into=into, places=places, tiles_of_k=lists)
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk if places is None else places] = (dbias.sum(dim=0) * peak).to(dtype_bias)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
-
-
-def backward_width(e: Tensor, vocab: int, dtype_e: torch.dtype | None, with_stats: bool, o: Options) -> int:
-    """Vocabulary entries per chunk of `backward`, so that dz, gathered rows of C (of two chunks), partial
-    sums and what the sum of e's gradient (of dtype_e, None: not wanted) takes beside it fit the workspace.
-
-    Raises:
-        WorkspaceTooSmall: they do not.
-    """
-    n_rows, dim = e.shape
-    tile = flag_tile(e.dtype)
-    fixed = 0 if dtype_e is None else n_rows * dim * Accumulator.scratch_bytes_per_entry(dtype_e, o.accumulate)
-    per_column = n_rows * e.itemsize + triton.cdiv(n_rows, tile) * 4
-    if o.filter_eps is not None:
-        per_column += 2 * dim * e.itemsize + (triton.cdiv(8 * n_rows, tile) if with_stats else 0)
-    return o.chunk_width(vocab, fixed, per_column, tiles_for(e.dtype).cols)
 
 
 def _gradient(
@@ -257,7 +187,7 @@ def _gradient(
     """Write dz / peak of one chunk; return the surviving tiles' flags (with a filter) and dbias / peak by row
     tile."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
-    tiles = tiles_for(e.dtype, None if eps is None else flag_tile(e.dtype))
+    tiles = gradient_tiles(e.dtype, filtered=eps is not None)
     row_tiles, col_tiles = triton.cdiv(n_rows, tiles.rows), triton.cdiv(width, tiles.cols)
     new = e.new_empty
     flags = None if eps is None else new((row_tiles, col_tiles), dtype=torch.int32)
@@ -278,33 +208,3 @@ def _gradient(
     if stats is not None and flags is not None and kept is not None and dropped is not None:
         stats.add(kept.sum(dtype=torch.float64), flags.sum(), flags.numel(), dropped.sum(dim=0))
     return flags, dbias
-
-
-def _product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    lost: Tensor | None,
-    places: Tensor | None,
-    flags: Tensor | None,
-    peak: Tensor,
-    o: Options,
-    transpose_a: bool,
-    first: bool,
-) -> None:
-    """out[places] (+)= peak · logit_scale · A B, with A = aᵀ if transpose_a; flags name A's tiles that
-    count."""
-    depth, n_rows = a.shape if transpose_a else a.shape[::-1]
-    cols = b.shape[1]
-    tiles: Tiles = tiles_for(a.dtype, cols)
-    lists, counts = (None, None) if flags is None else surviving_tiles(flags)
-    block_a = (tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner)
-    grid = (triton.cdiv(n_rows, tiles.rows) * triton.cdiv(cols, tiles.cols),)
-    product_kernel[grid](
-        descriptor(a, *block_a),
-        descriptor(b, tiles.inner, tiles.cols),
-        out, lost, places, lists, counts, peak,
-        float(o.logit_scale), n_rows, cols, depth, 0 if lists is None else lists.shape[1],
-        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, first,
-        **tiles.launch,
-    )  # fmt: skip

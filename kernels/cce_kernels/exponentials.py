@@ -1,0 +1,344 @@
+"""Scaled exponentials: the forward pass and, if asked for, the matrix that the backward products multiply.
+
+    w_iv = 2^(z_iv log2 e − k_i)    z = softcap(scale · E Cᵀ + bias)    S_i = Σ_v w_iv    LSE_i = ln 2 (log2 S_i + k_i)
+
+The offset k_i = z_i,target log2 e + 60 is known before the product: no running maximum, no second look at the
+logits for p_iv = w_iv / S_i. bf16 has the exponents of fp32, so w keeps its relative precision at any size. S_i
+lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that are seen on the device and
+done again, slowly, in `rows_kernel`.
+
+`target_logits_kernel` takes the target's logit from the tensor cores, as the sums do: a logit from plain
+multiply-adds differs from them by the tensor cores' rounding, 2e-5 of the loss.
+
+`exponentials_kernel` cuts the work into units of BLOCK_N rows × one split of the vocabulary, shared out among
+persistent programs. The loop over a unit's tiles and the summed dimension is one loop, so that the next tile's
+operands arrive while the exponentials of this one are taken. Each row's sum stays in registers; one partial per row
+and split is stored. No locks, no atomics: deterministic.
+
+Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at most 32) and, if asked for, w.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .options import Options
+from .tiles import GROUP, descriptor, grouped, logits_tile, logits_tiles, multiprocessors, softcapped, tiles_for
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
+LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything formed from the two is a normal number
+MAX_SPLITS = 32
+MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
+ROWS = 64  # rows of a program of the two small kernels
+
+
+@triton.jit(do_not_specialize=["N", "D"])
+def target_logits_kernel(
+    e_desc,  # (N, D)
+    c_ptr,  # (V, D), rows c_stride apart
+    bias_ptr,  # (V,) or None
+    columns_ptr,  # (N,) int64, -1 for none: stands for column 0
+    z_ptr,  # (N,) fp32, written
+    c_stride,
+    N,
+    D,
+    logit_scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """z_i of the target: the diagonal of a product with the targets' rows of C."""
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
+    column = tl.where(column < 0, 0, column)
+    acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
+    for d in range(0, D, BLOCK_D):
+        dims = d + tl.arange(0, BLOCK_D)
+        c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+        acc = tl.dot(e_desc.load([row, d]), c.T, acc, input_precision="ieee")
+    index = tl.arange(0, BLOCK_N)
+    z = tl.sum(tl.where(index[:, None] == index[None, :], acc, 0.0), axis=1) * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column).to(tl.float32)
+    if HAS_SOFTCAP:
+        z = softcapped(z, softcap)
+    tl.store(z_ptr + rows, z, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
+def exponentials_kernel(
+    e_desc,  # (N, D)
+    c_desc,  # (V, D)
+    w_desc,  # (N, V) or None: w · slope of the softcap, written
+    bias_ptr,  # (V,) or None
+    z_target_ptr,  # (N,) fp32
+    sum_ptr,  # (splits, N) fp32: of w, written
+    z_sum_ptr,  # (splits, N) fp32 or None: of z, written
+    N,
+    V,
+    D,
+    splits,
+    tiles_per_split,
+    logit_scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EVEN_V: tl.constexpr,  # BLOCK_V divides V
+):
+    row_tiles = tl.cdiv(N, BLOCK_N)
+    depth = tl.cdiv(D, BLOCK_D)
+    HALF: tl.constexpr = BLOCK_V // 2
+    for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
+        row_tile, split = grouped(unit, row_tiles, splits, GROUP)
+        row = row_tile * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_N)
+        offset = tl.load(z_target_ptr + rows, mask=rows < N, other=0.0) * LOG2E + HEADROOM
+        total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        first = split * tiles_per_split * BLOCK_V
+        end = tl.minimum(first + tiles_per_split * BLOCK_V, V)
+        acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        for step in range(tl.cdiv(end - first, BLOCK_V) * depth):
+            col = first + step // depth * BLOCK_V
+            d = step % depth * BLOCK_D
+            acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
+            if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
+                left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
+                sums, z_sums = _exponentials(
+                    left, row, col, offset, w_desc, bias_ptr, z_sum_ptr, V, logit_scale, softcap,
+                    BLOCK_N, HALF, HAS_SOFTCAP, EVEN_V,
+                )  # fmt: skip
+                total += sums
+                z_total += z_sums
+                sums, z_sums = _exponentials(
+                    right, row, col + HALF, offset, w_desc, bias_ptr, z_sum_ptr, V, logit_scale, softcap,
+                    BLOCK_N, HALF, HAS_SOFTCAP, EVEN_V,
+                )  # fmt: skip
+                total += sums
+                z_total += z_sums
+                acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        partial = split.to(tl.int64) * N + rows
+        tl.store(sum_ptr + partial, total, mask=rows < N)
+        if z_sum_ptr is not None:
+            tl.store(z_sum_ptr + partial, z_total, mask=rows < N)
+
+
+@triton.jit
+def _exponentials(
+    acc, row, col, offset, w_desc, bias_ptr, z_sum_ptr, V, logit_scale, softcap,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr,
+):  # fmt: skip
+    """Store w of one half tile; return the rows' sums of w and of z (zero where not asked for)."""
+    cols = col + tl.arange(0, WIDTH)
+    z = acc * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if HAS_SOFTCAP:
+        z = softcapped(z, softcap)
+        w = tl.exp2(z * LOG2E - offset[:, None])
+    elif bias_ptr is None:  # one multiply-add an entry
+        w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
+    else:
+        w = tl.exp2(z * LOG2E - offset[:, None])
+    if not EVEN_V:
+        w = tl.where((cols < V)[None, :], w, 0.0)
+    z_sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if z_sum_ptr is not None:
+        z_sums = tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
+    sums = tl.sum(w, axis=1)
+    if w_desc is not None:
+        if HAS_SOFTCAP:
+            w *= 1 - (z / softcap) * (z / softcap)
+        w_desc.store([row, col], w.to(w_desc.dtype))
+    return sums, z_sums
+
+
+@triton.jit(do_not_specialize=["N", "D", "splits", "w_stride"])
+def rows_kernel(
+    e_desc,  # (N, D)
+    c_desc,  # (V, D)
+    w_ptr,  # (N, V) or None, rows w_stride apart; rewritten where rows overflowed
+    bias_ptr,  # (V,) or None
+    columns_ptr,  # (N,) int64, -1 for none
+    z_target_ptr,  # (N,) fp32
+    sum_ptr,  # (splits, N) fp32
+    lse_ptr,  # (N,) fp32, written
+    weight_ptr,  # (N,) fp32 or None: b, the gradient of the row's loss
+    factor_ptr,  # (N,) fp32 or None: a / S, what w is to be multiplied by, written
+    coefficient_ptr,  # (N,) fp32 or None: a p_target − b, the target's gradient, written
+    w_stride,
+    N,
+    V,
+    D,
+    splits,
+    logit_scale,
+    softcap,
+    z_loss,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Rows' LSE and gradient factors from the partial sums; clears the target's w (its gradient is added apart).
+
+    A row whose sum overflowed is computed again with its own LSE as the offset, online (running maximum).
+    """
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    column = tl.load(columns_ptr + rows, mask=inside, other=-1)
+    z_target = tl.load(z_target_ptr + rows, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    sum_ptrs = sum_ptr + rows
+    for _ in range(splits):
+        total += tl.load(sum_ptrs, mask=inside, other=1.0)
+        sum_ptrs += N
+    # From the target's own w, rounded as in the sum: −ln(w / S) keeps its relative precision down to a loss of 0.
+    p_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM)) / total
+    lse = z_target - tl.log(p_target)
+    overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
+    if tl.max(overflowed.to(tl.int32), axis=0) > 0:
+        largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for col in range(0, V, BLOCK_V):
+            z = logits_tile(
+                e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
+                BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
+            )  # fmt: skip
+            cols = col + tl.arange(0, BLOCK_V)
+            z = tl.where((cols < V)[None, :], z, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(z, axis=1))
+            # A bias of −inf may mask out a whole tile: anchor at 0 there, the exponentials are 0 anyway.
+            anchor = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            exp_sum = exp_sum * tl.exp2((largest - anchor) * LOG2E)
+            exp_sum += tl.sum(tl.exp2((z - anchor[:, None]) * LOG2E), axis=1)
+            largest = new_largest
+        online = largest + tl.log2(exp_sum) * LN2
+        if w_ptr is not None:
+            for col in range(0, V, BLOCK_V):
+                z = logits_tile(
+                    e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
+                    BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
+                )  # fmt: skip
+                cols = col + tl.arange(0, BLOCK_V)
+                w = tl.exp2((z - online[:, None]) * LOG2E)
+                if HAS_SOFTCAP:
+                    w *= 1 - (z / softcap) * (z / softcap)
+                w = tl.where(cols[None, :] == column[:, None], 0.0, w)
+                w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
+                tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
+        lse = tl.where(overflowed, online, lse)
+        p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
+        total = tl.where(overflowed, 1.0, total)
+    tl.store(lse_ptr + rows, lse, mask=inside)
+
+    if weight_ptr is not None:
+        b = tl.load(weight_ptr + rows, mask=inside, other=0.0)
+        a = b * (1 + 2 * z_loss * lse)
+        slope = 1.0
+        if HAS_SOFTCAP:
+            slope = 1 - (z_target / softcap) * (z_target / softcap)
+        tl.store(factor_ptr + rows, a / total, mask=inside)
+        tl.store(coefficient_ptr + rows, (a * p_target - b) * slope, mask=inside & (column >= 0))
+        tl.store(coefficient_ptr + rows, 0.0, mask=inside & (column < 0))
+        tl.store(w_ptr + rows.to(tl.int64) * w_stride + column, 0.0, mask=inside & (column >= 0))
+
+
+def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
+    """z (N,) fp32 of each row's target; rows without one (−1) get column 0's."""
+    (n_rows, dim) = e.shape
+    z = e.new_empty(n_rows, dtype=torch.float32)
+    inner = tiles_for(e.dtype).inner
+    target_logits_kernel[(triton.cdiv(n_rows, ROWS),)](
+        descriptor(e, ROWS, inner), c, bias, columns, z, c.stride(0), n_rows, dim, float(o.logit_scale),
+        float(o.softcap or 0), ROWS, inner, o.softcap is not None, num_warps=4,
+    )  # fmt: skip
+    return z
+
+
+def exponentials(
+    e: Tensor, c: Tensor, bias: Tensor | None, z_target: Tensor, w: Tensor | None, o: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Partial sums of w (splits, N) and, with label smoothing, of z; writes w (N, V) unless it is None."""
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    tiles = logits_tiles(e.dtype, dim)
+    programs = multiprocessors(e) * tiles.resident
+    splits, tiles_per_split = _split(triton.cdiv(n_rows, tiles.rows), triton.cdiv(vocab, tiles.cols), programs)
+    sums = e.new_empty((splits, n_rows), dtype=torch.float32)
+    z_sums = torch.empty_like(sums) if o.label_smoothing else None
+    exponentials_kernel[(programs,)](
+        descriptor(e, tiles.rows, tiles.inner),
+        descriptor(c, tiles.cols, tiles.inner),
+        None if w is None else descriptor(w, tiles.rows, tiles.cols // 2),
+        bias, z_target, sums, z_sums, n_rows, vocab, dim, splits, tiles_per_split,
+        float(o.logit_scale), float(o.softcap or 0),
+        tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None, vocab % tiles.cols == 0,
+        **tiles.launch,
+    )  # fmt: skip
+    return sums, z_sums
+
+
+def finish_rows(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    z_target: Tensor,
+    sums: Tensor,
+    lse: Tensor,
+    o: Options,
+    gradient: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Write lse (N,) from partial sums.
+
+    gradient: w (N, V), cleared at the targets; the loss's gradient (N,); each row's factor of w and its target's
+    gradient (N,), written. None if only the loss is wanted.
+    """
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    w, weights, factor, coefficient = gradient or (None, None, None, None)
+    inner = tiles_for(e.dtype).inner
+    rows_kernel[(triton.cdiv(n_rows, ROWS),)](
+        descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target, sums, lse,
+        weights, factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.shape[0],
+        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner, o.softcap is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def forward(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows' log-sum-exp, target logit and (with label smoothing) mean logit, fp32 (N,) each.
+
+    Args:
+        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
+        columns: (N,) int64, each row's target, -1 for none.
+    """
+    z_target = target_logits(e, c, bias, columns, o)
+    sums, z_sums = exponentials(e, c, bias, z_target, None, o)
+    lse = torch.empty_like(z_target)
+    finish_rows(e, c, bias, columns, z_target, sums, lse, o)
+    return lse, z_target, None if z_sums is None else z_sums.sum(dim=0) / c.shape[0]
+
+
+def _split(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
+    """(splits, column tiles per split) with the shortest longest program; no split is empty."""
+
+    def longest(tiles_per_split: int) -> int:
+        units = row_tiles * triton.cdiv(col_tiles, tiles_per_split)
+        return triton.cdiv(units, programs) * tiles_per_split
+
+    most = max(1, col_tiles // MIN_SPLITS)
+    least = triton.cdiv(col_tiles, MAX_SPLITS)
+    tiles_per_split = min(range(least, max(least, most) + 1), key=longest)
+    return triton.cdiv(col_tiles, tiles_per_split), tiles_per_split

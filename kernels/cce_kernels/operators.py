@@ -1,0 +1,248 @@
+"""The loss as custom operators, opaque to torch.compile, and their derivative.
+
+`cross_entropy` gives row losses and log-sum-exps and, if gradients are wanted, what the backward pass needs. How
+that one goes about it (stored.py: three products; recompute.py: four; blockwise.py on CPUs) follows from shapes,
+dtypes and options alone, so that the fake kernel knows the shapes of everything.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import blockwise
+from .filtered import FilterStats
+from .interpreter import INTERPRETED
+from .options import Options
+from .rows import assemble_loss, row_coefficients, row_weights, target_columns
+from .schemes import Plan, Problem
+
+# The fields of Options, in order; every operator ends in them.
+OPTIONS = (
+    "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_e, "
+    "bool filter_c, str accumulate, float? workspace_mib"
+)
+# e (N, D); c (V, D); targets (N,) int64; bias (V,); main_grad_c (V, D) fp32 to add dC to; stats (4,) fp32 for the
+# filter's statistics; dtype of the products; uniform: the backward pass will get one gradient for all row losses and
+# none for LSE; needs: whether gradients of e, c and bias are wanted.
+INPUTS = (
+    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
+    "ScalarType dtype, bool uniform, bool[] needs"
+)
+
+
+def backend_of(x: Tensor) -> ModuleType:
+    """The implementation that runs x: a module with prepare, plan, forward, backward (and stored, if planned)."""
+    if x.is_cuda or INTERPRETED:
+        from . import fused  # needs Triton, which a machine without a GPU may lack
+
+        return fused
+    return blockwise
+
+
+@torch.library.custom_op(
+    "cce_kernels::cross_entropy", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor[])"
+)
+def cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+    uniform: bool,
+    needs: list[bool],
+    *options: Any,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Row losses and LSE (N,) fp32, and the state of the backward pass (none if nothing is needed)."""
+    o = Options(*options)
+    backend = backend_of(e)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        # First of all: this refuses a workspace that is too small.
+        plan = _plan(e, c, bias, main_grad_c, stats, dtype, uniform, needs, o)
+        columns = target_columns(targets, ignore_index, c.shape[0])
+        e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
+        state: list[Tensor] = []
+        if plan is not None and plan.rows:
+            weights = row_weights(1.0, targets, columns, ignore_index)
+            dtypes = _stored_dtypes(e, c, main_grad_c, needs)
+            lse, z_target, state = backend.stored.forward(e_as, c_as, columns, weights, plan.rows, dtypes, o)
+            z_mean = None
+        else:
+            bias = None if bias is None else bias.contiguous()
+            lse, z_target, z_mean = backend.forward(e_as, c_as, bias, columns, o)
+        rows = assemble_loss(lse, z_target, z_mean, targets, columns, ignore_index, o)
+    if plan is None:
+        return rows, lse, []
+    # An output must not be an input: only copies made above are handed on.
+    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    return rows, lse, [columns, *copies, *state]
+
+
+@cross_entropy.register_fake
+def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, needs, *options):
+    o = Options(*options)
+    plan = _plan(e, c, bias, main_grad_c, stats, dtype, uniform, needs, o)
+    rows = e.new_empty(e.shape[0], dtype=torch.float32)
+    if plan is None:
+        return rows, torch.empty_like(rows), []
+    backend = backend_of(e)
+    copies = []
+    for x in (e, c):
+        x_as = backend.prepare(x.to(dtype))
+        copies.append(e.new_empty(0) if x_as is x else x_as)
+    state = []
+    if plan.rows:
+        state = backend.stored.empty_state(
+            copies[0] if copies[0].numel() else e, c, plan.rows, _stored_dtypes(e, c, main_grad_c, needs), o
+        )
+    return rows, torch.empty_like(rows), [torch.empty_like(targets), *copies, *state]
+
+
+@torch.library.custom_op(
+    "cce_kernels::cross_entropy_backward",
+    mutates_args=("main_grad_c", "stats"),
+    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor targets, Tensor? bias, "
+    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor lse, Tensor columns, int ignore_index, int width, "
+    f"ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def cross_entropy_backward(
+    grad_rows: Tensor,
+    grad_lse: Tensor | None,
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    lse: Tensor,
+    columns: Tensor,
+    ignore_index: int,
+    width: int,
+    dtype_e: torch.dtype | None,
+    dtype_c: torch.dtype | None,
+    dtype_bias: torch.dtype | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of e, c and bias (empty where no dtype is given) from recomputed logits, `width` columns at a time."""
+    o = Options(*options)
+    recorder = None if stats is None else FilterStats(stats)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ignore_index, o)
+        if recorder is not None:
+            recorder.start(e.shape[0])
+        bias = None if bias is None else bias.contiguous()
+        grads = backend_of(e).backward(
+            e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder
+        )
+        if recorder is not None:
+            recorder.finish(b, c.shape[0])
+    grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
+    return grad_e, grad_c, grad_bias
+
+
+@cross_entropy_backward.register_fake
+def _(
+    grad_rows, grad_lse, e, c, targets, bias, main_grad_c, stats, lse, columns, ignore_index, width,
+    dtype_e, dtype_c, dtype_bias, *options,
+):  # fmt: skip
+    def like(x, dtype):
+        return e.new_empty(0) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
+
+    return like(e, dtype_e), like(c, dtype_c), e.new_empty(0) if bias is None else like(bias, dtype_bias)
+
+
+@torch.library.custom_op(
+    "cce_kernels::cross_entropy_backward_stored",
+    mutates_args=("state", "main_grad_c"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor(a!)[] state, "
+    "Tensor(b!)? main_grad_c) -> ()",
+)
+def cross_entropy_backward_stored(
+    scale: Tensor, e: Tensor, c: Tensor, columns: Tensor, rows: int, state: list[Tensor], main_grad_c: Tensor | None
+) -> None:
+    """Finish the sums of both gradients, times scale (), where they lie in `state`; see stored.py."""
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        backend_of(e).stored.backward(e, c, columns, scale, rows, state, main_grad_c)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    e, c, targets, bias, *ctx.written, ctx.ignore_index, ctx.dtype, ctx.uniform, ctx.needs = inputs[:10]
+    ctx.options = inputs[10:]
+    _, lse, state = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*state)
+    # ctx.written (main_grad_c, stats): others may write to them before the backward pass, which does too.
+    ctx.save_for_backward(e, c, targets, bias, lse, *state)
+    ctx.finished = False
+
+
+def _backward(ctx, grad_rows, grad_lse, _):
+    if ctx.finished:
+        raise RuntimeError(
+            "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
+            "had stored; compute the loss again instead of retaining the graph"
+        )
+    e, c, targets, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
+    main_grad_c, stats = ctx.written
+    o = Options(*ctx.options)
+    plan = _plan(e, c, bias, main_grad_c, stats, ctx.dtype, ctx.uniform, ctx.needs, o)
+    assert plan is not None
+    dtypes = [None if x is None or not need else x.dtype for x, need in zip((e, c, bias), ctx.needs, strict=True)]
+    if main_grad_c is not None:
+        dtypes[1] = None
+    e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
+    if plan.rows:
+        ctx.finished = not torch.compiler.is_compiling()
+        cross_entropy_backward_stored(grad_rows[0].float(), e, c, columns, plan.rows, state, main_grad_c)
+        stored = backend_of(e).stored
+        grads = (state[stored.GRAD_E], state[stored.GRAD_C], None)
+    else:
+        if grad_rows is None:
+            grad_rows = torch.zeros_like(lse)
+        grads = cross_entropy_backward(
+            grad_rows, grad_lse, e, c, targets, bias, main_grad_c, stats, lse, columns, ctx.ignore_index, plan.columns,
+            *dtypes, *ctx.options,
+        )  # fmt: skip
+    grad_e, grad_c, grad_bias = (
+        None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+    )
+    return grad_e, grad_c, None, grad_bias, *[None] * (6 + len(ctx.options))
+
+
+cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _plan(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    dtype: torch.dtype,
+    uniform: bool,
+    needs: list[bool],
+    o: Options,
+) -> Plan | None:
+    """How the backward pass goes about it; None if there is none."""
+    if not any(needs):
+        return None
+    problem = Problem(
+        e.shape[0], e.shape[1], c.shape[0], dtype,
+        e.dtype if needs[0] else None, c.dtype if needs[1] else None, main_grad_c is not None,
+        uniform, bias is not None, stats is not None,
+    )  # fmt: skip
+    return backend_of(e).plan(problem, e, o)
+
+
+def _stored_dtypes(
+    e: Tensor, c: Tensor, main_grad_c: Tensor | None, needs: list[bool]
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What the stored scheme sums the gradients of e and c for; a main_grad is added to from a 16-bit sum."""
+    dtype_c = torch.bfloat16 if main_grad_c is not None else c.dtype
+    return e.dtype if needs[0] else None, dtype_c if needs[1] else None

@@ -1,0 +1,139 @@
+"""Products with a gradient's bookkeeping in the epilogue: out (+)= A B, summed exactly over several launches.
+
+    total = A B [+ out + lost]        out = round(scale · total)        lost = total − out, where it is kept
+
+A sum over launches holds its value in the gradient's own dtype and what rounding lost beside it in 8 bits
+(accumulator.py); the last launch drops `lost` and applies the scale. The summed dimension may be cut into `splits`,
+each with an fp32 output of its own, where the output has too few tiles to keep every multiprocessor at work.
+
+Persistent programs; every output tile has one owner: no locks, no atomics, deterministic.
+
+Cost: M K COLS multiply-adds on the tensor cores; the output and, between launches, out and lost, read and written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .compensated import read_sum, write_sum
+from .tiles import GROUP, descriptor, grouped, multiprocessors, tiles_for
+
+
+@triton.jit(do_not_specialize=["M", "K", "splits", "steps_per_split", "lists"])
+def product_kernel(
+    a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
+    b_desc,  # B (K, COLS)
+    out_ptr,  # (splits, rows, COLS) contiguous
+    lost_ptr,  # like out, or None
+    into_ptr,  # like out, fp32, or None: the sum ends here, added to what this holds
+    places_ptr,  # (M,) int64 or None: the row of out for each m; None: m itself
+    lists_ptr,  # (M / TILE, lists) int32 or None: the TILEs of K that this row of tiles sums over
+    counts_ptr,  # (M / TILE,) int32 or None: how many of them
+    scale_ptr,  # () fp32 or None
+    M,
+    COLS,
+    K,
+    splits,
+    steps_per_split,
+    lists,
+    BLOCK_M: tl.constexpr,  # equals TILE where there are lists
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
+    READ: tl.constexpr,  # add what out (and lost) hold
+    KEEP: tl.constexpr,  # write lost
+):
+    row_tiles, col_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_N // 2
+    for unit in range(tl.program_id(0), row_tiles * col_tiles * splits, tl.num_programs(0)):
+        split = unit // (row_tiles * col_tiles)
+        row_tile, col_tile = grouped(unit % (row_tiles * col_tiles), row_tiles, col_tiles, GROUP)
+        row = row_tile * BLOCK_M
+        col = col_tile * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if lists_ptr is None:
+            first = split * steps_per_split
+            for step in range(first, tl.minimum(first + steps_per_split, tl.cdiv(K, BLOCK_K))):
+                k = step * BLOCK_K
+                a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
+                acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
+        else:
+            for step in range(tl.load(counts_ptr + row_tile) * (BLOCK_M // BLOCK_K)):
+                tile = tl.load(lists_ptr + row_tile * lists + step // (BLOCK_M // BLOCK_K))
+                k = tile * BLOCK_M + step % (BLOCK_M // BLOCK_K) * BLOCK_K
+                a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
+                acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
+
+        rows = row + tl.arange(0, BLOCK_M)
+        places = rows
+        if places_ptr is not None:
+            places = tl.load(places_ptr + rows, mask=rows < M, other=0)
+        offsets = (split.to(tl.int64) * M + places.to(tl.int64))[:, None] * COLS
+        # Half a tile at a time: fewer registers, less shared memory to bring it into the order of the stores.
+        left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
+        _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
+        _store(right, offsets, rows < M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
+
+
+@triton.jit
+def _store(
+    total, offsets, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS,
+    WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, WIDTH)
+    offsets = offsets + cols[None, :]
+    mask = inside[:, None] & (cols < COLS)[None, :]
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    if READ:
+        total += read_sum(out_ptr + offsets, lost_ptrs, mask)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    if into_ptr is not None:
+        total += tl.load(into_ptr + offsets, mask=mask, other=0.0)
+        tl.store(into_ptr + offsets, total, mask=mask)
+    elif KEEP:
+        write_sum(total, out_ptr + offsets, lost_ptrs, mask)
+    else:
+        write_sum(total, out_ptr + offsets, None, mask)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    lost: Tensor | None = None,
+    *,
+    transpose_a: bool = False,
+    read: bool = False,
+    scale: Tensor | None = None,
+    into: Tensor | None = None,
+    places: Tensor | None = None,
+    tiles_of_k: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] A B, with A = aᵀ if transpose_a.
+
+    Args:
+        a, b: of one dtype and `aligned`.
+        lost: what rounding to out's dtype lost; written unless a `scale` ends the sum.
+        read: whether out and lost hold part of the sum.
+        scale: () fp32, applied to the whole sum, which ends with it.
+        into: like out, fp32: where the finished sum is added, in place of being stored in out.
+        places: (M,) int64, the row of out for each row of A.
+        tiles_of_k: lists and counts of `surviving_tiles`: the parts of the summed dimension that count.
+    """
+    depth, n_rows = a.shape if transpose_a else a.shape[::-1]
+    cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
+    tiles = tiles_for(a.dtype, cols)
+    lists, counts = tiles_of_k or (None, None)
+    units = triton.cdiv(n_rows, tiles.rows) * triton.cdiv(cols, tiles.cols) * splits
+    product_kernel[(min(units, multiprocessors(a)),)](
+        descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
+        descriptor(b, tiles.inner, tiles.cols),
+        out, lost, into, places, lists, counts, scale, n_rows, cols, depth,
+        splits, triton.cdiv(triton.cdiv(depth, tiles.inner), splits), 0 if lists is None else lists.shape[1],
+        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None,
+        **tiles.launch,
+    )  # fmt: skip

@@ -1,0 +1,305 @@
+"""Three products: gradients from stored exponentials, a chunk of tokens at a time.
+
+    dE_i = a_i / S_i Σ_{v ≠ t} w_iv C_v + (a_i p_it − b_i) C_t        dC_v = Σ_{i: t_i ≠ v} w_iv (a_i / S_i) e_i
+                                                                              + Σ_{i: t_i = v} (a_i p_it − b_i) e_i
+For each chunk of rows: `exponentials` stores w (rows × V, 16 bits) and the rows' sums; then both gradients are
+plain products of w, with each row's 1 / S_i taken into the rows of dE and of e: nothing is recomputed and no pass
+over w is needed in between. The target's entry, where p − 1 cancels and most of the gradient lies, is left out of w
+and added in fp32.
+
+All but the last chunk are done in the forward pass, as if dL/dloss were 1; the last one's w is kept for the
+backward pass, which multiplies by dL/dloss before anything is rounded. dC is summed over chunks with what rounding
+lost kept beside it (accumulator.py), dE of the early chunks likewise held in two parts until the backward pass.
+
+Cost: 3 N D V multiply-adds; per chunk but the first one read and but the last one write of dC and what it lost.
+Memory: 2 V bytes × rows a chunk, 1 byte an entry of dC and of the early dE (none where they are fp32), 4 bytes × rows
+× D × splits. For bf16 operands, without bias, filter or label smoothing, and one upstream gradient for all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .accumulator import Accumulator
+from .compensated import read_sum, write_sum
+from .exponentials import exponentials, finish_rows, target_logits
+from .options import Options
+from .products import product
+from .schemes import splits_for
+from .tiles import multiprocessors
+
+
+@triton.jit(do_not_specialize=["N", "splits", "c_stride"])
+def hidden_kernel(
+    part_ptr,  # (splits, N, D) fp32: w C
+    c_ptr,  # (V, D), rows c_stride apart
+    columns_ptr,  # (N,) int64, -1 for none
+    factor_ptr,  # (N,) fp32
+    coefficient_ptr,  # (N,) fp32
+    scale_ptr,  # () fp32 or None
+    out_ptr,  # (N, D), written
+    lost_ptr,  # (N, D) or None, written: what rounding lost
+    c_stride,
+    N,
+    D,
+    splits,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dE = factor · (w C) + coefficient · C_target, times scale."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (dims < D)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    part_ptrs = part_ptr + offsets
+    for _ in range(splits):
+        total += tl.load(part_ptrs, mask=mask, other=0.0)
+        part_ptrs += N.to(tl.int64) * D
+    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
+    c_mask = mask & (column >= 0)[:, None]
+    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
+    total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    write_sum(total, out_ptr + offsets, None if lost_ptr is None else lost_ptr + offsets, mask)
+
+
+@triton.jit(do_not_specialize=["end", "base"])
+def targets_kernel(
+    e_ptr,  # (N, D), rows e_stride apart
+    keys_ptr,  # (N,) ascending: base + target, base − 1 for none, of this chunk's rows
+    order_ptr,  # (N,) int64: the rows in that order
+    coefficient_ptr,  # (N,) fp32
+    out_ptr,  # (V, D): a sum, added into
+    lost_ptr,  # (V, D) or None: what out's rounding lost, kept
+    e_stride,
+    first,  # the chunk's first row
+    end,
+    base,
+    D,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[v] += Σ coefficient_i e_i over the chunk's rows whose target is v: the program at the first of them sums."""
+    place = first + tl.program_id(0)
+    key = tl.load(keys_ptr + place)
+    before = tl.load(keys_ptr + place - 1, mask=place > first, other=-1)
+    column = (key - base).to(tl.int64)
+    if (column >= 0) & (key != before):
+        dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        more = 1
+        while more > 0:
+            places = place + tl.arange(0, BLOCK_N)
+            mine = tl.load(keys_ptr + places, mask=places < end, other=-1) == key
+            rows = tl.load(order_ptr + places, mask=mine, other=0)
+            coefficient = tl.load(coefficient_ptr + rows, mask=mine, other=0.0)
+            e_mask = mine[:, None] & (dims < D)[None, :]
+            e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=e_mask, other=0.0)
+            total += tl.sum(e.to(tl.float32) * coefficient[:, None], axis=0)
+            place += BLOCK_N
+            more = tl.min(mine.to(tl.int32), axis=0)
+        offsets = column * D + dims
+        lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+        total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
+        write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
+
+
+@triton.jit(do_not_specialize=["N"])
+def scaled_kernel(x_ptr, factor_ptr, out_ptr, x_stride, out_stride, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out (N, D) = factor (N,) · x, rounded once."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (dims < D)[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=mask, other=0.0)
+    scaled = x.to(tl.float32) * tl.load(factor_ptr + rows, mask=rows < N, other=0.0)[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + dims[None, :]
+    tl.store(out_ptrs, scaled.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rescale_kernel(value_ptr, lost_ptr, scale_ptr, size, BLOCK: tl.constexpr):
+    """value = round(scale · (value + lost)), in place."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    total = read_sum(value_ptr + offsets, lost_ptrs, offsets < size) * tl.load(scale_ptr)
+    write_sum(total, value_ptr + offsets, None, offsets < size)
+
+
+def forward(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    weights: Tensor,
+    rows: int,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    o: Options,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """LSE and target logit (N,) fp32, and the state that `backward` takes.
+
+    Args:
+        e: (N, D) and c: (V, D), bf16 and `aligned`.
+        columns: (N,) int64, each row's target, -1 for none.
+        weights: (N,) fp32, dL/d(row's loss) for dL/dloss = 1.
+        rows: per chunk.
+        dtypes: of the gradients of e and c; None: not wanted.
+    """
+    n_rows, vocab = e.shape[0], c.shape[0]
+    state = empty_state(e, c, rows, dtypes, o)
+    z_target = target_logits(e, c, None, columns, o)
+    lse = torch.empty_like(z_target)
+    weights = weights * o.logit_scale  # of dL/d(e · c)
+    if dtypes[1] is not None:
+        state[KEYS], state[ORDER] = _by_target(columns, rows, vocab)
+    w, factor, coefficient, keys, order, grad_e, lost_e, grad_c, lost_c = _present(state)
+    early = _early(n_rows, rows)
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
+        w_chunk = w[: chunk.stop - first, :vocab]
+        sums, _ = exponentials(e[chunk], c, None, z_target[chunk], w_chunk, o)
+        finish_rows(
+            e[chunk], c, None, columns[chunk], z_target[chunk], sums, lse[chunk], o,
+            (w_chunk, weights[chunk], factor[chunk], coefficient[chunk]),
+        )  # fmt: skip
+        if first == early:
+            break
+        if grad_e is not None:
+            lost = None if lost_e is None else lost_e[chunk]
+            _hidden_gradient(w_chunk, c, columns, factor, coefficient, chunk, None, grad_e[chunk], lost)
+        if grad_c is not None:
+            product(w_chunk, _scaled(e[chunk], factor[chunk]), grad_c, lost_c, transpose_a=True, read=first > 0)
+            _add_targets(e, keys, order, coefficient, chunk, rows, grad_c, lost_c)
+    return lse, z_target, state
+
+
+def backward(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    rows: int,
+    state: list[Tensor],
+    main_grad_c: Tensor | None,
+) -> None:
+    """Finish the gradients of e and c (state[GRAD_E], state[GRAD_C]) in place; with main_grad_c, that of c there.
+
+    Args:
+        scale: () fp32, dL/dloss.
+        state: from `forward`; used up.
+    """
+    w, factor, coefficient, keys, order, grad_e, lost_e, grad_c, lost_c = _present(state)
+    n_rows, dim = e.shape
+    early = _early(n_rows, rows)
+    last = slice(early, n_rows)
+    w_chunk = w[: n_rows - early, : c.shape[0]]
+    if grad_e is not None:
+        _hidden_gradient(w_chunk, c, columns, factor, coefficient, last, scale, grad_e[last], None)
+        if early:
+            rescale_kernel[(triton.cdiv(early * dim, 2048),)](grad_e, lost_e, scale, early * dim, 2048)
+    if grad_c is not None:
+        if not early:
+            grad_c.zero_()
+            if lost_c is not None:
+                lost_c.zero_()
+        _add_targets(e, keys, order, coefficient, last, rows, grad_c, lost_c)
+        scaled = _scaled(e[last], factor[last])
+        product(w_chunk, scaled, grad_c, lost_c, transpose_a=True, read=True, scale=scale, into=main_grad_c)
+
+
+KEYS, ORDER, GRAD_E, GRAD_C = 3, 4, 5, 7  # places in the state
+
+
+def empty_state(
+    e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options
+) -> list[Tensor]:
+    """w of the last chunk; each row's factor and target gradient; rows sorted by target: keys and indices; dE and dC
+    as far as they are summed: value and lost of each. What is not wanted is empty."""
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
+    by_target: list[Tensor | None] = [None, None]
+    if dtypes[1] is not None:
+        by_target = [e.new_empty(n_rows, dtype=_key_dtype(n_rows, rows, vocab)), e.new_empty(n_rows, dtype=torch.int64)]
+    sums: list[Tensor | None] = []
+    for dtype, shape, lost_rows in ((dtypes[0], (n_rows, dim), _early(n_rows, rows)), (dtypes[1], (vocab, dim), vocab)):
+        total = None if dtype is None else Accumulator(e, shape, dtype, o.accumulate, lost_rows)
+        sums += [None, None] if total is None else [total.value, total.lost]
+    w = e.new_empty(min(rows, n_rows), triton.cdiv(vocab, 16) * 16)
+    return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, *by_target, *sums)]
+
+
+def _present(state: list[Tensor]) -> list:
+    return [x if x.numel() else None for x in state]
+
+
+def _early(n_rows: int, rows: int) -> int:
+    """Rows of all chunks but the last."""
+    return (triton.cdiv(n_rows, rows) - 1) * rows
+
+
+def _key_dtype(n_rows: int, rows: int, vocab: int) -> torch.dtype:
+    return torch.int32 if triton.cdiv(n_rows, rows) * (vocab + 1) < 2**31 else torch.int64
+
+
+def _by_target(columns: Tensor, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Rows sorted by chunk and target: keys chunk · (V + 1) + target + 1, and the rows' indices."""
+    n_rows = columns.shape[0]
+    chunk = torch.arange(n_rows, device=columns.device).div(rows, rounding_mode="floor")
+    keys = torch.add(columns + 1, chunk, alpha=vocab + 1).to(_key_dtype(n_rows, rows, vocab))
+    return keys.sort(stable=True)
+
+
+def _scaled(e: Tensor, factor: Tensor) -> Tensor:
+    """e with each row times its factor, rounded once, as TMA reads it."""
+    n_rows, dim = e.shape
+    out = e.new_empty(n_rows, triton.cdiv(dim, 8) * 8)[:, :dim]
+    block_d = min(256, triton.next_power_of_2(dim))
+    grid = (triton.cdiv(n_rows, 16), triton.cdiv(dim, block_d))
+    scaled_kernel[grid](e, factor, out, e.stride(0), out.stride(0), n_rows, dim, 16, block_d)
+    return out
+
+
+def _hidden_gradient(
+    w: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    factor: Tensor,
+    coefficient: Tensor,
+    chunk: slice,
+    scale: Tensor | None,
+    out: Tensor,
+    lost: Tensor | None,
+) -> None:
+    """dE of one chunk of rows, with what rounding lost unless it is None."""
+    (n_rows, vocab), dim = w.shape, c.shape[1]
+    splits = splits_for(n_rows, vocab, dim, multiprocessors(w))
+    parts = torch.empty(splits, n_rows, dim, dtype=torch.float32, device=w.device)
+    product(w, c, parts)
+    block_d = min(256, triton.next_power_of_2(dim))
+    hidden_kernel[(triton.cdiv(n_rows, 16), triton.cdiv(dim, block_d))](
+        parts, c, columns[chunk], factor[chunk], coefficient[chunk], scale, out, lost,
+        c.stride(0), n_rows, dim, splits, 16, block_d,
+    )  # fmt: skip
+
+
+def _add_targets(
+    e: Tensor,
+    keys: Tensor,
+    order: Tensor,
+    coefficient: Tensor,
+    chunk: slice,
+    rows: int,
+    out: Tensor,
+    lost: Tensor | None,
+) -> None:
+    """Add the targets' share of one chunk of rows to dC."""
+    vocab, dim = out.shape
+    block_d = min(128, triton.next_power_of_2(dim))
+    targets_kernel[(chunk.stop - chunk.start, triton.cdiv(dim, block_d))](
+        e, keys, order, coefficient, out, lost, e.stride(0), chunk.start, chunk.stop,
+        chunk.start // rows * (vocab + 1) + 1, dim, 32, block_d,
+    )  # fmt: skip
