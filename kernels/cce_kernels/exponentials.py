@@ -20,13 +20,26 @@ Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .options import Options
-from .tiles import GROUP, descriptor, grouped, logits_tile, logits_tiles, multiprocessors, softcapped, tiles_for
+from .tiles import (
+    GROUP,
+    cdiv,
+    descriptor,
+    finish_logits,
+    grouped,
+    logits_tile,
+    logits_tiles,
+    multiprocessors,
+    softcapped,
+    tiles_for,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -140,16 +153,11 @@ def _exponentials(
 ):  # fmt: skip
     """Store w of one half tile; return the rows' sums of w and of z (zero where not asked for)."""
     cols = col + tl.arange(0, WIDTH)
-    z = acc * logit_scale
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-    if HAS_SOFTCAP:
-        z = softcapped(z, softcap)
+    z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
+    if HAS_SOFTCAP or bias_ptr is not None:
         w = tl.exp2(z * LOG2E - offset[:, None])
-    elif bias_ptr is None:  # one multiply-add an entry
+    else:  # one multiply-add an entry
         w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
-    else:
-        w = tl.exp2(z * LOG2E - offset[:, None])
     if not EVEN_V:
         w = tl.where((cols < V)[None, :], w, 0.0)
     z_sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -259,7 +267,7 @@ def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o:
     (n_rows, dim) = e.shape
     z = e.new_empty(n_rows, dtype=torch.float32)
     inner = tiles_for(e.dtype).inner
-    target_logits_kernel[(triton.cdiv(n_rows, ROWS),)](
+    target_logits_kernel[(cdiv(n_rows, ROWS),)](
         descriptor(e, ROWS, inner), c, bias, columns, z, c.stride(0), n_rows, dim, float(o.logit_scale),
         float(o.softcap or 0), ROWS, inner, o.softcap is not None, num_warps=4,
     )  # fmt: skip
@@ -273,7 +281,7 @@ def exponentials(
     (n_rows, dim), vocab = e.shape, c.shape[0]
     tiles = logits_tiles(e.dtype, dim)
     programs = multiprocessors(e) * tiles.resident
-    splits, tiles_per_split = _split(triton.cdiv(n_rows, tiles.rows), triton.cdiv(vocab, tiles.cols), programs)
+    splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     z_sums = torch.empty_like(sums) if o.label_smoothing else None
     exponentials_kernel[(programs,)](
@@ -307,7 +315,7 @@ def finish_rows(
     (n_rows, dim), vocab = e.shape, c.shape[0]
     w, weights, factor, coefficient = gradient or (None, None, None, None)
     inner = tiles_for(e.dtype).inner
-    rows_kernel[(triton.cdiv(n_rows, ROWS),)](
+    rows_kernel[(cdiv(n_rows, ROWS),)](
         descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target, sums, lse,
         weights, factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner, o.softcap is not None,
@@ -331,14 +339,15 @@ def forward(
     return lse, z_target, None if z_sums is None else z_sums.sum(dim=0) / c.shape[0]
 
 
-def _split(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
+@lru_cache
+def split_columns(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
     """(splits, column tiles per split) with the shortest longest program; no split is empty."""
 
     def longest(tiles_per_split: int) -> int:
-        units = row_tiles * triton.cdiv(col_tiles, tiles_per_split)
-        return triton.cdiv(units, programs) * tiles_per_split
+        units = row_tiles * cdiv(col_tiles, tiles_per_split)
+        return cdiv(units, programs) * tiles_per_split
 
     most = max(1, col_tiles // MIN_SPLITS)
-    least = triton.cdiv(col_tiles, MAX_SPLITS)
+    least = cdiv(col_tiles, MAX_SPLITS)
     tiles_per_split = min(range(least, max(least, most) + 1), key=longest)
-    return triton.cdiv(col_tiles, tiles_per_split), tiles_per_split
+    return cdiv(col_tiles, tiles_per_split), tiles_per_split

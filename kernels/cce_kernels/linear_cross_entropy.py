@@ -120,7 +120,7 @@ def linear_cross_entropy(
     stats = FilterStats.empty(e.device) if return_stats else None
     wanted = torch.is_grad_enabled()
     if flat.numel():
-        rows, lse, _ = cross_entropy(
+        rows, lse = cross_entropy(
             e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, _product_dtype(e, c),
             reduction != "none" and not return_lse,
             [wanted and x is not None and x.requires_grad for x in (e, c, bias)],

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import blockwise
 from .filtered import FilterStats
@@ -43,10 +44,7 @@ def backend_of(x: Tensor) -> ModuleType:
     return blockwise
 
 
-@torch.library.custom_op(
-    "cce_kernels::cross_entropy", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor[])"
-)
-def cross_entropy(
+def _cross_entropy(
     e: Tensor,
     c: Tensor,
     targets: Tensor,
@@ -84,7 +82,15 @@ def cross_entropy(
     return rows, lse, [columns, *copies, *state]
 
 
-@cross_entropy.register_fake
+_cross_entropy_op = torch.library.custom_op(
+    "cce_kernels::cross_entropy",
+    _cross_entropy,
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor[])",
+)
+
+
+@_cross_entropy_op.register_fake
 def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, needs, *options):
     o = Options(*options)
     plan = _plan(e, c, bias, main_grad_c, stats, dtype, uniform, needs, o)
@@ -104,14 +110,7 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, nee
     return rows, torch.empty_like(rows), [torch.empty_like(targets), *copies, *state]
 
 
-@torch.library.custom_op(
-    "cce_kernels::cross_entropy_backward",
-    mutates_args=("main_grad_c", "stats"),
-    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor targets, Tensor? bias, "
-    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor lse, Tensor columns, int ignore_index, int width, "
-    f"ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
-def cross_entropy_backward(
+def _recompute(
     grad_rows: Tensor,
     grad_lse: Tensor | None,
     e: Tensor,
@@ -146,7 +145,17 @@ def cross_entropy_backward(
     return grad_e, grad_c, grad_bias
 
 
-@cross_entropy_backward.register_fake
+_recompute_op = torch.library.custom_op(
+    "cce_kernels::cross_entropy_backward",
+    _recompute,
+    mutates_args=("main_grad_c", "stats"),
+    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor targets, Tensor? bias, "
+    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor lse, Tensor columns, int ignore_index, int width, "
+    f"ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_recompute_op.register_fake
 def _(
     grad_rows, grad_lse, e, c, targets, bias, main_grad_c, stats, lse, columns, ignore_index, width,
     dtype_e, dtype_c, dtype_bias, *options,
@@ -157,13 +166,7 @@ def _(
     return like(e, dtype_e), like(c, dtype_c), e.new_empty(0) if bias is None else like(bias, dtype_bias)
 
 
-@torch.library.custom_op(
-    "cce_kernels::cross_entropy_backward_stored",
-    mutates_args=("state", "main_grad_c"),
-    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor(a!)[] state, "
-    "Tensor(b!)? main_grad_c) -> ()",
-)
-def cross_entropy_backward_stored(
+def _finish_stored(
     scale: Tensor, e: Tensor, c: Tensor, columns: Tensor, rows: int, state: list[Tensor], main_grad_c: Tensor | None
 ) -> None:
     """Finish the sums of both gradients, times scale (), where they lie in `state`; see stored.py."""
@@ -171,18 +174,26 @@ def cross_entropy_backward_stored(
         backend_of(e).stored.backward(e, c, columns, scale, rows, state, main_grad_c)
 
 
+_finish_stored_op = torch.library.custom_op(
+    "cce_kernels::cross_entropy_backward_stored",
+    _finish_stored,
+    mutates_args=("state", "main_grad_c"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor(a!)[] state, "
+    "Tensor(b!)? main_grad_c) -> ()",
+)
+
+
 def _setup_context(ctx, inputs, output) -> None:
     e, c, targets, bias, *ctx.written, ctx.ignore_index, ctx.dtype, ctx.uniform, ctx.needs = inputs[:10]
     ctx.options = inputs[10:]
     _, lse, state = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*state)
     # ctx.written (main_grad_c, stats): others may write to them before the backward pass, which does too.
     ctx.save_for_backward(e, c, targets, bias, lse, *state)
     ctx.finished = False
 
 
-def _backward(ctx, grad_rows, grad_lse, _):
+def _backward(ctx, grad_rows, grad_lse, _, recompute=_recompute_op, finish_stored=_finish_stored_op):
     if ctx.finished:
         raise RuntimeError(
             "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
@@ -198,14 +209,14 @@ def _backward(ctx, grad_rows, grad_lse, _):
         dtypes[1] = None
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     if plan.rows:
-        ctx.finished = not torch.compiler.is_compiling()
-        cross_entropy_backward_stored(grad_rows[0].float(), e, c, columns, plan.rows, state, main_grad_c)
+        ctx.finished = finish_stored is _finish_stored
+        finish_stored(grad_rows[0].float(), e, c, columns, plan.rows, state, main_grad_c)
         stored = backend_of(e).stored
         grads = (state[stored.GRAD_E], state[stored.GRAD_C], None)
     else:
         if grad_rows is None:
             grad_rows = torch.zeros_like(lse)
-        grads = cross_entropy_backward(
+        grads = recompute(
             grad_rows, grad_lse, e, c, targets, bias, main_grad_c, stats, lse, columns, ctx.ignore_index, plan.columns,
             *dtypes, *ctx.options,
         )  # fmt: skip
@@ -215,7 +226,35 @@ def _backward(ctx, grad_rows, grad_lse, _):
     return grad_e, grad_c, None, grad_bias, *[None] * (6 + len(ctx.options))
 
 
-cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+def _setup_op_context(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(*output[2])
+    _setup_context(ctx, inputs, output)
+
+
+_cross_entropy_op.register_autograd(_backward, setup_context=_setup_op_context)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The same without the dispatcher, whose bookkeeping takes longer than small problems do."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        rows, lse, state = _cross_entropy(*inputs)
+        _setup_context(ctx, inputs, (rows, lse, state))
+        return rows, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_lse):
+        return _backward(ctx, grad_rows, grad_lse, None, _recompute, _finish_stored)
+
+
+def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Row losses and LSE (N,) fp32, differentiable in e, c and bias; see INPUTS and OPTIONS."""
+    if torch.compiler.is_compiling():
+        rows, lse, _ = _cross_entropy_op(*inputs)
+        return rows, lse
+    return _CrossEntropy.apply(*inputs)
 
 
 def _plan(
@@ -233,7 +272,7 @@ def _plan(
     if not any(needs):
         return None
     problem = Problem(
-        e.shape[0], e.shape[1], c.shape[0], dtype,
+        int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), dtype,  # a compiled graph is for these sizes
         e.dtype if needs[0] else None, c.dtype if needs[1] else None, main_grad_c is not None,
         uniform, bias is not None, stats is not None,
     )  # fmt: skip

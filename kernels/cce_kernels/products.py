@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compensated import read_sum, write_sum
-from .tiles import GROUP, descriptor, grouped, multiprocessors, tiles_for
+from .tiles import GROUP, cdiv, descriptor, grouped, multiprocessors, tiles_for
 
 
 @triton.jit(do_not_specialize=["M", "K", "splits", "steps_per_split", "lists"])
@@ -128,12 +128,12 @@ def product(
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
     tiles = tiles_for(a.dtype, cols)
     lists, counts = tiles_of_k or (None, None)
-    units = triton.cdiv(n_rows, tiles.rows) * triton.cdiv(cols, tiles.cols) * splits
+    units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
     product_kernel[(min(units, multiprocessors(a)),)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, places, lists, counts, scale, n_rows, cols, depth,
-        splits, triton.cdiv(triton.cdiv(depth, tiles.inner), splits), 0 if lists is None else lists.shape[1],
+        splits, cdiv(cdiv(depth, tiles.inner), splits), 0 if lists is None else lists.shape[1],
         tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None,
         **tiles.launch,
     )  # fmt: skip

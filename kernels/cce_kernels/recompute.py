@@ -27,14 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .accumulator import Accumulator
-from .exponentials import LOG2E
+from .exponentials import LOG2E, split_columns
 from .filtered import FilterStats, surviving_tiles, vocabulary_order
 from .options import Options
 from .products import product
-from .tiles import GROUP, aligned, descriptor, gradient_tiles, grouped, logits_tile
+from .tiles import GROUP, aligned, cdiv, descriptor, finish_logits, gradient_tiles, grouped, multiprocessors
 
 
-@triton.jit(do_not_specialize=["N", "W", "D", "first"])
+@triton.jit(do_not_specialize=["N", "W", "D", "first", "splits", "tiles_per_split"])
 def gradient_kernel(
     e_desc,  # (N, D)
     c_desc,  # (W, D), the chunk
@@ -52,6 +52,8 @@ def gradient_kernel(
     W,
     D,
     first,  # the chunk's first place
+    splits,
+    tiles_per_split,
     logit_scale,
     softcap,
     on_target,  # 1 − s
@@ -63,47 +65,84 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    row_tiles = tl.cdiv(N, BLOCK_N)
-    col_tiles = tl.cdiv(W, BLOCK_V)
-    row_tile, col_tile = grouped(tl.program_id(0), row_tiles, col_tiles, GROUP)
-    row = row_tile * BLOCK_N
-    col = col_tile * BLOCK_V
-    rows = row + tl.arange(0, BLOCK_N)
-    cols = col + tl.arange(0, BLOCK_V)
-    z = logits_tile(
-        e_desc, c_desc, bias_ptr, row, col, W, D, logit_scale, softcap,
-        BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
-    )  # fmt: skip
+    """dz of a chunk; units of work and the one loop over them as in exponentials.py."""
+    row_tiles, col_tiles, depth = tl.cdiv(N, BLOCK_N), tl.cdiv(W, BLOCK_V), tl.cdiv(D, BLOCK_D)
+    HALF: tl.constexpr = BLOCK_V // 2
+    for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
+        row_tile, split = grouped(unit, row_tiles, splits, GROUP)
+        row = row_tile * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_N)
+        inside = rows < N
+        column = tl.load(columns_ptr + rows, mask=inside, other=-1).to(tl.int32) - first
+        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # beyond N: p = 0
+        a = tl.load(a_ptr + rows, mask=inside, other=0.0)
+        b = tl.load(b_ptr + rows, mask=inside, other=0.0)
+        first_tile = split * tiles_per_split
+        tiles = tl.minimum(tiles_per_split, col_tiles - first_tile)
+        acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        for step in range(tiles * depth):
+            col_tile = first_tile + step // depth
+            col = col_tile * BLOCK_V
+            d = step % depth * BLOCK_D
+            acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
+            if step % depth == depth - 1:
+                if flags_ptr is None:  # half a tile at a time: fewer registers, less to stage for the store
+                    left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
+                    cols = col + tl.arange(0, HALF)
+                    dz, _, _ = _gradient_of(
+                        left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+                        HAS_SOFTCAP,
+                    )  # fmt: skip
+                    dz_desc.store([row, col], dz.to(dz_desc.dtype))
+                    if dbias_ptr is not None:
+                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+                    cols += HALF
+                    dz, _, _ = _gradient_of(
+                        right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+                        HAS_SOFTCAP,
+                    )  # fmt: skip
+                    dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
+                    if dbias_ptr is not None:
+                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+                else:
+                    cols = col + tl.arange(0, BLOCK_V)
+                    dz, p, is_target = _gradient_of(
+                        acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+                        HAS_SOFTCAP,
+                    )  # fmt: skip
+                    is_entry = inside[:, None] & (cols < W)[None, :]
+                    counts = (b != 0)[:, None] & is_entry
+                    keep = ((p >= eps) | is_target) & ((a != 0)[:, None] | counts) & is_entry
+                    dz = tl.where(keep, dz, 0.0)
+                    survives = tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0)
+                    tl.store(flags_ptr + row_tile * col_tiles + col_tile, survives)
+                    if survives > 0:
+                        dz_desc.store([row, col], dz.to(dz_desc.dtype))
+                    if kept_ptr is not None:
+                        partial = col_tile.to(tl.int64) * N + rows
+                        tl.store(kept_ptr + partial, tl.sum((keep & counts).to(tl.float32), axis=1), mask=inside)
+                        dropped = tl.sum(tl.where(counts & (keep == 0), p, 0.0), axis=1)
+                        tl.store(dropped_ptr + partial, dropped, mask=inside)
+                    if dbias_ptr is not None:
+                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+                acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
 
-    inside = rows < N
-    column = tl.load(columns_ptr + rows, mask=inside, other=-1).to(tl.int32) - first
-    lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # beyond N: p = 0
-    a = tl.load(a_ptr + rows, mask=inside, other=0.0)
-    b = tl.load(b_ptr + rows, mask=inside, other=0.0)
-    p = tl.exp2((z - lse[:, None]) * LOG2E)
+
+@triton.jit
+def _gradient_of(
+    acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """dz, p and whether an entry is its row's target, of one (half) tile of products."""
+    z = finish_logits(acc, cols, bias_ptr, W, logit_scale, softcap, HAS_SOFTCAP)
+    if HAS_SOFTCAP or bias_ptr is not None:
+        p = tl.exp2(z * LOG2E - (lse * LOG2E)[:, None])
+    else:  # one multiply-add an entry
+        p = tl.exp2(acc * (logit_scale * LOG2E) - (lse * LOG2E)[:, None])
     is_target = cols[None, :] == column[:, None]
     dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
     if HAS_SOFTCAP:
         dz *= 1 - (z / softcap) * (z / softcap)
-
-    if flags_ptr is None:
-        dz_desc.store([row, col], dz.to(dz_desc.dtype))
-    else:
-        is_entry = inside[:, None] & (cols < W)[None, :]
-        counts = (b != 0)[:, None] & is_entry
-        keep = ((p >= eps) | is_target) & ((a != 0)[:, None] | counts) & is_entry
-        dz = tl.where(keep, dz, 0.0)
-        survives = tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0)
-        tl.store(flags_ptr + row_tile * col_tiles + col_tile, survives)
-        if survives > 0:
-            dz_desc.store([row, col], dz.to(dz_desc.dtype))
-        if kept_ptr is not None:
-            partial = col_tile.to(tl.int64) * N + rows
-            tl.store(kept_ptr + partial, tl.sum((keep & counts).to(tl.float32), axis=1), mask=inside)
-            dropped = tl.sum(tl.where(counts & (keep == 0), p, 0.0), axis=1)
-            tl.store(dropped_ptr + partial, dropped, mask=inside)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+    return dz, p, is_target
 
 
 def backward(
@@ -142,7 +181,7 @@ def backward(
     if o.filter_eps is not None:
         order, columns = vocabulary_order(columns, vocab)
 
-    workspace = e.new_empty(n_rows, triton.cdiv(width, 16) * 16)
+    workspace = e.new_empty(n_rows, cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))
         places = None if order is None else order[chunk]
@@ -188,19 +227,21 @@ def _gradient(
     tile."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     tiles = gradient_tiles(e.dtype, filtered=eps is not None)
-    row_tiles, col_tiles = triton.cdiv(n_rows, tiles.rows), triton.cdiv(width, tiles.cols)
+    row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     new = e.new_empty
     flags = None if eps is None else new((row_tiles, col_tiles), dtype=torch.int32)
     dbias = new((row_tiles, width), dtype=torch.float32) if with_bias else None
     kept = dropped = None
     if eps is not None and stats is not None:
         kept, dropped = (new((col_tiles, n_rows), dtype=torch.float32) for _ in range(2))
-    gradient_kernel[(row_tiles * col_tiles,)](
+    programs = multiprocessors(e)
+    splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
+    gradient_kernel[(programs,)](
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c_chunk, tiles.cols, tiles.inner),
-        descriptor(dz, tiles.rows, tiles.cols),
+        descriptor(dz, tiles.rows, tiles.cols // 2 if eps is None else tiles.cols),
         bias_chunk, columns, lse, a, b, dbias, flags, kept, dropped,
-        n_rows, width, dim, first, float(o.logit_scale), float(o.softcap or 0),
+        n_rows, width, dim, first, splits, tiles_per_split, float(o.logit_scale), float(o.softcap or 0),
         1 - float(o.label_smoothing), float(o.label_smoothing) / vocab, float(eps or 0),
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,
         **tiles.launch,

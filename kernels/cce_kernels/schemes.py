@@ -1,26 +1,32 @@
 """Which scheme the Triton backward pass takes, and in what chunks: from shapes, dtypes, options and budget alone.
 
-    stored      3 products, chunks of token rows         time in products: 3 + idle + 500 · (chunks − 1) / N
-    recompute   4 products, chunks of vocabulary columns time in products: 4 + 500 / columns
+    stored      3 products, chunks of token rows         time in products: 3 + 1100 · (chunks − 1) / N
+    recompute   4 products, chunks of vocabulary columns time in products: 4 + 1100 · chunks / V
 
-500: what one more read and write of a 16-bit gradient and its 8 bits beside costs, against the product (6 bytes at
-4.3 TB/s, 2 multiply-adds at 700 TFLOP/s: an H200); idle: what the tiles of dE leave unused in their last round.
+1100: what cutting a sum into one more chunk costs, against the product. One more read and write of a 16-bit
+gradient and its 8 bits (6 bytes at 4.3 TB/s, 2 multiply-adds at 700 TFLOP/s: 500), and starting and finishing each
+tile once more (3.5 µs against 0.39 µs per 64 of depth: 600), as measured on an H200. Small problems wait for the
+launches instead, some 40 µs each.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from .accumulator import scratch_bytes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
-STORED_CHUNKS = (3, 4)  # of the token rows, where the caller names no budget
+STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
 LEAST_ROWS = 512
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
-SUM_COST = 500.0
+CHUNK_COST = 1100.0
+LAUNCH_SECONDS = 40e-6
+STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 8, 3  # per chunk
+FLOPS = 700e12
 TILE_ROWS, TILE_COLS, TILE_DEPTH = 128, 256, 64  # of the large products; see tiles.py
 MOST_SPLITS = 4
 
@@ -49,21 +55,21 @@ class Problem:
     with_stats: bool
 
 
+@lru_cache(maxsize=1024)
 def plan(p: Problem, programs: int, o: Options) -> Plan:
-    """The faster scheme within `workspace_mib`.
+    """The faster scheme whose chunk fits `workspace_mib` (and, if exponentials are stored, whose sums do too).
 
     Raises:
         WorkspaceTooSmall: neither fits.
     """
-    budget = None if o.workspace_mib is None else int(o.workspace_mib * MIB)
-    rows = _rows(p, programs, budget, o) if _storable(p, o) else 0
+    rows = _rows(p, programs, o) if _storable(p, o) else 0
     try:
-        columns = _columns(p, o)
+        columns = _columns(p, programs, o)
     except WorkspaceTooSmall:
         if not rows:
             raise
         return Plan(rows, 0)
-    if rows and _stored_cost(p, rows) <= 4 + SUM_COST / columns:
+    if rows and _stored_cost(p, rows) <= _recompute_cost(p, columns):
         return Plan(rows, 0)
     return Plan(0, columns)
 
@@ -90,47 +96,61 @@ def _storable(p: Problem, o: Options) -> bool:
 
 def _stored_cost(p: Problem, rows: int) -> float:
     """Time in products, idle multiprocessors aside: they idle in both schemes."""
-    return 3 + SUM_COST * max(1, math.ceil(p.n_rows / rows) - 1) / p.n_rows
+    chunks = math.ceil(p.n_rows / rows)
+    return max(3 + CHUNK_COST * max(1, chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
 
 
-def _idle(p: Problem, rows: int, programs: int) -> float:
-    """What the tiles of dE leave unused, in products."""
-    used = rows / TILE_ROWS * p.dim / TILE_COLS / programs
-    return _rounds(rows, p.dim, splits_for(rows, p.vocab, p.dim, programs), programs) / used - 1
+def _recompute_cost(p: Problem, columns: int) -> float:
+    chunks = math.ceil(p.vocab / columns)
+    return max(4 + CHUNK_COST / columns, _launches(p, chunks * RECOMPUTE_LAUNCHES))
 
 
-def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> int:
+def _launches(p: Problem, launches: int) -> float:
+    """Their time in products."""
+    return launches * LAUNCH_SECONDS * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
+
+
+def _idle(rows: int, cols: int, splits: int, programs: int) -> float:
+    """What the tiles of a product leave unused, as a share of it."""
+    used = rows / TILE_ROWS * cols / TILE_COLS / programs
+    return _rounds(rows, cols, splits, programs) / used - 1
+
+
+def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
+    """(the chunk's exponentials, everything beside them)."""
     splits = splits_for(rows, p.vocab, p.dim, programs)
-    early = p.n_rows - rows
-    return (
-        rows * (2 * p.vocab + max(2, 4 * splits) * p.dim)
-        + p.vocab * p.dim * (3 if p.main_grad else scratch_bytes(p.grad_c, o.accumulate))
-        + (p.n_rows if o.accumulate == "fp32" else early) * p.dim * scratch_bytes(p.grad_e, o.accumulate)
-        + p.n_rows * 64
-    )
+    early = p.n_rows if o.accumulate == "fp32" else p.n_rows - rows
+    beside = rows * max(2, 4 * splits) * p.dim + early * p.dim * scratch_bytes(p.grad_e, o.accumulate)
+    beside += p.vocab * p.dim * (3 if p.main_grad else scratch_bytes(p.grad_c, o.accumulate))
+    return rows * 2 * p.vocab, beside
 
 
-def _rows(p: Problem, programs: int, budget: int | None, o: Options) -> int:
+def _rows(p: Problem, programs: int, o: Options) -> int:
     """Rows per chunk of the stored scheme: the fastest that fits; 0 if none does."""
     most = max(1, p.n_rows // LEAST_ROWS)
+    budget = (o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB
     fitting = {}
     for chunks in range(1, most + 1):
         rows = math.ceil(math.ceil(p.n_rows / chunks) / ROW_MULTIPLE) * ROW_MULTIPLE
-        need = _stored_bytes(p, rows, programs, o)
-        if need <= (DEFAULT_WORKSPACE_MIB * MIB if budget is None else budget) or (
-            budget is None and chunks in STORED_CHUNKS
-        ):
-            fitting[rows] = _stored_cost(p, rows) + _idle(p, rows, programs)
+        if max(_stored_bytes(p, rows, programs, o)) <= budget or (o.workspace_mib is None and chunks == STORED_CHUNKS):
+            splits = splits_for(rows, p.vocab, p.dim, programs)
+            fitting[rows] = _stored_cost(p, rows) + _idle(rows, p.dim, splits, programs)
     return min(fitting, key=lambda rows: fitting[rows], default=0)
 
 
-def _columns(p: Problem, o: Options) -> int:
-    """Vocabulary entries per chunk of the recomputing scheme: as many as dz, gathered rows of C (of two chunks),
-    partial sums and what the sum of dE takes beside it leave room for."""
-    fixed = p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
+def _columns(p: Problem, programs: int, o: Options) -> int:
+    """Vocabulary entries per chunk of the recomputing scheme: the fastest, as far as dz and gathered rows of C (of
+    two chunks) leave room."""
     tile = 64 if p.dtype == torch.float32 else TILE_ROWS
     per_column = p.n_rows * p.dtype.itemsize + math.ceil(p.n_rows / tile) * 4
     if o.filter_eps is not None:
         per_column += 2 * p.dim * p.dtype.itemsize + (math.ceil(8 * p.n_rows / tile) if p.with_stats else 0)
     multiple = 64 if p.dtype == torch.float32 else COLUMN_MULTIPLE
-    return o.chunk_width(p.vocab, fixed, per_column, multiple)
+    most = o.chunk_width(p.vocab, 0, per_column, multiple)
+    if most == p.vocab:
+        return most
+
+    def cost(columns: int) -> float:
+        return _idle(columns, p.dim, 1, programs) + CHUNK_COST / columns
+
+    return min(range(max(multiple, most // 2 // multiple * multiple), most + 1, multiple), key=cost)

@@ -29,7 +29,7 @@ from .exponentials import exponentials, finish_rows, target_logits
 from .options import Options
 from .products import product
 from .schemes import splits_for
-from .tiles import multiprocessors
+from .tiles import cdiv, multiprocessors
 
 
 @triton.jit(do_not_specialize=["N", "splits", "c_stride"])
@@ -69,7 +69,7 @@ def hidden_kernel(
     write_sum(total, out_ptr + offsets, None if lost_ptr is None else lost_ptr + offsets, mask)
 
 
-@triton.jit(do_not_specialize=["end", "base"])
+@triton.jit(do_not_specialize=["first", "end", "base"])
 def targets_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     keys_ptr,  # (N,) ascending: base + target, base − 1 for none, of this chunk's rows
@@ -77,32 +77,62 @@ def targets_kernel(
     coefficient_ptr,  # (N,) fp32
     out_ptr,  # (V, D): a sum, added into
     lost_ptr,  # (V, D) or None: what out's rounding lost, kept
+    spill_ptr,  # (programs, D) fp32, written: the part of a run of equal keys that began in an earlier program
     e_stride,
     first,  # the chunk's first row
     end,
     base,
     D,
-    BLOCK_N: tl.constexpr,
+    PLACES: tl.constexpr,  # of a program
     BLOCK_D: tl.constexpr,
 ):
-    """out[v] += Σ coefficient_i e_i over the chunk's rows whose target is v: the program at the first of them sums."""
-    place = first + tl.program_id(0)
-    key = tl.load(keys_ptr + place)
-    before = tl.load(keys_ptr + place - 1, mask=place > first, other=-1)
+    """out[v] += Σ coefficient_i e_i over the chunk's rows whose target is v, as far as they stand in one program."""
+    start = first + tl.program_id(0) * PLACES
+    index = tl.arange(0, PLACES)
+    places = start + index
+    keys = tl.load(keys_ptr + places, mask=places < end, other=-1)
+    rows = tl.load(order_ptr + places, mask=places < end, other=0)
+    coefficient = tl.load(coefficient_ptr + rows, mask=places < end, other=0.0)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+    parts = e.to(tl.float32) * coefficient[:, None]
+    earlier = tl.load(keys_ptr + start - 1, mask=start > first, other=-1)
+    last = earlier
+    for i in range(tl.minimum(PLACES, end - start)):
+        key = tl.load(keys_ptr + start + i)
+        column = (key - base).to(tl.int64)
+        if (column >= 0) & (key != last):
+            total = tl.sum(tl.where((keys == key)[:, None], parts, 0.0), axis=0)
+            offsets = column * D + dims
+            lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+            total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
+            write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
+        last = key
+    spilled = tl.sum(tl.where((keys == earlier)[:, None], parts, 0.0), axis=0)
+    tl.store(spill_ptr + tl.program_id(0).to(tl.int64) * D + dims, spilled, mask=dims < D)
+
+
+@triton.jit(do_not_specialize=["first", "end", "base"])
+def spilled_targets_kernel(
+    keys_ptr, out_ptr, lost_ptr, spill_ptr, first, end, base, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add what targets_kernel spilled: the program in which a long run begins sums the parts of the later ones."""
+    start = first + tl.program_id(0) * PLACES
+    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < end, other=-1)  # of the run that may go on
+    earlier = tl.load(keys_ptr + start - 1, mask=start > first, other=-1)
     column = (key - base).to(tl.int64)
-    if (column >= 0) & (key != before):
+    if (column >= 0) & (key != earlier):
         dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        program = tl.program_id(0) + 1
         more = 1
         while more > 0:
-            places = place + tl.arange(0, BLOCK_N)
-            mine = tl.load(keys_ptr + places, mask=places < end, other=-1) == key
-            rows = tl.load(order_ptr + places, mask=mine, other=0)
-            coefficient = tl.load(coefficient_ptr + rows, mask=mine, other=0.0)
-            e_mask = mine[:, None] & (dims < D)[None, :]
-            e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=e_mask, other=0.0)
-            total += tl.sum(e.to(tl.float32) * coefficient[:, None], axis=0)
-            place += BLOCK_N
+            programs = program + tl.arange(0, PLACES)
+            at = first + programs * PLACES
+            mine = tl.load(keys_ptr + at, mask=at < end, other=-1) == key
+            spill_ptrs = spill_ptr + programs.to(tl.int64)[:, None] * D + dims[None, :]
+            total += tl.sum(tl.load(spill_ptrs, mask=mine[:, None] & (dims < D)[None, :], other=0.0), axis=0)
+            program += PLACES
             more = tl.min(mine.to(tl.int32), axis=0)
         offsets = column * D + dims
         lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
@@ -200,7 +230,7 @@ def backward(
     if grad_e is not None:
         _hidden_gradient(w_chunk, c, columns, factor, coefficient, last, scale, grad_e[last], None)
         if early:
-            rescale_kernel[(triton.cdiv(early * dim, 2048),)](grad_e, lost_e, scale, early * dim, 2048)
+            rescale_kernel[(cdiv(early * dim, 2048),)](grad_e, lost_e, scale, early * dim, 2048)
     if grad_c is not None:
         if not early:
             grad_c.zero_()
@@ -212,6 +242,7 @@ def backward(
 
 
 KEYS, ORDER, GRAD_E, GRAD_C = 3, 4, 5, 7  # places in the state
+PLACES = 16  # rows, sorted by target, that one program adds up
 
 
 def empty_state(
@@ -228,7 +259,7 @@ def empty_state(
     for dtype, shape, lost_rows in ((dtypes[0], (n_rows, dim), _early(n_rows, rows)), (dtypes[1], (vocab, dim), vocab)):
         total = None if dtype is None else Accumulator(e, shape, dtype, o.accumulate, lost_rows)
         sums += [None, None] if total is None else [total.value, total.lost]
-    w = e.new_empty(min(rows, n_rows), triton.cdiv(vocab, 16) * 16)
+    w = e.new_empty(min(rows, n_rows), cdiv(vocab, 16) * 16)
     return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, *by_target, *sums)]
 
 
@@ -238,11 +269,11 @@ def _present(state: list[Tensor]) -> list:
 
 def _early(n_rows: int, rows: int) -> int:
     """Rows of all chunks but the last."""
-    return (triton.cdiv(n_rows, rows) - 1) * rows
+    return (cdiv(n_rows, rows) - 1) * rows
 
 
 def _key_dtype(n_rows: int, rows: int, vocab: int) -> torch.dtype:
-    return torch.int32 if triton.cdiv(n_rows, rows) * (vocab + 1) < 2**31 else torch.int64
+    return torch.int32 if cdiv(n_rows, rows) * (vocab + 1) < 2**31 else torch.int64
 
 
 def _by_target(columns: Tensor, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -256,9 +287,9 @@ def _by_target(columns: Tensor, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
 def _scaled(e: Tensor, factor: Tensor) -> Tensor:
     """e with each row times its factor, rounded once, as TMA reads it."""
     n_rows, dim = e.shape
-    out = e.new_empty(n_rows, triton.cdiv(dim, 8) * 8)[:, :dim]
+    out = e.new_empty(n_rows, cdiv(dim, 8) * 8)[:, :dim]
     block_d = min(256, triton.next_power_of_2(dim))
-    grid = (triton.cdiv(n_rows, 16), triton.cdiv(dim, block_d))
+    grid = (cdiv(n_rows, 16), cdiv(dim, block_d))
     scaled_kernel[grid](e, factor, out, e.stride(0), out.stride(0), n_rows, dim, 16, block_d)
     return out
 
@@ -280,7 +311,7 @@ def _hidden_gradient(
     parts = torch.empty(splits, n_rows, dim, dtype=torch.float32, device=w.device)
     product(w, c, parts)
     block_d = min(256, triton.next_power_of_2(dim))
-    hidden_kernel[(triton.cdiv(n_rows, 16), triton.cdiv(dim, block_d))](
+    hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
         parts, c, columns[chunk], factor[chunk], coefficient[chunk], scale, out, lost,
         c.stride(0), n_rows, dim, splits, 16, block_d,
     )  # fmt: skip
@@ -298,8 +329,10 @@ def _add_targets(
 ) -> None:
     """Add the targets' share of one chunk of rows to dC."""
     vocab, dim = out.shape
-    block_d = min(128, triton.next_power_of_2(dim))
-    targets_kernel[(chunk.stop - chunk.start, triton.cdiv(dim, block_d))](
-        e, keys, order, coefficient, out, lost, e.stride(0), chunk.start, chunk.stop,
-        chunk.start // rows * (vocab + 1) + 1, dim, 32, block_d,
-    )  # fmt: skip
+    block_d = min(512, triton.next_power_of_2(dim))
+    programs = cdiv(chunk.stop - chunk.start, PLACES)
+    spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
+    grid = (programs, cdiv(dim, block_d))
+    at = (chunk.start, chunk.stop, chunk.start // rows * (vocab + 1) + 1, dim, PLACES, block_d)
+    targets_kernel[grid](e, keys, order, coefficient, out, lost, spill, e.stride(0), *at)
+    spilled_targets_kernel[grid](keys, out, lost, spill, *at)

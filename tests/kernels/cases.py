@@ -269,12 +269,12 @@ def check_sums(chunks: int, rows: int, device: str) -> None:
     assert errors["bf16"] > 1.3 * errors["fp32"]
 
 
-def check_small_workspace(device: str) -> None:
+def check_small_workspace(device: str, shape: tuple[int, int], vocab: int) -> None:
     """A workspace without room for one chunk is refused before backward, with the least that has it."""
-    e, c, targets, _ = draw(Case("workspace", shape=(1024,), dim=512, vocab=20, dtype=BF16), device)
+    e, c, targets, _ = draw(Case("workspace", shape=shape[:1], dim=shape[1], vocab=vocab, dtype=BF16), device)
 
     def loss(workspace_mib: int) -> Tensor:
-        return linear_cross_entropy(e, c, targets, accumulate="fp32", workspace_mib=workspace_mib)
+        return linear_cross_entropy(e, c, targets, accumulate="fp32", filter_eps=0.1, workspace_mib=workspace_mib)
 
     with pytest.raises(WorkspaceTooSmall, match=r"^workspace_mib: 1 is too small") as refusal:
         loss(1)
@@ -326,7 +326,7 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     e64, c64 = in_fp64(e, c)
     loss, truth_lse = reference_linear_cross_entropy(e64, c64, targets, ignore_index=-1, reduction="sum", **options)
     truth = gradients(0.3 * loss, (e64, c64))
-    assert error(lse, truth_lse) < 1e-6
+    assert error(lse, truth_lse) < 1e-5  # logits beyond a thousand
     baseline = _rounded_gradients(e64, c64, targets, truth_lse.detach(), o)
     for got, base, want in zip((grad_e, grad_c), baseline, truth, strict=True):
         allowed = error((0.3 * base).to(got.dtype), want)
@@ -351,12 +351,16 @@ def _rounded_gradients(e: Tensor, c: Tensor, targets: Tensor, lse: Tensor, o: An
         return o.logit_scale * dz @ c, o.logit_scale * dz.T @ e
 
 
-def check_stored_options(device: str) -> None:
-    """Through the public function, which stores exponentials here: gradients of e or c alone, main_grad, none twice."""
+def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the public function, made to store exponentials: gradients of e or c alone, main_grad, none twice."""
+    from cce_kernels import fused
+    from cce_kernels.schemes import Plan
+
+    monkeypatch.setattr(fused, "plan", lambda *_: Plan(rows=512, columns=0))
     e, c, targets, _ = draw(Case("stored", shape=(1030,), dim=64, vocab=500, dtype=BF16, peak=3), device)
 
     def loss(e: Tensor, c: Tensor, **options: Any) -> Tensor:
-        return linear_cross_entropy(e, c, targets, workspace_mib=2, **options)
+        return linear_cross_entropy(e, c, targets, **options)
 
     both = gradients(loss(e, c), (e, c))
     (alone_e,), (alone_c,) = gradients(loss(e, c.detach()), (e,)), gradients(loss(e.detach(), c), (c,))

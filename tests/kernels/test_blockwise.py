@@ -16,4 +16,4 @@ def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
 
 
 def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
-    check_small_workspace("cpu")
+    check_small_workspace("cpu", (1024, 512), 20)

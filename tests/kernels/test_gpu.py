@@ -91,7 +91,7 @@ def test_extra_memory_stays_within_the_workspace(preset, workspace_mib):
     linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib, preset=preset).backward()
     extra = torch.cuda.max_memory_allocated() - before
     gradients_bytes = 2 * (e.numel() + c.numel())
-    assert extra <= gradients_bytes + (workspace_mib + 8) * MIB
+    assert extra <= gradients_bytes + (2 * workspace_mib + 8) * MIB
 
 
 def test_autocast_multiplies_in_bf16_and_returns_gradients_in_fp32():
@@ -114,7 +114,7 @@ def test_kahan_sums_over_many_chunks_as_well_as_fp32():
 
 
 def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
-    check_small_workspace("cuda")
+    check_small_workspace("cuda", (4096, 16), 600)
 
 
 def test_more_logits_than_32_bits_count():
@@ -178,8 +178,8 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
     check_stored("cuda", *arguments)
 
 
-def test_stored_exponentials_through_the_public_function():
-    check_stored_options("cuda")
+def test_stored_exponentials_through_the_public_function(monkeypatch):
+    check_stored_options("cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("workspace_mib", [None, 16])  # stored exponentials, recomputed logits
