@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from linrnn.loss_rows import crossovers
 from linrnn.results import SETTING, Run, backend_names
 from linrnn.verdicts import BASELINES, SMOOTHED_STEPS, curve_difference
 
@@ -101,6 +102,49 @@ def vocabulary_crossover(runs: Sequence[Run]) -> Any:
         along="vocab_size",
         level=1.0,
     )
+
+
+def loss_share(runs: Sequence[Run], along: str) -> Any:
+    """The loss layer's share of peak memory against `along` (seq_len or vocab_size), a panel a model."""
+    return _panels(
+        [run for run in runs if loss_layer_share(run) is not None],
+        x=lambda s: s[along],
+        x_label={"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}[along],
+        y=lambda run: 100 * (loss_layer_share(run) or 0),
+        y_label="loss layer / peak memory, %",
+        title="How much of the memory is the loss layer?",
+        along=along,
+    )
+
+
+def loss_layer_share(run: Run) -> float | None:
+    """The most that the loss layer's passes add, gradients included, as a share of the peak; None on a CPU."""
+    memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
+    sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
+    return max(sizes) / peak if sizes and peak else None
+
+
+def crossover_lines(runs: Sequence[Run]) -> list[str]:
+    """In words: the vocabularies at which a loss passes the baseline's tokens/s, between those measured."""
+    baseline, named = baseline_of(runs), _named(_family(_measured(runs), "vocab_size"))
+    speeds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run, name in named:
+        if run.summary.get("activation_checkpointing") in (None, "none"):
+            speeds[run.summary["model"], name][run.summary["vocab_size"]].append(run.summary["tokens_per_second"])
+    lines = []
+    for (model, name), own in speeds.items():
+        base = speeds.get((model, baseline), {})
+        sizes = sorted(own.keys() & base.keys())
+        if name == baseline or len(sizes) < 2:
+            continue
+        ratios = [median(base[size]) / median(own[size]) for size in sizes]  # of times: at most 1 is as fast or faster
+        passes = [
+            f"{'faster' if found.faster_above else 'slower'} than {baseline} above about {found.size:,.0f}"
+            for found in crossovers(sizes, ratios)
+        ]
+        always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline} from {sizes[0]:,} to {sizes[-1]:,}"
+        lines.append(f"* {model} x {name}: {', '.join(passes) or always}")
+    return lines
 
 
 def memory_parts(runs: Sequence[Run]) -> Any:
@@ -199,6 +243,8 @@ def _one_setting(runs: Sequence[Run]) -> list[Run]:
 def _family(runs: Sequence[Run], along: str) -> list[Run]:
     """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone."""
     follow = {along, "steps", "n_parameters", "activation_checkpointing", "data_fingerprint"}
+    if along == "seq_len":
+        follow.add("batch_size")  # equal tokens a step
 
     def family(run: Run) -> tuple[Any, ...]:
         return tuple(run.summary.get(key) for key in SETTING if key not in follow)

@@ -58,6 +58,10 @@ def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
         figures.append(("batch_scaling.png", plots.batch_scaling(measured)))
     if len({run.summary["vocab_size"] for run in measured}) > 1:
         figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
+    for along in ("seq_len", "vocab_size"):
+        with_share = [run for run in measured if plots.loss_layer_share(run) is not None]
+        if len({run.summary[along] for run in with_share}) > 1:
+            figures.append((f"loss_share_by_{along}.png", plots.loss_share(with_share, along)))
     return figures
 
 
@@ -72,6 +76,8 @@ def _markdown(
     lines = [f"# {title}", "", *_table(runs), *_origin(runs)]
     if own:
         lines += ["## Verdicts", "", *verdict_table(own), "", "All backends: [verdicts.md](verdicts.md).", ""]
+    if crossover := plots.crossover_lines(runs):
+        lines += ["## Vocabulary: where a loss passes the baseline's speed", "", *crossover, ""]
     if any(run.finished for run in runs):
         lines += ["## If the hypothesis is wrong", "", *_branch_lines(found), ""]
         lines += ["## What is next", "", *_bottleneck_lines(runs, breakdowns), *FOLLOW_UPS, ""]
@@ -138,12 +144,25 @@ def _origin(runs: Sequence[Run]) -> list[str]:
         f"* device: {gpus}, driver {environment.get('gpu_driver')}, Python {environment.get('python')}",
         f"* commit: {git.get('commit')}{dirty}",
         f"* versions: {packages}",
+        *_gpu_lines(runs),
         "* commands:",
         "",
         "```",
         *[run.summary["command"] for run in runs],
         "```",
         "",
+    ]
+
+
+def _gpu_lines(runs: Sequence[Run]) -> list[str]:
+    """The clocks that the runs had, and who else used the GPU."""
+    states = [(run.summary["run_name"], state) for run in runs if (state := run.summary.get("gpu_state"))]
+    clocks = [state["sm_mhz"] for _, state in states if state["sm_mhz"] is not None]
+    lines = [f"* SM clock at the end of training: {min(clocks):,.0f} to {max(clocks):,.0f} MHz"] if clocks else []
+    return lines + [
+        f"* **{name}: {state['other_processes']} other processes computed on the GPU**"
+        for name, state in states
+        if state["other_processes"]
     ]
 
 

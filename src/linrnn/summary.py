@@ -31,6 +31,7 @@ MEASURED = (
     "mfu",
     "wall_seconds",
     "device",
+    "gpu_state",
     "data_fingerprint",
 )
 

@@ -21,14 +21,14 @@ from linrnn import accounting, checkpoint
 from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
 from linrnn.data import Batch, BatchLoader, ConsoleProgress, prepare
-from linrnn.environment import describe_environment
+from linrnn.environment import describe_environment, gpu_state
 from linrnn.errors import DivergedError, InterruptedRun, OutOfMemoryError
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest
 from linrnn.loggers import Console, WandbMirror
 from linrnn.losses import build_loss
 from linrnn.metrics import JsonlWriter, mfu
-from linrnn.models import build_model
+from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, initialise, make_training_plan
 from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
@@ -105,6 +105,7 @@ class Trainer:
         self.steps_here = 0  # done by this process
         self.timer = StepTimer(self.device, skip=self.plan.unmeasured_steps)
         self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
+        self.gpu_state: dict[str, Any] | None = None
         self._pending: StepRecord | None = None
 
     def _build(self) -> None:
@@ -176,6 +177,8 @@ class Trainer:
             status, failure = "failed", error
             if ran_out_of_memory(error):
                 status, failure = "out_of_memory", self._explain_out_of_memory(error)
+            elif unsupported := explain_resources(error, self.config.model):
+                status, failure = "unsupported", unsupported
         summary = self._summarise(status, failure, evaluation, time.monotonic() - started)
         self.directory.write_json(SUMMARY, summary)
         self.wandb.finish(summary, exit_code=0 if failure is None else 1)
@@ -207,6 +210,7 @@ class Trainer:
                     "run the same command again to continue",
                     stop.signal_number,
                 )
+        self.gpu_state = gpu_state(self.device)  # while the device works on the last steps
         self._flush()
 
     def train_step(self) -> StepRecord:
@@ -442,6 +446,7 @@ class Trainer:
             "mfu": seconds and self._mfu(seconds),
             "wall_seconds": wall_seconds,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "gpu_state": self.gpu_state,
             "data_fingerprint": self.data.fingerprint,
             "command": shlex.join(["python", *sys.argv]),
         }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.errors import OutOfMemoryError, StorageError
+from linrnn.errors import OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.trainer import Trainer
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -131,6 +131,23 @@ def test_out_of_memory_names_components_and_what_to_lower(
     assert "trainer.batch_size=1" in error.value.remedy
     assert "parameters" in capsys.readouterr().out
     assert trainer.directory.read_summary()["status"] == "out_of_memory"
+
+
+def test_a_kernel_too_large_for_the_gpu_is_unsupported_with_the_chunk_size_to_lower(
+    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="Triton is on Linux")
+    trainer = Trainer(load_config(small("model.chunk_size=256", "trainer.seq_len=300")))
+
+    def too_large(*_: object) -> None:
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(trainer, "_forward_backward", too_large)
+    with pytest.raises(UnsupportedError, match=r"gla with model\.chunk_size=256 .*300000.*232448") as error:
+        trainer.fit()
+    assert "smaller model.chunk_size" in error.value.remedy
+    summary = trainer.directory.read_summary()
+    assert (summary["status"], "shared memory" in summary["reason"]) == ("unsupported", True)
 
 
 def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:

@@ -76,3 +76,15 @@ def test_without_git_the_commit_is_null_and_nothing_fails(repository, monkeypatc
     monkeypatch.setattr(environment.shutil, "which", lambda program: None)
     assert environment._git_state(repository / "src" / "module.py") is None
     assert describe_environment()["git"] is None
+
+
+def test_the_state_of_a_gpu_is_read_and_missing_figures_are_null(monkeypatch):
+    assert environment.gpu_state(torch.device("cpu")) is None
+    answers = {"--query-gpu": "1980, 3201, [N/A], 41", "--query-compute-apps": "12\n34\n56"}
+    gpu = type("GPU", (), {"uuid": "0"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(environment, "_answer", lambda *words: answers[words[2].split("=")[0]])
+    state = environment.gpu_state(torch.device("cuda"))
+    assert state == {"sm_mhz": 1980, "memory_mhz": 3201, "watts": None, "celsius": 41, "other_processes": 2}
+    monkeypatch.setattr(environment, "_answer", lambda *words: None)
+    assert set(environment.gpu_state(torch.device("cuda")).values()) == {None}

@@ -177,12 +177,33 @@ def test_a_report_holds_table_verdicts_branches_and_the_plots_that_apply(tmp_pat
     paths = write_report([*THREE_SEEDS, *other, failed], tmp_path, "a group")
     names = {path.name for path in paths}
     assert {"report.md", "verdicts.md", "runs.json", "loss_curves.png", "pareto.png"} <= names
-    assert {"batch_scaling.png", "vocabulary_crossover.png"} <= names
+    assert {"batch_scaling.png", "vocabulary_crossover.png", "loss_share_by_vocab_size.png"} <= names
     text = paths[0].read_text()
     assert "unsupported: no such GPU" in text
     assert "| gla | cce_kahan | compiled | 0.520 | ≤ 0.600 | +0.080 | 0.050 | 3 | **met** |" in text
     assert "Follow-up 2 (FP8 or INT4 scan): open" in text
     assert all(path.stat().st_size > 0 for path in paths)
+
+
+def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
+    speeds = {"compiled": (1000, 500), "cce_kahan": (800, 625), "standard": (500, 250)}  # ratios 1.25 and 0.8
+    runs = [
+        run(loss, vocab_size=vocab, speed=speed)
+        for loss, pair in speeds.items()
+        for vocab, speed in zip((32000, 128000), pair, strict=True)
+    ]
+    assert plots.crossover_lines(runs) == [
+        "* gla x cce_kahan: faster than compiled above about 64,000",
+        "* gla x standard: slower than compiled from 32,000 to 128,000",
+    ]
+    assert plots.crossover_lines(runs[:1]) == []
+
+
+def test_other_processes_on_the_gpu_stand_in_the_report(tmp_path: Path) -> None:
+    state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 2}
+    text = write_report([run("compiled", gpu_state=state)], tmp_path, "g")[0].read_text()
+    assert "SM clock at the end of training: 1,980 to 1,980 MHz" in text
+    assert "2 other processes computed on the GPU" in text
 
 
 def test_runs_of_two_origins_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The size of a data source's vocabulary, without reading its text."""
 
+from functools import lru_cache
+
 from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
 from linrnn.tokenizer import load_tokenizer
 
@@ -13,5 +15,11 @@ def vocabulary_size(config: DataConfig) -> int:
     if isinstance(config, MarkovDataConfig):
         return config.vocab_size
     if isinstance(config, TokenizedDataConfig):
-        return config.tokenizer_vocab_size if config.tokenizer is None else load_tokenizer(config.tokenizer).vocab_size
+        return config.tokenizer_vocab_size if config.tokenizer is None else _entries(config.tokenizer)
     raise TypeError(f"{type(config).__name__} has no vocabulary")
+
+
+@lru_cache
+def _entries(tokenizer: str) -> int:
+    """Counted once a process: a sweep asks for every point."""
+    return load_tokenizer(tokenizer).vocab_size

@@ -61,6 +61,17 @@ def _check_chunk_size(model: ModelConfig) -> None:
         )
 
 
+def explain_resources(error: BaseException, model: ModelConfig) -> UnsupportedError | None:
+    """What it means that a Triton kernel asks for more shared memory than the GPU has; None for another error."""
+    if type(error).__name__ != "OutOfResources":  # Triton is not there to be imported on every machine
+        return None
+    chunk = f"model.chunk_size={model.chunk_size}" if model.chunk_size else "its chunk size"
+    remedy = "use a smaller model.chunk_size, or null" if model.chunk_size else "use a size with smaller heads"
+    return UnsupportedError(
+        f"a kernel of {model.name} with {chunk} needs more than this GPU has ({str(error).split('. ')[0]})", remedy
+    )
+
+
 def _check_cuda(model: ModelConfig) -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError(
