@@ -86,6 +86,7 @@ def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:
         trainer.seq_len,
         plan.config.loss,
         trainer.activation_checkpointing,
+        compute_dtype(plan.precision).itemsize,
     )
 
 

@@ -15,6 +15,7 @@ from linrnn.accounting import (
     step_flops,
     time_estimate,
 )
+from linrnn.accounting.cce import cce_scheme
 from linrnn.accounting.flops import forward_flops, projection_shapes
 from linrnn.architecture import MODELS, Architecture
 from linrnn.config.schema import (
@@ -124,7 +125,7 @@ def test_the_backward_pass_of_the_projections_is_counted_as_torch_counts_it(mode
         (COMPILED, 3),
         (LIGER, 3),
         (FLA, 3),
-        (KAHAN, 4),
+        (KAHAN, 4),  # so small that a GPU waits for launches
         (APPLE["cce_exact"], 4),
         (CceAppleLossConfig("cce_apple", "torch_compile"), 3),
         (TorchNativeLossConfig("torch_native", "sum"), 3),
@@ -264,12 +265,50 @@ def test_a_loss_layers_memory_is_within_one_percent_of_the_measured_one(loss, me
 
 def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabulary():
     n, d, v = 8192, 2304, 256000
-    gradients = (n + v) * d * 2
-    for workspace in (128, 512):
-        extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients
+    gradients, lost = (n + v) * d * 2, n * d
+    for workspace in (128, 512):  # too little for any stored exponentials with their sums
+        extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients - lost
         assert 0.9 * workspace * MIB < extra <= workspace * MIB
-    small = loss_memory(KAHAN, 256, 64, 500, 2)[1]
-    assert small == (256 + 500) * 64 * 2 + 256 * 64 * 2 + 256 * 500 * 2  # gradients, compensation, all logits
+    # Two chunks of 4096 rows: gradients, what rounding lost of dC and the first dE, exponentials, a chunk's dE in fp32.
+    n, d, v = 8192, 256, 32000
+    whole = (n + v) * d * 2 + (v + 4096) * d + 4096 * v * 2 + 4096 * d * 4
+    assert loss_memory(KAHAN, n, d, v, 2) == (whole, whole)
+    small = loss_memory(KAHAN, 256, 64, 500, 4)[1]
+    assert small == (256 + 500) * 64 * 4 + 256 * 500 * 4  # fp32: gradients, all logits
+
+
+def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not():
+    arch = tiny("gla", hidden_size=256, vocab_size=32000)
+    for loss, again in ((KAHAN, 0), (replace(KAHAN, workspace_mib=8), 1)):
+        flops = step_flops(arch, 8, 1024, loss, "none")
+        assert flops.recomputed.get("vocabulary", 0) == again * flops.forward["vocabulary"]
+    assert step_flops(arch, 8, 1024, KAHAN, "none", compute=4).recomputed["vocabulary"] > 0
+
+
+@pytest.mark.parametrize("workspace_mib", [None, 64, 512, 2048])
+@pytest.mark.parametrize(
+    ("n", "d", "v"),
+    [(8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000), (600, 64, 500)],
+)
+@pytest.mark.parametrize(
+    ("accumulate", "dtype"), [("kahan", torch.bfloat16), ("fp32", torch.bfloat16), ("kahan", torch.float32)]
+)
+def test_the_scheme_of_cce_is_the_one_that_the_kernels_choose(workspace_mib, n, d, v, accumulate, dtype):
+    schemes = pytest.importorskip("cce_kernels.schemes", reason="needs Triton")
+    options = schemes.Options(accumulate=accumulate, workspace_mib=workspace_mib)
+    problem = schemes.Problem(
+        n, d, v, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False, with_stats=False
+    )
+    try:
+        chosen = schemes.plan(problem, 132, options)
+    except schemes.WorkspaceTooSmall:
+        return
+    expected = cce_scheme(CceKahanLossConfig("cce_kahan", accumulate, workspace_mib), n, d, v, dtype.itemsize)
+    assert bool(chosen.rows) == bool(expected.rows)
+    if chosen.rows:  # the kernels may take more chunks, so that fewer multiprocessors idle
+        assert chosen.rows <= expected.rows
+    else:
+        assert chosen.columns <= expected.columns
 
 
 def test_the_components_of_a_tiny_fp32_step_by_hand():

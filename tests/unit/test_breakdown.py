@@ -138,10 +138,23 @@ def test_traffic_of_a_loss_by_hand() -> None:
     forward, backward = loss_traffic(LossConfig("standard"), n, d, v, 2) or (0, 0)
     assert forward == e + w + logits + (logits + fp32) + 2 * fp32  # product; copy; log-softmax
     assert backward == 4 * fp32 + (fp32 + logits) + 2 * (e + w + logits)
-    # One chunk: logits again (e + w), their gradient written and read twice, dE and its compensation, dC.
     kahan = CceKahanLossConfig("cce_kahan", "kahan", None)
-    assert loss_traffic(kahan, n, d, v, 2) == (e + w, (e + w + logits) + (e + w + w) + 2 * logits + 2 * 2 * e)
+    # fp32, one chunk: logits again, their gradient written and read twice; dE read and written, dC written.
+    e4, w4, logits4 = 2 * e, 2 * w, 2 * logits
+    expected = e4 + w4, (e4 + w4) + (e4 + 2 * w4) + 3 * logits4 + 2 * e4
+    assert loss_traffic(kahan, n, d, v, 4) == expected
     assert loss_traffic(CceFilterLossConfig("cce_filter", "kahan", None, 2**-12), n, d, v, 2) is None
+    # bf16, two chunks of 4096 rows: C read, exponentials written; those read for dE and for dC; dC and the byte beside
+    # it written, read and written again. Half of the gradients' products and the first write are the forward pass's.
+    n, d, v = 8192, 256, 32000
+    e, w, logits, summed = 2 * n * d, 2 * v * d, 2 * n * v, 3 * v * d
+    products = (2 * w + logits + e) + (logits + e)
+    assert loss_traffic(kahan, n, d, v, 2) == (
+        (2 * w + e + logits) + products // 2 + summed,
+        products // 2 + 2 * summed,
+    )
+    n, d, v = 1000, 10, 300
+    e, w, logits = 2 * n * d, 2 * v * d, 2 * n * v
     liger, _ = loss_traffic(LigerLossConfig("liger", "native"), n, d, v, 2) or (0, 0)
     assert liger == 3 * (e + logits) + 2 * logits + 30 * 4 * w  # V / D = 30 chunks
 

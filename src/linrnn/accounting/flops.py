@@ -6,8 +6,9 @@ channel) are left out, as is usual for MFU. The backward pass of a product is tw
 
 from dataclasses import dataclass
 
+from linrnn.accounting.cce import BF16, cce_scheme
 from linrnn.architecture import GLA_GATE_RANK, Architecture
-from linrnn.config.schema import CceAppleLossConfig, LossConfig, TorchNativeLossConfig
+from linrnn.config.schema import CceAppleLossConfig, CceKahanLossConfig, LossConfig, TorchNativeLossConfig
 
 DEFAULT_CHUNK = 64  # tokens per chunk of FLA's kernels where `model.chunk_size` is null
 
@@ -47,18 +48,24 @@ def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int:
 
 
 def step_flops(
-    arch: Architecture, n_sequences: int, seq_len: int, loss: LossConfig, activation_checkpointing: str
+    arch: Architecture,
+    n_sequences: int,
+    seq_len: int,
+    loss: LossConfig,
+    activation_checkpointing: str,
+    compute: int = BF16,
 ) -> StepFlops:
     """FLOPs of a step over `n_sequences` (all micro-steps) of `seq_len` tokens.
 
     Args:
         loss: decides whether the backward pass computes the logits again.
         activation_checkpointing: none | full (every block's forward pass is computed again).
+        compute: bytes of an element of hidden states and head.
     """
     forward = forward_flops(arch, n_sequences, seq_len)
     tokens = n_sequences * seq_len
     again = {"mixer_scan": tokens * _scan_recomputed_per_token(arch, seq_len)}
-    if recomputes_logits(loss):
+    if recomputes_logits(loss, tokens, arch.hidden_size, arch.vocab_size, compute):
         again["vocabulary"] = forward["vocabulary"]
     if activation_checkpointing == "full":
         for component in ("mixer_projections", "mixer_scan", "mlp"):
@@ -98,7 +105,7 @@ def chunk_length(arch: Architecture, seq_len: int) -> int:
     return min(arch.chunk_size or DEFAULT_CHUNK, seq_len)
 
 
-def recomputes_logits(loss: LossConfig) -> bool:
+def recomputes_logits(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> bool:
     """Whether a backend takes 4 products (it computes the logits again in the backward pass), not 3.
 
     Exact for the backends that do not filter; filtering skips a share of the products that depends on the
@@ -108,7 +115,9 @@ def recomputes_logits(loss: LossConfig) -> bool:
         return loss.variant != "torch_compile"
     if isinstance(loss, TorchNativeLossConfig):
         return loss.reduction == "none"
-    return loss.name in ("cce_kahan", "cce_filter")
+    if isinstance(loss, CceKahanLossConfig):
+        return cce_scheme(loss, n_tokens, d, vocab, compute).products == 4
+    return False
 
 
 def _scan_per_token_and_head(arch: Architecture, seq_len: int) -> int:

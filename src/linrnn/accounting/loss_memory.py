@@ -1,5 +1,6 @@
 """GPU memory of each loss backend from formulas; every term is a tensor that the backend holds."""
 
+from linrnn.accounting.cce import cce_memory
 from linrnn.config.schema import (
     CceAppleLossConfig,
     CceKahanLossConfig,
@@ -9,10 +10,7 @@ from linrnn.config.schema import (
     TorchNativeLossConfig,
 )
 
-MIB = 2**20
 FP32, BF16 = 4, 2  # bytes
-CCE_WORKSPACE_MIB = 256  # where `loss.workspace_mib` is null
-CCE_LEAST_COLUMNS = 128  # of a vocabulary chunk
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple[int, int]:
@@ -44,11 +42,8 @@ def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: in
             return 0, gradients
         case CceAppleLossConfig():  # the other variants sum both gradients in fp32 and round one by one
             return 0, (hidden + weight) * FP32 + weight * compute
-        case CceKahanLossConfig():  # dlogits of as many columns as fit the workspace, what dE's rounding lost
-            lost = {"kahan": compute, "fp32": FP32, "bf16": 0}[loss.accumulate] if compute < FP32 else 0
-            room = (loss.workspace_mib or CCE_WORKSPACE_MIB) * MIB - hidden * lost
-            columns = min(max(room // (n_tokens * compute), CCE_LEAST_COLUMNS), vocab)
-            return 0, gradients + hidden * lost + n_tokens * columns * compute
+        case CceKahanLossConfig():
+            return cce_memory(loss, n_tokens, d, vocab, compute)
     if loss.name == "compiled":  # the logits are stored once; their gradient overwrites them
         return logits * compute, logits * compute + gradients
     # standard: logits, their fp32 copy and log-softmax; then log-softmax and two fp32 gradients

@@ -4,7 +4,8 @@ Caches can save nothing of it where tensors are larger than they are, and tiles 
 figures are what a perfect kernel of each scheme moves. Scalars per token are left out.
 """
 
-from linrnn.accounting.loss_memory import BF16, CCE_WORKSPACE_MIB, FP32, MIB
+from linrnn.accounting.cce import cce_traffic
+from linrnn.accounting.loss_memory import BF16, FP32
 from linrnn.architecture import Architecture
 from linrnn.config.schema import (
     CceAppleLossConfig,
@@ -37,13 +38,8 @@ def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: i
             return 3 * (e + logits) + 2 * logits + chunks * (2 * w + 2 * gradient), 0
         case CceFilterLossConfig() | CceAppleLossConfig() | TorchNativeLossConfig():
             return None
-        case CceKahanLossConfig():  # logits stay on the chip; a vocabulary chunk's gradient is stored and read twice
-            lost = {"kahan": compute, "fp32": FP32, "bf16": 0}[loss.accumulate] if compute < FP32 else 0
-            room = (loss.workspace_mib or CCE_WORKSPACE_MIB) * MIB - n_tokens * d * lost
-            columns = min(max(room // (n_tokens * compute), 128), vocab)
-            chunks = -(-vocab // columns)
-            sums = chunks * 2 * (e + n_tokens * d * lost)  # dE and what its rounding lost, read and written
-            return e + w, chunks * e + w + logits + chunks * e + 2 * w + 2 * logits + sums
+        case CceKahanLossConfig():
+            return cce_traffic(loss, n_tokens, d, vocab, compute)
     backward_products = 2 * product
     if loss.name == "compiled":  # logits written, read for the sums; read and overwritten by their gradient
         return product + logits, 2 * logits + backward_products
