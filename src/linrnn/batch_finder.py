@@ -234,7 +234,7 @@ def _write(config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer,
     run: Config = load_config([*overrides, f"group={config.group}"])
     name = run_name(run)
     directory = RunDirectory(
-        Path(config.results_dir) / config.group / "answers" / name,
+        Path(config.results_dir) / config.group / "answers" / f"{name}-{config.memory_budget_gib:g}gib",
         identity={**identity(run), "memory_budget_gib": config.memory_budget_gib},
         resume="auto",
     )
@@ -242,6 +242,9 @@ def _write(config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer,
     try:
         content: dict[str, Any] = {
             **names_of_run(run, name),
+            "vocab_size": run.size.vocab_size,
+            "tie_embeddings": run.size.tie_embeddings,
+            "precision": run.trainer.precision,
             "memory_budget_gib": config.memory_budget_gib,
             "max_sequences": answer.batch,
             "exact": answer.exact,

@@ -266,7 +266,7 @@ def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def run_alone(overrides: Sequence[str]) -> str:
     """Run one point in a fresh process and wait for it: a cluster's job. Returns its status."""
-    process = Process(foresee([overrides])[0], {})
+    process = Process(in_another_process(foresee, [overrides])[0], {})
     process.wait()
     return str(process.conclude()["status"])
 

@@ -119,6 +119,16 @@ def judge(
 
 
 # ----------------------------------------------------------------------------------------------- comparing runs
+# What two searches for the largest batch must share.
+ANSWER_SETTING = (
+    "seq_len",
+    "activation_checkpointing",
+    "chunk_size",
+    "vocab_size",
+    "tie_embeddings",
+    "precision",
+    "memory_budget_gib",
+)
 Compare = Callable[[Run, Run], float | None]
 
 
@@ -245,7 +255,7 @@ def _largest_batches(
         if differing := same_origin(environment, answer["environment"]):
             left_out = differing
             continue
-        key = tuple(answer.get(k) for k in ("seq_len", "activation_checkpointing", "memory_budget_gib"))
+        key = tuple(answer.get(k) for k in ANSWER_SETTING)
         found[key][name] = answer
     pairs = [(both[backend], both[against]) for both in found.values() if backend in both and against in both]
     reason = f"measured elsewhere: another {', '.join(left_out)}" if left_out else ""

@@ -47,6 +47,16 @@ def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str,
     assert remedy in hint
 
 
+@pytest.mark.parametrize(
+    ("script", "key"), [("sweep", "jobs: 1"), ("find_max_batch", "max_probes: 6"), ("breakdown", "warmup_steps: 3")]
+)
+def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script: str, key: str, command: Command) -> None:
+    done = command(f"scripts/{script}.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert key in done.stdout
+    assert "python train.py --help" in done.stdout
+
+
 def test_a_sweep_s_points_run_as_jobs_of_submitit(small: Small, command: Command, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'linrnn[slurm]'")
     overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")

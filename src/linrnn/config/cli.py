@@ -60,7 +60,7 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
     """
     arguments = sys.argv[1:]
     if _HELP_FLAGS & set(arguments):
-        print(help_text(config_name, description))
+        print(help_text(config_name, description, _first_options(config_name)))
         print("\nall other keys and groups are those of the runs: python train.py --help")
         raise SystemExit(0)
 
@@ -120,6 +120,12 @@ def _report_bug(error: Exception) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def _first_options(config_name: str) -> list[str]:
+    """An option for every group that the command line must choose."""
+    groups = re.findall(r"^  - (\w+): \?\?\?", (CONFIG_DIR / f"{config_name}.yaml").read_text(), re.MULTILINE)
+    return [f"{group}={min(path.stem for path in (CONFIG_DIR / group).glob('*.yaml'))}" for group in groups]
 
 
 def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
