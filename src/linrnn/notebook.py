@@ -9,7 +9,18 @@ from linrnn.config import CONFIG_DIR
 from linrnn.errors import DataError
 from linrnn.loss_rows import Row, read_rows
 from linrnn.plots import loss_curves
-from linrnn.results import COMMITTED, Run, check_origin, read_breakdowns, read_committed, read_max_batches, read_runs
+from linrnn.results import (
+    BREAKDOWNS,
+    COMMITTED,
+    MAX_BATCHES,
+    Run,
+    check_origin,
+    read_breakdowns,
+    read_committed,
+    read_committed_lists,
+    read_max_batches,
+    read_runs,
+)
 
 RESULTS = "LINRNN_RESULTS"  # variable that names another results directory than the repository's
 
@@ -48,13 +59,15 @@ def _loaded(runs: list[Run], directory: Path) -> list[Run]:
 
 
 def max_batches() -> list[dict[str, Any]]:
-    """Answers of scripts/find_max_batch.py."""
-    return read_max_batches(results_dir() / "max_batch")
+    """Answers of scripts/find_max_batch.py made here, else the committed ones."""
+    found = read_max_batches(results_dir() / "max_batch")
+    return found or read_committed_lists(results_dir() / "summaries", MAX_BATCHES)
 
 
 def breakdowns() -> list[dict[str, Any]]:
-    """What scripts/breakdown.py wrote."""
+    """What scripts/breakdown.py wrote here, else what is committed."""
     found = read_breakdowns(results_dir() / "breakdown")
+    found = found or read_committed_lists(results_dir() / "summaries", BREAKDOWNS)
     if not found:
         print("open: no breakdown; python scripts/breakdown.py model=gla size=1b3 loss=compiled makes one")
     return found

@@ -1,11 +1,21 @@
 """A group of runs as people read it: a table with every run's figures and origin, verdicts on the criteria, plots."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from linrnn import plots
-from linrnn.results import COMMITTED, Run, backend_names, check_origin, same_origin, write_committed
+from linrnn.results import (
+    BREAKDOWNS,
+    COMMITTED,
+    MAX_BATCHES,
+    Run,
+    backend_names,
+    check_origin,
+    same_origin,
+    write_committed,
+)
 from linrnn.verdicts import OPEN, Verdict, branches, verdicts
 
 GIB = 2**30
@@ -23,7 +33,8 @@ def write_report(
     max_batches: Sequence[dict[str, Any]] = (),
     breakdowns: Sequence[dict[str, Any]] = (),
 ) -> list[Path]:
-    """Write report.md, verdicts.md, runs.json (summaries and curves) and the plots that the runs allow.
+    """Write report.md, verdicts.md, runs.json (summaries and curves), the largest batches and breakdowns of the same
+    models and sizes, and the plots that the runs allow.
 
     Args:
         max_batches, breakdowns: as :mod:`linrnn.results` reads them; those of another origin are left out, which the
@@ -43,7 +54,15 @@ def write_report(
     report.write_text(_markdown(runs, title, found, breakdowns, pictures))
     rows.write_text(f"# {title}: every verdict\n\n" + "\n".join(verdict_table(found)) + "\n")
     write_committed(runs, committed)
-    return [report, rows, committed, *pictures]
+    kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
+    answers = [answer for answer in max_batches if (answer["model"], answer["size"]) in kinds]
+    taken_apart = [b for b in breakdowns if (b["run"]["model"], b["run"]["size"]) in kinds]
+    others = []
+    for name, content in ((MAX_BATCHES, answers), (BREAKDOWNS, taken_apart)):
+        if content:
+            (directory / name).write_text(json.dumps(content, indent=1) + "\n")
+            others.append(directory / name)
+    return [report, rows, committed, *others, *pictures]
 
 
 def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:

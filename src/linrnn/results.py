@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import pandas
 
 COMMITTED = "runs.json"  # of a report: summaries, environment and thinned loss curves of its runs
+MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
 CURVE_POINTS = 500  # of a committed curve, at most
 # What two runs must share for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
@@ -129,6 +130,11 @@ def read_max_batches(group: Path) -> list[dict[str, Any]]:
 def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
     """What scripts/breakdown.py wrote to a directory."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+
+
+def read_committed_lists(summaries: Path, name: str) -> list[dict[str, Any]]:
+    """The answers or breakdowns (`name`: MAX_BATCHES or BREAKDOWNS) of every report below `summaries`."""
+    return [entry for path in sorted(summaries.glob(f"*/{name}")) for entry in json.loads(path.read_text())]
 
 
 def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:

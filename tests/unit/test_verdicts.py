@@ -10,7 +10,17 @@ import pytest
 from linrnn import plots, verdicts
 from linrnn.errors import ConfigError, DataError
 from linrnn.report import write_report
-from linrnn.results import CURVE_POINTS, Run, backend_names, frame, read_committed, write_committed
+from linrnn.results import (
+    BREAKDOWNS,
+    CURVE_POINTS,
+    MAX_BATCHES,
+    Run,
+    backend_names,
+    frame,
+    read_committed,
+    read_committed_lists,
+    write_committed,
+)
 from linrnn.verdicts import Verdict
 
 GIB = 2**30
@@ -140,6 +150,13 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     batch = only(strange, verdicts.BATCH, "cce_kahan", "compiled")
     assert batch.verdict == "open"
     assert "another gpus" in batch.remark
+
+
+def test_a_report_keeps_the_answers_that_counted_for_those_who_have_the_report_alone(tmp_path: Path) -> None:
+    stranger = {**answer("compiled", 3, 10), "size": "1b3"}
+    write_report(THREE_SEEDS, tmp_path / "g", "g", [answer("compiled", 12, 1000), stranger])
+    assert [entry["max_sequences"] for entry in read_committed_lists(tmp_path, MAX_BATCHES)] == [12]
+    assert read_committed_lists(tmp_path, BREAKDOWNS) == []
 
 
 def test_larger_batches_compare_each_loss_at_its_fastest() -> None:
