@@ -19,6 +19,7 @@ from torch.nn.functional import max_pool2d
 from .accumulator import Accumulator, scratch_bytes
 from .filtered import TILE, FilterStats, vocabulary_order
 from .options import Options
+from .rows import Rows, empty_metrics
 from .schemes import Plan, Problem
 
 _MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units
@@ -30,10 +31,8 @@ def prepare(x: Tensor) -> Tensor:
     return x
 
 
-def forward(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows' log-sum-exp, target logit and (with label smoothing) mean logit, fp32 (N,) each.
+def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options) -> Rows:
+    """What the loss takes of each row.
 
     Args:
         e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, -1 for none.
@@ -42,6 +41,9 @@ def forward(
     e = e.float()
     largest = e.new_full((n_rows,), -torch.inf)
     exp_sum, z_target, z_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
+    metrics = empty_metrics(e, with_metrics)
+    if metrics is not None:  # until the end: the largest logit but the target's, Σ exp(z − largest) z
+        metrics[0], metrics[1] = -torch.inf, 0
     for chunk in _chunks(vocab, _width(e, vocab, 0, o)):
         z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
         rows, cols = _targets_in(columns, chunk)
@@ -50,9 +52,19 @@ def forward(
             z_sum += z.sum(dim=1)
         new_largest = torch.maximum(largest, z.amax(dim=1))
         anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a chunk may be masked out by the bias
-        exp_sum.mul_((largest - anchor).exp_()).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
+        decay = (largest - anchor).exp_()
+        if metrics is not None:
+            weighted = (z - anchor[:, None]).exp_().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
+            metrics[1].mul_(decay).add_(weighted)
+            others = z.index_put((rows, cols), z.new_tensor(-torch.inf)).amax(dim=1)
+            torch.maximum(metrics[0], others, out=metrics[0])
+        exp_sum.mul_(decay).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
         largest = new_largest
-    return largest + exp_sum.log(), z_target, z_sum / vocab if o.label_smoothing else None
+    lse = largest + exp_sum.log()
+    if metrics is not None:
+        metrics[0] = z_target > metrics[0]
+        metrics[1] = lse - metrics[1] / exp_sum
+    return Rows(lse, z_target, z_sum / vocab if o.label_smoothing else None, metrics)
 
 
 def backward(

@@ -20,6 +20,7 @@ Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .options import Options
+from .rows import Rows, empty_metrics
 from .tiles import (
     GROUP,
     cdiv,
@@ -91,9 +93,11 @@ def exponentials_kernel(
     c_desc,  # (V, D)
     w_desc,  # (N, V) or None: w · slope of the softcap, written
     bias_ptr,  # (V,) or None
+    columns_ptr,  # (N,) int64, -1 for none
     z_target_ptr,  # (N,) fp32
     sum_ptr,  # (splits, N) fp32: of w, written
     z_sum_ptr,  # (splits, N) fp32 or None: of z, written
+    metrics_ptr,  # (2, splits, N) fp32 or None: largest z but the target's, sum of w (z − z_target), written
     N,
     V,
     D,
@@ -115,9 +119,12 @@ def exponentials_kernel(
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
         rows = row + tl.arange(0, BLOCK_N)
-        offset = tl.load(z_target_ptr + rows, mask=rows < N, other=0.0) * LOG2E + HEADROOM
+        column = tl.load(columns_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
+        z_target = tl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
         total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        wz_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         first = split * tiles_per_split * BLOCK_V
         end = tl.minimum(first + tiles_per_split * BLOCK_V, V)
         acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -127,32 +134,32 @@ def exponentials_kernel(
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
             if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
-                sums, z_sums = _exponentials(
-                    left, row, col, offset, w_desc, bias_ptr, z_sum_ptr, V, logit_scale, softcap,
-                    BLOCK_N, HALF, HAS_SOFTCAP, EVEN_V,
+                total, z_total, largest, wz_total = _exponentials(
+                    left, row, col, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale, softcap,
+                    total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V,
                 )  # fmt: skip
-                total += sums
-                z_total += z_sums
-                sums, z_sums = _exponentials(
-                    right, row, col + HALF, offset, w_desc, bias_ptr, z_sum_ptr, V, logit_scale, softcap,
-                    BLOCK_N, HALF, HAS_SOFTCAP, EVEN_V,
+                total, z_total, largest, wz_total = _exponentials(
+                    right, row, col + HALF, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale,
+                    softcap, total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V,
                 )  # fmt: skip
-                total += sums
-                z_total += z_sums
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         partial = split.to(tl.int64) * N + rows
         tl.store(sum_ptr + partial, total, mask=rows < N)
         if z_sum_ptr is not None:
             tl.store(z_sum_ptr + partial, z_total, mask=rows < N)
+        if metrics_ptr is not None:
+            tl.store(metrics_ptr + partial, largest, mask=rows < N)
+            tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wz_total, mask=rows < N)
 
 
 @triton.jit
 def _exponentials(
-    acc, row, col, offset, w_desc, bias_ptr, z_sum_ptr, V, logit_scale, softcap,
-    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr,
+    acc, row, col, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale, softcap,
+    total, z_total, largest, wz_total, WIDTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr,
 ):  # fmt: skip
-    """Store w of one half tile; return the rows' sums of w and of z (zero where not asked for)."""
+    """Store w of one half tile; return the rows' sums, with this half's share added as far as they are asked for."""
     cols = col + tl.arange(0, WIDTH)
+    offset = z_target * LOG2E + HEADROOM
     z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
     if HAS_SOFTCAP or bias_ptr is not None:
         w = tl.exp2(z * LOG2E - offset[:, None])
@@ -160,15 +167,18 @@ def _exponentials(
         w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
     if not EVEN_V:
         w = tl.where((cols < V)[None, :], w, 0.0)
-    z_sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    total += tl.sum(w, axis=1)
     if z_sum_ptr is not None:
-        z_sums = tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
-    sums = tl.sum(w, axis=1)
+        z_total += tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
+    if metrics_ptr is not None:
+        other = (cols < V)[None, :] & (cols[None, :] != column[:, None])
+        largest = tl.maximum(largest, tl.max(tl.where(other, z, float("-inf")), axis=1))
+        wz_total += tl.sum(tl.where(w > 0, w * (z - z_target[:, None]), 0.0), axis=1)
     if w_desc is not None:
         if HAS_SOFTCAP:
             w *= 1 - (z / softcap) * (z / softcap)
         w_desc.store([row, col], w.to(w_desc.dtype))
-    return sums, z_sums
+    return total, z_total, largest, wz_total
 
 
 @triton.jit(do_not_specialize=["N", "D", "splits", "w_stride"])
@@ -180,6 +190,8 @@ def rows_kernel(
     columns_ptr,  # (N,) int64, -1 for none
     z_target_ptr,  # (N,) fp32
     sum_ptr,  # (splits, N) fp32
+    partial_ptr,  # (2, splits, N) fp32 or None: the metrics' parts
+    metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
     lse_ptr,  # (N,) fp32, written
     weight_ptr,  # (N,) fp32 or None: b, the gradient of the row's loss
     factor_ptr,  # (N,) fp32 or None: a / S, what w is to be multiplied by, written
@@ -214,10 +226,22 @@ def rows_kernel(
     # From the target's own w, rounded as in the sum: −ln(w / S) keeps its relative precision down to a loss of 0.
     p_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM)) / total
     lse = z_target - tl.log(p_target)
+    largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target
+    entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if metrics_ptr is not None:
+        partial_ptrs = partial_ptr + rows
+        for _ in range(splits):
+            largest = tl.maximum(largest, tl.load(partial_ptrs, mask=inside, other=0.0))
+            partial_ptrs += N
+        for _ in range(splits):
+            entropy += tl.load(partial_ptrs, mask=inside, other=0.0)
+            partial_ptrs += N
+        entropy = -tl.log(p_target) - entropy / total
     overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
     if tl.max(overflowed.to(tl.int32), axis=0) > 0:
-        largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        highest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
         exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        z_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)  # weighted with the exponentials
         for col in range(0, V, BLOCK_V):
             z = logits_tile(
                 e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
@@ -225,13 +249,16 @@ def rows_kernel(
             )  # fmt: skip
             cols = col + tl.arange(0, BLOCK_V)
             z = tl.where((cols < V)[None, :], z, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(z, axis=1))
+            new_highest = tl.maximum(highest, tl.max(z, axis=1))
             # A bias of −inf may mask out a whole tile: anchor at 0 there, the exponentials are 0 anyway.
-            anchor = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            exp_sum = exp_sum * tl.exp2((largest - anchor) * LOG2E)
-            exp_sum += tl.sum(tl.exp2((z - anchor[:, None]) * LOG2E), axis=1)
-            largest = new_largest
-        online = largest + tl.log2(exp_sum) * LN2
+            anchor = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            decay = tl.exp2((highest - anchor) * LOG2E)
+            exps = tl.exp2((z - anchor[:, None]) * LOG2E)
+            exp_sum = exp_sum * decay + tl.sum(exps, axis=1)
+            z_sum = z_sum * decay + tl.sum(tl.where(exps > 0, exps * z, 0.0), axis=1)
+            highest = new_highest
+        online = highest + tl.log2(exp_sum) * LN2
+        entropy = tl.where(overflowed, online - z_sum / exp_sum, entropy)
         if w_ptr is not None:
             for col in range(0, V, BLOCK_V):
                 z = logits_tile(
@@ -249,6 +276,9 @@ def rows_kernel(
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
         total = tl.where(overflowed, 1.0, total)
     tl.store(lse_ptr + rows, lse, mask=inside)
+    if metrics_ptr is not None:
+        tl.store(metrics_ptr + rows, (z_target > largest).to(tl.float32), mask=inside)
+        tl.store(metrics_ptr + N + rows, entropy, mask=inside)
 
     if weight_ptr is not None:
         b = tl.load(weight_ptr + rows, mask=inside, other=0.0)
@@ -274,26 +304,44 @@ def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o:
     return z
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Partial sums over the vocabulary, fp32, one a split: of w (splits, N); of z, with label smoothing; the metrics'
+    parts (2, splits, N), if asked for."""
+
+    w: Tensor
+    z: Tensor | None
+    metrics: Tensor | None
+
+
 def exponentials(
-    e: Tensor, c: Tensor, bias: Tensor | None, z_target: Tensor, w: Tensor | None, o: Options
-) -> tuple[Tensor, Tensor | None]:
-    """Partial sums of w (splits, N) and, with label smoothing, of z; writes w (N, V) unless it is None."""
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    z_target: Tensor,
+    w: Tensor | None,
+    with_metrics: bool,
+    o: Options,
+) -> Sums:
+    """The sums; writes w (N, V) unless it is None."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     tiles = logits_tiles(e.dtype, dim)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     z_sums = torch.empty_like(sums) if o.label_smoothing else None
+    metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
     exponentials_kernel[(programs,)](
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c, tiles.cols, tiles.inner),
         None if w is None else descriptor(w, tiles.rows, tiles.cols // 2),
-        bias, z_target, sums, z_sums, n_rows, vocab, dim, splits, tiles_per_split,
+        bias, columns, z_target, sums, z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
         float(o.logit_scale), float(o.softcap or 0),
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None, vocab % tiles.cols == 0,
         **tiles.launch,
     )  # fmt: skip
-    return sums, z_sums
+    return Sums(sums, z_sums, metrics)
 
 
 def finish_rows(
@@ -302,12 +350,13 @@ def finish_rows(
     bias: Tensor | None,
     columns: Tensor,
     z_target: Tensor,
-    sums: Tensor,
+    sums: Sums,
     lse: Tensor,
+    metrics: Tensor | None,
     o: Options,
     gradient: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write lse (N,) from partial sums.
+    """Write lse (N,) and metrics (2, N) from partial sums.
 
     gradient: w (N, V), cleared at the targets; the loss's gradient (N,); each row's factor of w and its target's
     gradient (N,), written. None if only the loss is wanted.
@@ -316,27 +365,26 @@ def finish_rows(
     w, weights, factor, coefficient = gradient or (None, None, None, None)
     inner = tiles_for(e.dtype).inner
     rows_kernel[(cdiv(n_rows, ROWS),)](
-        descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target, sums, lse,
-        weights, factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.shape[0],
+        descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target,
+        sums.w, sums.metrics, metrics, lse,
+        weights, factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner, o.softcap is not None,
         num_warps=4,
     )  # fmt: skip
 
 
-def forward(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows' log-sum-exp, target logit and (with label smoothing) mean logit, fp32 (N,) each.
+def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options) -> Rows:
+    """What the loss takes of each row.
 
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         columns: (N,) int64, each row's target, -1 for none.
     """
     z_target = target_logits(e, c, bias, columns, o)
-    sums, z_sums = exponentials(e, c, bias, z_target, None, o)
-    lse = torch.empty_like(z_target)
-    finish_rows(e, c, bias, columns, z_target, sums, lse, o)
-    return lse, z_target, None if z_sums is None else z_sums.sum(dim=0) / c.shape[0]
+    sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
+    lse, metrics = torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
+    finish_rows(e, c, bias, columns, z_target, sums, lse, metrics, o)
+    return Rows(lse, z_target, None if sums.z is None else sums.z.sum(dim=0) / c.shape[0], metrics)
 
 
 @lru_cache

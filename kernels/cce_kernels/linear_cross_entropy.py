@@ -12,7 +12,7 @@ from torch import Tensor
 from .filtered import FilterStats
 from .operators import cross_entropy
 from .options import Options
-from .rows import reduce_loss
+from .rows import mean_metrics, reduce_loss
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -51,12 +51,14 @@ def linear_cross_entropy(
     workspace_mib: float | None = None,
     main_grad_c: Tensor | None = None,
     return_lse: bool = False,
+    return_metrics: bool = False,
     return_stats: bool = False,
     preset: str | None = None,
 ) -> Any:
     """Cross-entropy, in nats, of the logits softcap · tanh((logit_scale · e cᵀ + bias) / softcap).
 
-    Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. CUDA tensors run
+    Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. Under torch.compile a
+    custom operator, without a graph break (and without the check of CPU targets). CUDA tensors run
     Triton kernels, others a blockwise torch path with the same results and memory bound; TRITON_INTERPRET=1
     runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing waits for the
     device.
@@ -80,21 +82,25 @@ def linear_cross_entropy(
             the target's; None: exact gradients. Biased: see filtered.py. Not together with label_smoothing.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only
             one of them costs one more product.
-        accumulate: how the gradient of e is summed over vocabulary chunks: "kahan" (its own dtype and a
-            compensation of that dtype), "fp32", or "bf16" (its own dtype, plainly). That of c needs no such
-            sum.
-        workspace_mib: extra memory of the backward pass, in MiB, beyond inputs, gradients and the copies
-            named above; more is faster. Default: 256, or what the narrowest chunk of so many rows takes if
-            more. Too little for that chunk is refused at the call, if a gradient is wanted; on CPU tensors
-            the forward pass keeps to it too.
+        accumulate: how a gradient is summed over chunks: "kahan" (its own dtype, and what rounding lost in 8
+            bits beside it), "fp32", or "bf16" (its own dtype, plainly).
+        workspace_mib: memory for the chunk of N × V numbers that exists at one time, in MiB; more is faster.
+            Sums take 1 byte an entry of a 16-bit gradient besides (see accumulate), and a scheme whose sums and
+            parts would take more than workspace_mib in their turn is not chosen. Default: a third of the logits
+            in 16 bits where three products suffice (schemes.py), else 256. Too little for the narrowest chunk is
+            refused at the call, if a gradient is wanted. On CPU tensors it bounds all extra memory, in the
+            forward pass too.
+        main_grad_c: (V, D) fp32 buffer that c's gradient is added to, unrounded; c itself then gets none.
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
+        return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
+            accuracy (the target's logit is larger than every other) and entropy (of the softmax, nats).
         return_stats: also return a dict of 0-d device tensors: entries_kept and tiles_kept (shares),
             dropped_mass_mean and dropped_mass_max (per row). The backward pass fills them in; NaN until then,
             and under activation checkpointing, which hands backward to a second call.
         preset: a name in PRESETS, in place of filter_eps, filter_e, filter_c and accumulate.
 
     Returns:
-        loss (fp32); a tuple of it, lse and stats if they are asked for.
+        loss (fp32); a tuple of it and of lse, metrics and stats as far as they are asked for, in this order.
 
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or value; the message starts with its name.
@@ -120,14 +126,15 @@ def linear_cross_entropy(
     stats = FilterStats.empty(e.device) if return_stats else None
     wanted = torch.is_grad_enabled()
     if flat.numel():
-        rows, lse = cross_entropy(
+        rows, lse, metrics = cross_entropy(
             e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, _product_dtype(e, c),
-            reduction != "none" and not return_lse,
+            reduction != "none" and not return_lse, return_metrics,
             [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
             *astuple(options),
         )  # fmt: skip
     else:  # a sum over nothing, differentiable in all the same
         rows = lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
+        metrics = rows.detach().expand(2, 0)
 
     last = shape[-1] - shift if shift else None
     loss = reduce_loss(rows, flat, ignore_index, reduction, shape)
@@ -135,6 +142,8 @@ def linear_cross_entropy(
         loss = loss[..., :last] if shift else loss
     lse = lse.reshape(shape)
     extras = ((lse[..., :last] if shift else lse),) if return_lse else ()
+    if return_metrics:
+        extras = (*extras, mean_metrics(metrics, flat, ignore_index))
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))
     return (loss, *extras) if extras else loss

@@ -31,7 +31,7 @@ OPTIONS = (
 # none for LSE; needs: whether gradients of e, c and bias are wanted.
 INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
-    "ScalarType dtype, bool uniform, bool[] needs"
+    "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
 )
 
 
@@ -54,10 +54,12 @@ def _cross_entropy(
     ignore_index: int,
     dtype: torch.dtype,
     uniform: bool,
+    with_metrics: bool,
     needs: list[bool],
     *options: Any,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Row losses and LSE (N,) fp32, and the state of the backward pass (none if nothing is needed)."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Row losses and LSE (N,) fp32, metrics (2, N) (empty if not asked for), and the state of the backward pass (none
+    if nothing is needed)."""
     o = Options(*options)
     backend = backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
@@ -69,34 +71,35 @@ def _cross_entropy(
         if plan is not None and plan.rows:
             weights = row_weights(1.0, targets, columns, ignore_index)
             dtypes = _stored_dtypes(e, c, main_grad_c, needs)
-            lse, z_target, state = backend.stored.forward(e_as, c_as, columns, weights, plan.rows, dtypes, o)
-            z_mean = None
+            rows, state = backend.stored.forward(e_as, c_as, columns, weights, plan.rows, dtypes, with_metrics, o)
         else:
             bias = None if bias is None else bias.contiguous()
-            lse, z_target, z_mean = backend.forward(e_as, c_as, bias, columns, o)
-        rows = assemble_loss(lse, z_target, z_mean, targets, columns, ignore_index, o)
+            rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o)
+        losses = assemble_loss(rows, targets, columns, ignore_index, o)
+    metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
-        return rows, lse, []
+        return losses, rows.lse, metrics, []
     # An output must not be an input: only copies made above are handed on.
     copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
-    return rows, lse, [columns, *copies, *state]
+    return losses, rows.lse, metrics, [columns, *copies, *state]
 
 
 _cross_entropy_op = torch.library.custom_op(
     "cce_kernels::cross_entropy",
     _cross_entropy,
     mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor[])",
+    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 
 
 @_cross_entropy_op.register_fake
-def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, needs, *options):
+def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, *options):
     o = Options(*options)
     plan = _plan(e, c, bias, main_grad_c, stats, dtype, uniform, needs, o)
     rows = e.new_empty(e.shape[0], dtype=torch.float32)
+    metrics = rows.new_empty((2, e.shape[0]) if with_metrics else 0)
     if plan is None:
-        return rows, torch.empty_like(rows), []
+        return rows, torch.empty_like(rows), metrics, []
     backend = backend_of(e)
     copies = []
     for x in (e, c):
@@ -107,7 +110,7 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, nee
         state = backend.stored.empty_state(
             copies[0] if copies[0].numel() else e, c, plan.rows, _stored_dtypes(e, c, main_grad_c, needs), o
         )
-    return rows, torch.empty_like(rows), [torch.empty_like(targets), *copies, *state]
+    return rows, torch.empty_like(rows), metrics, [torch.empty_like(targets), *copies, *state]
 
 
 def _recompute(
@@ -184,16 +187,16 @@ _finish_stored_op = torch.library.custom_op(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    e, c, targets, bias, *ctx.written, ctx.ignore_index, ctx.dtype, ctx.uniform, ctx.needs = inputs[:10]
-    ctx.options = inputs[10:]
-    _, lse, state = output
+    e, c, targets, bias, *ctx.written, ctx.ignore_index, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[:11]
+    ctx.options = inputs[11:]
+    _, lse, _, state = output
     ctx.set_materialize_grads(False)
     # ctx.written (main_grad_c, stats): others may write to them before the backward pass, which does too.
     ctx.save_for_backward(e, c, targets, bias, lse, *state)
     ctx.finished = False
 
 
-def _backward(ctx, grad_rows, grad_lse, _, recompute=_recompute_op, finish_stored=_finish_stored_op):
+def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stored=_finish_stored_op):
     if ctx.finished:
         raise RuntimeError(
             "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
@@ -223,11 +226,11 @@ def _backward(ctx, grad_rows, grad_lse, _, recompute=_recompute_op, finish_store
     grad_e, grad_c, grad_bias = (
         None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
     )
-    return grad_e, grad_c, None, grad_bias, *[None] * (6 + len(ctx.options))
+    return grad_e, grad_c, None, grad_bias, *[None] * (7 + len(ctx.options))
 
 
 def _setup_op_context(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(*output[2])
+    ctx.mark_non_differentiable(output[2], *output[3])
     _setup_context(ctx, inputs, output)
 
 
@@ -239,21 +242,22 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        rows, lse, state = _cross_entropy(*inputs)
-        _setup_context(ctx, inputs, (rows, lse, state))
-        return rows, lse
+        rows, lse, metrics, state = _cross_entropy(*inputs)
+        ctx.mark_non_differentiable(metrics)
+        _setup_context(ctx, inputs, (rows, lse, metrics, state))
+        return rows, lse, metrics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows, grad_lse):
-        return _backward(ctx, grad_rows, grad_lse, None, _recompute, _finish_stored)
+    def backward(ctx, grad_rows, grad_lse, _):
+        return _backward(ctx, grad_rows, grad_lse, recompute=_recompute, finish_stored=_finish_stored)
 
 
-def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Row losses and LSE (N,) fp32, differentiable in e, c and bias; see INPUTS and OPTIONS."""
+def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Row losses and LSE (N,) fp32, differentiable in e, c and bias, and metrics (2, N); see INPUTS and OPTIONS."""
     if torch.compiler.is_compiling():
-        rows, lse, _ = _cross_entropy_op(*inputs)
-        return rows, lse
+        rows, lse, metrics, _ = _cross_entropy_op(*inputs)
+        return rows, lse, metrics
     return _CrossEntropy.apply(*inputs)
 
 

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .options import Options
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Per row, fp32: log-sum-exp, target logit, mean logit (with label smoothing) (N,); metrics (2, N), if asked for:
+    whether the target's logit is the largest (1 or 0), and the entropy of the softmax, in nats."""
+
+    lse: Tensor
+    z_target: Tensor
+    z_mean: Tensor | None = None
+    metrics: Tensor | None = None
+
+
+def empty_metrics(like: Tensor, wanted: bool) -> Tensor | None:
+    return like.new_empty((2, like.shape[0]), dtype=torch.float32) if wanted else None
 
 
 def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
@@ -15,23 +32,22 @@ def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
     return torch.where(inside, targets, -1)
 
 
-def assemble_loss(
-    lse: Tensor,
-    z_target: Tensor,
-    z_mean: Tensor | None,
-    targets: Tensor,
-    columns: Tensor,
-    ignore_index: int,
-    o: Options,
-) -> Tensor:
+def assemble_loss(rows: Rows, targets: Tensor, columns: Tensor, ignore_index: int, o: Options) -> Tensor:
     """Row losses (N,): 0 where ignored, NaN where the target lies outside the vocabulary."""
-    loss = lse - z_target
-    if z_mean is not None and o.label_smoothing:
-        loss = loss + o.label_smoothing * (z_target - z_mean)
+    loss = rows.lse - rows.z_target
+    if rows.z_mean is not None and o.label_smoothing:
+        loss = loss + o.label_smoothing * (rows.z_target - rows.z_mean)
     if o.z_loss:
-        loss = loss + o.z_loss * lse.square()
+        loss = loss + o.z_loss * rows.lse.square()
     loss = torch.where(columns >= 0, loss, torch.nan)
     return torch.where(targets == ignore_index, 0.0, loss)
+
+
+def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[str, Tensor]:
+    """Mean accuracy and entropy over the rows that are not ignored (0 if all are), 0-d."""
+    counts = targets != ignore_index
+    accuracy, entropy = torch.where(counts, metrics, 0.0).sum(dim=1) / counts.sum().clamp(min=1)
+    return {"accuracy": accuracy, "entropy": entropy}
 
 
 def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, shape: torch.Size) -> Tensor:

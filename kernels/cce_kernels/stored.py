@@ -28,6 +28,7 @@ from .compensated import read_sum, write_sum
 from .exponentials import exponentials, finish_rows, target_logits
 from .options import Options
 from .products import product
+from .rows import Rows, empty_metrics
 from .schemes import splits_for
 from .tiles import cdiv, multiprocessors
 
@@ -168,9 +169,10 @@ def forward(
     weights: Tensor,
     rows: int,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    with_metrics: bool,
     o: Options,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """LSE and target logit (N,) fp32, and the state that `backward` takes.
+) -> tuple[Rows, list[Tensor]]:
+    """What the loss takes of each row, and the state that `backward` takes.
 
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`.
@@ -182,7 +184,7 @@ def forward(
     n_rows, vocab = e.shape[0], c.shape[0]
     state = empty_state(e, c, rows, dtypes, o)
     z_target = target_logits(e, c, None, columns, o)
-    lse = torch.empty_like(z_target)
+    lse, metrics = torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
     weights = weights * o.logit_scale  # of dL/d(e · c)
     if dtypes[1] is not None:
         state[KEYS], state[ORDER] = _by_target(columns, rows, vocab)
@@ -191,11 +193,14 @@ def forward(
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         w_chunk = w[: chunk.stop - first, :vocab]
-        sums, _ = exponentials(e[chunk], c, None, z_target[chunk], w_chunk, o)
+        sums = exponentials(e[chunk], c, None, columns[chunk], z_target[chunk], w_chunk, with_metrics, o)
+        chunk_metrics = empty_metrics(z_target[chunk], with_metrics)
         finish_rows(
-            e[chunk], c, None, columns[chunk], z_target[chunk], sums, lse[chunk], o,
+            e[chunk], c, None, columns[chunk], z_target[chunk], sums, lse[chunk], chunk_metrics, o,
             (w_chunk, weights[chunk], factor[chunk], coefficient[chunk]),
         )  # fmt: skip
+        if metrics is not None and chunk_metrics is not None:
+            metrics[:, chunk] = chunk_metrics
         if first == early:
             break
         if grad_e is not None:
@@ -204,7 +209,7 @@ def forward(
         if grad_c is not None:
             product(w_chunk, _scaled(e[chunk], factor[chunk]), grad_c, lost_c, transpose_a=True, read=first > 0)
             _add_targets(e, keys, order, coefficient, chunk, rows, grad_c, lost_c)
-    return lse, z_target, state
+    return Rows(lse, z_target, None, metrics), state
 
 
 def backward(

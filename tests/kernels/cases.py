@@ -317,7 +317,7 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     dtypes = (dtype, BF16 if main_grad else dtype)
     buffer = torch.randn(c.shape, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
-    lse, _, state = stored.forward(e, c, targets, weights, rows, dtypes, o)
+    result, state = stored.forward(e, c, targets, weights, rows, dtypes, True, o)
     stored.backward(e, c, targets, scale, rows, state, buffer)
     grad_e, grad_c = state[stored.GRAD_E].to(dtype), state[stored.GRAD_C].to(dtype)
     if buffer is not None and before is not None:
@@ -326,12 +326,27 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     e64, c64 = in_fp64(e, c)
     loss, truth_lse = reference_linear_cross_entropy(e64, c64, targets, ignore_index=-1, reduction="sum", **options)
     truth = gradients(0.3 * loss, (e64, c64))
-    assert error(lse, truth_lse) < 1e-5  # logits beyond a thousand
+    check_metrics(result.metrics, e64.detach(), c64.detach(), targets, o)
+    assert error(result.lse, truth_lse) < 1e-5  # logits beyond a thousand
     baseline = _rounded_gradients(e64, c64, targets, truth_lse.detach(), o)
     for got, base, want in zip((grad_e, grad_c), baseline, truth, strict=True):
         allowed = error((0.3 * base).to(got.dtype), want)
         assert torch.isfinite(got).all()
         assert error(got, want) <= 1.05 * allowed + 1e-7
+
+
+def check_metrics(metrics: Tensor, e: Tensor, c: Tensor, targets: Tensor, o: Any) -> None:
+    """Accuracy and entropy of each row, from fp64 logits."""
+    z = o.logit_scale * (e @ c.T)
+    z = z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap)
+    p = torch.softmax(z, dim=1)
+    at_target = targets.clamp(min=0)[:, None]
+    ahead = z.gather(1, at_target).squeeze(1) - z.scatter(1, at_target, -torch.inf).amax(dim=1)
+    clear = (targets >= 0) & (ahead.abs() > 1e-3)  # not for fp32's rounding to decide
+    assert torch.equal(metrics[0][clear].bool(), ahead[clear] > 0)
+    assert 0 < metrics[0][clear].mean() < 1
+    entropy = torch.special.entr(p).sum(dim=1)
+    torch.testing.assert_close(metrics[1].double(), entropy, rtol=1e-4, atol=1e-4)
 
 
 def _rounded_gradients(e: Tensor, c: Tensor, targets: Tensor, lse: Tensor, o: Any) -> tuple[Tensor, Tensor]:

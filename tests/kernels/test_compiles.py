@@ -1,4 +1,5 @@
-"""Every kernel, as the launchers call it, compiles for Hopper (sm_90) within its resources; no GPU needed."""
+"""Every kernel, as the launchers call it, compiles for Hopper (sm_90), Ampere and Ada within their resources; no GPU
+needed."""
 
 import os
 
@@ -15,21 +16,29 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 SHARED_MEMORY_BYTES = 227 * 1024  # of one multiprocessor, for one program
 
 
-class Hopper:
+class Driver:
     """As much of a driver as compiling without a device takes."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
-        return 0
+        return self.capability  # kernels are cached by device
 
     def get_current_stream(self, device):
         return 0
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def capability():
+    return 90
+
+
+@pytest.fixture
+def compiled(monkeypatch, capability):
     """What launches compiled instead of running: a list of (name, CompiledKernel)."""
     kernels, run = [], jit.JITFunction.run
 
@@ -37,11 +46,11 @@ def compiled(monkeypatch):
         kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
 
     monkeypatch.setattr(jit.JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", Hopper())
+    monkeypatch.setattr(driver, "_active", Driver(capability))
     return kernels
 
 
-def launch_all(case: Case, dtypes=None, rows: int = 0) -> None:
+def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False) -> None:
     """Launch what forward and backward of a case launch, with stored exponentials if `rows` (per chunk) says so.
     Nothing runs: the tensors' values mean nothing."""
     from cce_kernels import fused
@@ -54,10 +63,10 @@ def launch_all(case: Case, dtypes=None, rows: int = 0) -> None:
     ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
-        state = fused.stored.forward(e, c, targets, ones, rows, dtypes[:2], options)[2]
+        state = fused.stored.forward(e, c, targets, ones, rows, dtypes[:2], with_metrics, options)[1]
         fused.stored.backward(e, c, targets, ones[0], rows, state, None)
         return
-    fused.forward(e, c, bias, targets, options)
+    fused.forward(e, c, bias, targets, with_metrics, options)
     stats = FilterStats(FilterStats.empty(e.device))
     stats.start(e.shape[0])
     fused.backward(e, c, bias, targets, ones, ones, ones, 512, options, dtypes, None, stats)
@@ -108,3 +117,14 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
 def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(compiled):
     launch_all(LAUNCHES[0], dtypes=(FP32, FP32, None))
     assert any("wgmma" in kernel.asm["ptx"] for name, kernel in compiled if name == "product_kernel")
+
+
+@pytest.mark.parametrize(("capability", "shared_memory"), [(80, 163 * 1024), (89, 99 * 1024)], ids=["ampere", "ada"])
+@pytest.mark.parametrize("rows", [0, 128], ids=["recomputed", "stored"])
+def test_compiles_for_ampere_and_ada_without_tma(compiled, capability, shared_memory, rows):
+    """There Triton turns the descriptors into pointers."""
+    launch_all(Case("older", dtype=BF16, **PLAIN | {"dim": 2048}), rows=rows, with_metrics=True)
+    for name, kernel in compiled:
+        assert kernel.asm["cubin"], name
+        assert kernel.metadata.shared <= shared_memory, (name, kernel.metadata.shared)
+        assert "cp.async.bulk" not in kernel.asm["ptx"]

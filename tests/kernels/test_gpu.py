@@ -23,6 +23,8 @@ from cases import (
     gradients,
 )
 from cce_kernels import PRESETS, linear_cross_entropy
+from hypothesis import given, settings
+from random_cases import random_cases
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
@@ -203,3 +205,9 @@ def test_replayed_from_a_cuda_graph(workspace_mib):
     graph.replay()
     assert torch.equal(e.grad, want[0])
     assert torch.equal(c.grad, want[1])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(random_cases)
+def test_any_combination_of_options(case):
+    check(case, "cuda", floor=1e-5)

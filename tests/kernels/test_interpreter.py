@@ -27,6 +27,8 @@ from cases import (
     gradients,
 )
 from cce_kernels import linear_cross_entropy
+from hypothesis import given, settings
+from random_cases import random_cases
 
 triton = pytest.importorskip("triton")
 
@@ -95,7 +97,9 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
     e, c, targets, _ = draw(Case("outside", shape=(6,), ignored=0), "cpu")
     targets[2], targets[4] = c.shape[0], -1
     nothing = (False, False, False)
-    rows, lse = cross_entropy(e, c, targets, None, None, None, -100, e.dtype, True, nothing, *astuple(Options()))
+    rows, lse, _ = cross_entropy(
+        e, c, targets, None, None, None, -100, e.dtype, True, False, nothing, *astuple(Options())
+    )
     assert rows.isnan().tolist() == [False, False, True, False, True, False]
     assert lse.isfinite().all()
 
@@ -123,3 +127,11 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
 @in_interpreter
 def test_stored_exponentials_through_the_public_function(monkeypatch):
     check_stored_options("cpu", monkeypatch)
+
+
+# Few draws: the interpreter is slow. test_linear_cross_entropy draws many more on the torch path.
+@in_interpreter
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(random_cases)
+def test_any_combination_of_options(case):
+    check(case, "cpu", floor=1e-5)

@@ -3,38 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import BF16, FP16, FP32, IGNORE, Case, check, draw, error, gradients, in_fp64, torch_path
+from cases import BF16, FP32, IGNORE, Case, check, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.accumulator import Accumulator
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_cases import random_cases
 from torch.utils.checkpoint import checkpoint
-
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "softcap": st.sampled_from([5.0, 30.0]),
-        "logit_scale": st.sampled_from([0.1, 2.0]),
-        "label_smoothing": st.sampled_from([0.1, 1.0]),
-        "z_loss": st.just(1e-2),
-        "reduction": st.sampled_from(["mean", "sum", "none"]),
-        "accumulate": st.sampled_from(["kahan", "fp32"]),
-        "workspace_mib": st.sampled_from([0.5, 4]),
-    },
-)
-random_cases = st.builds(
-    Case,
-    name=st.just("random"),
-    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-    dim=st.integers(1, 70),
-    vocab=st.integers(1, 700),
-    dtype=st.sampled_from([FP32, BF16, FP16]),
-    bias=st.booleans(),
-    ignored=st.sampled_from([0, 0.5, 1]),
-    peak=st.sampled_from([0.0, 5.0]),
-    strided=st.booleans(),
-    options=options,
-)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
