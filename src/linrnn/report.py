@@ -20,6 +20,7 @@ from linrnn.verdicts import OPEN, Verdict, branches, verdicts
 
 GIB = 2**30
 OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in the report itself
+SATURATED = 0.9  # share of the device's peak above which a larger batch cannot help
 FOLLOW_UPS = (
     "* Follow-up 2 (FP8 or INT4 scan): open, no such scan is part of this harness.",
     "* Follow-up 5 (MFA's shared projections): open, no such projections are part of this harness.",
@@ -234,6 +235,11 @@ def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]])
             f"({parts[name] / step:.0%}); the loss takes {share:.1%}: without any cost a step would be "
             f"{1 / (1 - share):.3f} x as fast."
         )
+        if (breakdown["hardware_utilisation"] or 0) > SATURATED:
+            lines.append(
+                f"  It computes at {breakdown['hardware_utilisation']:.0%} of the peak: more sequences would only "
+                "queue; freed memory is better spent on longer sequences, a larger model, or on leaving out checkpointing."
+            )
     return lines or [f"* The next bottleneck: {OPEN}, needs scripts/breakdown.py."]
 
 

@@ -177,6 +177,15 @@ def test_the_backward_pass_is_judged_from_breakdowns() -> None:
     assert (verdict.value, verdict.verdict) == (2.0, "met")
 
 
+def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_of_this_origin(tmp_path: Path) -> None:
+    time = {"loss": {"forward": 1.0, "backward": 1.0}, "mixer": {"forward": 6.0}, "step": {"total": 10.0}}
+    own = {"run": run("compiled").summary, "environment": HERE, "time": time, "hardware_utilisation": 0.93}
+    text = write_report(THREE_SEEDS, tmp_path, "g", (), [own, {**own, "environment": ELSEWHERE}])[0].read_text()
+    assert "most of a step is mixer (60%); the loss takes 20.0%: without any cost a step would be 1.250 x" in text
+    assert "at 93% of the peak: more sequences would only queue" in text
+    assert "its breakdown is left out, made with another gpus" in text
+
+
 def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
     options = [{"accumulate": "kahan", "workspace_mib": None}, {"accumulate": "fp32", "workspace_mib": None}]
     summaries = [run("cce_kahan", loss_options=o).summary for o in options] + [run("standard").summary]
