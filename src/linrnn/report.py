@@ -238,7 +238,7 @@ def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]])
         if (breakdown["hardware_utilisation"] or 0) > SATURATED:
             lines.append(
                 f"  It computes at {breakdown['hardware_utilisation']:.0%} of the peak: more sequences would only "
-                "queue; freed memory is better spent on longer sequences, a larger model, or on leaving out checkpointing."
+                "queue; freed memory is better spent on longer sequences, a larger model or no checkpointing."
             )
     return lines or [f"* The next bottleneck: {OPEN}, needs scripts/breakdown.py."]
 
