@@ -30,7 +30,7 @@ from .options import Options
 from .products import product
 from .rows import Rows, empty_metrics
 from .schemes import splits_for
-from .tiles import cdiv, multiprocessors
+from .tiles import cdiv, multiprocessors, power_of_2
 
 
 @triton.jit(do_not_specialize=["N", "splits", "c_stride"])
@@ -293,7 +293,7 @@ def _scaled(e: Tensor, factor: Tensor) -> Tensor:
     """e with each row times its factor, rounded once, as TMA reads it."""
     n_rows, dim = e.shape
     out = e.new_empty(n_rows, cdiv(dim, 8) * 8)[:, :dim]
-    block_d = min(256, triton.next_power_of_2(dim))
+    block_d = min(256, power_of_2(dim))
     grid = (cdiv(n_rows, 16), cdiv(dim, block_d))
     scaled_kernel[grid](e, factor, out, e.stride(0), out.stride(0), n_rows, dim, 16, block_d)
     return out
@@ -315,7 +315,7 @@ def _hidden_gradient(
     splits = splits_for(n_rows, vocab, dim, multiprocessors(w))
     parts = torch.empty(splits, n_rows, dim, dtype=torch.float32, device=w.device)
     product(w, c, parts)
-    block_d = min(256, triton.next_power_of_2(dim))
+    block_d = min(256, power_of_2(dim))
     hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
         parts, c, columns[chunk], factor[chunk], coefficient[chunk], scale, out, lost,
         c.stride(0), n_rows, dim, splits, 16, block_d,
@@ -334,7 +334,7 @@ def _add_targets(
 ) -> None:
     """Add the targets' share of one chunk of rows to dC."""
     vocab, dim = out.shape
-    block_d = min(512, triton.next_power_of_2(dim))
+    block_d = min(512, power_of_2(dim))
     programs = cdiv(chunk.stop - chunk.start, PLACES)
     spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
     grid = (programs, cdiv(dim, block_d))

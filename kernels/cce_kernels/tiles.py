@@ -21,9 +21,15 @@ if INTERPRETED:
     mend()
 
 
+# triton.cdiv and its like take 5 µs a call on the host, as much as a launch's arguments do.
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (triton.cdiv takes 5 µs a call on the host, as much as a launch's arguments do.)"""
+    """a / b, rounded up."""
     return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 GROUP = 16  # row tiles that walk over the same columns together, so that both operands stay in L2
@@ -54,7 +60,7 @@ def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
     """
     if dtype == torch.float32:
         return Tiles(64, 64, 32, 8, 2)
-    width = 256 if cols is None else min(256, max(64, triton.next_power_of_2(cols)))
+    width = 256 if cols is None else min(256, max(64, power_of_2(cols)))
     return Tiles(TILE, width, 64, 8 if width > 64 else 4, 4)
 
 

@@ -1,11 +1,14 @@
 """The public function: what it accepts, refuses and promises beyond the numbers. CPU tensors."""
 
+from dataclasses import astuple
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import BF16, FP32, IGNORE, Case, check, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.accumulator import Accumulator
+from cce_kernels.options import Options
 from hypothesis import given, settings
 from random_cases import random_cases
 from torch.utils.checkpoint import checkpoint
@@ -223,6 +226,25 @@ def test_main_grad_is_added_to_in_place_of_a_gradient(filter_eps):
     grads = gradients(2 * linear_cross_entropy(e, c, targets, **options), (e, c, bias))
     for got, want in zip((e.grad, added.to(BF16), bias.grad), grads, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0}, {"filter_eps": 2**-6}], ids=str)
+def test_the_custom_operator_keeps_to_pytorchs_rules(options):
+    """Schema, fake kernel, autograd registration and a trace through AOTAutograd, as torch.library checks them."""
+    e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
+    needs = [True, True, True]
+    arguments = (e, c, targets, bias, None, None, IGNORE, FP32, True, True, needs, *astuple(Options(**options)))
+    torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
+
+
+def test_the_reference_passes_gradcheck():
+    e, c, targets, bias = in_fp64(*draw(Case("reference", shape=(5,), dim=4, vocab=7, bias=True), "cpu"))
+
+    def loss(e, c, bias):
+        options = {"label_smoothing": 0.1, "softcap": 9.0, "z_loss": 1e-2, "logit_scale": 1.3}
+        return reference_linear_cross_entropy(e, c, targets.long(), bias=bias, **options)
+
+    assert torch.autograd.gradcheck(loss, (e, c, bias))
 
 
 E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
