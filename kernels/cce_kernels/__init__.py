@@ -3,7 +3,15 @@ CPUs."""
 
 from .linear_cross_entropy import PRESETS, linear_cross_entropy
 from .options import WorkspaceTooSmall
+from .patch import patch, unpatch
 from .reference import reference_linear_cross_entropy
 
-__all__ = ["PRESETS", "WorkspaceTooSmall", "linear_cross_entropy", "reference_linear_cross_entropy"]
+__all__ = [
+    "PRESETS",
+    "WorkspaceTooSmall",
+    "linear_cross_entropy",
+    "patch",
+    "reference_linear_cross_entropy",
+    "unpatch",
+]
 __version__ = "0.1.0"
