@@ -19,7 +19,7 @@ from torch.nn.functional import max_pool2d
 from .accumulator import Accumulator, scratch_bytes
 from .filtered import TILE, FilterStats, vocabulary_order
 from .options import Options
-from .rows import Rows, empty_metrics
+from .rows import Rows, empty_metrics, where_it_counts
 from .schemes import Plan, Problem
 
 _MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units
@@ -35,7 +35,7 @@ def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_met
     """What the loss takes of each row.
 
     Args:
-        e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, -1 for none.
+        e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, or negative.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     e = e.float()
@@ -64,7 +64,8 @@ def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_met
     if metrics is not None:
         metrics[0] = z_target > metrics[0]
         metrics[1] = lse - metrics[1] / exp_sum
-    return Rows(lse, z_target, z_sum / vocab if o.label_smoothing else None, metrics)
+    z_above_mean = z_target - z_sum / vocab if o.label_smoothing else None
+    return Rows(lse, where_it_counts(lse - z_target, columns), z_above_mean, metrics)
 
 
 def backward(

@@ -57,7 +57,7 @@ def target_logits_kernel(
     e_desc,  # (N, D)
     c_ptr,  # (V, D), rows c_stride apart
     bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, -1 for none: stands for column 0
+    columns_ptr,  # (N,) int64; where negative, column 0 stands in
     z_ptr,  # (N,) fp32, written
     c_stride,
     N,
@@ -93,7 +93,7 @@ def exponentials_kernel(
     c_desc,  # (V, D)
     w_desc,  # (N, V) or None: w · slope of the softcap, written
     bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, -1 for none
+    columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
     z_target_ptr,  # (N,) fp32
     sum_ptr,  # (splits, N) fp32: of w, written
     z_sum_ptr,  # (splits, N) fp32 or None: of z, written
@@ -187,15 +187,15 @@ def rows_kernel(
     c_desc,  # (V, D)
     w_ptr,  # (N, V) or None, rows w_stride apart; rewritten where rows overflowed
     bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, -1 for none
+    columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
     z_target_ptr,  # (N,) fp32
     sum_ptr,  # (splits, N) fp32
     partial_ptr,  # (2, splits, N) fp32 or None: the metrics' parts
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
     lse_ptr,  # (N,) fp32, written
-    weight_ptr,  # (N,) fp32 or None: b, the gradient of the row's loss
-    factor_ptr,  # (N,) fp32 or None: a / S, what w is to be multiplied by, written
-    coefficient_ptr,  # (N,) fp32 or None: a p_target − b, the target's gradient, written
+    nll_ptr,  # (N,) fp32, written: −log p of the target; 0 where ignored, NaN where it lies outside
+    factor_ptr,  # (N,) fp32 or None: what w is to be multiplied by for dL/d(e · c), written
+    coefficient_ptr,  # (N,) fp32 or None: the target's dL/d(e · c), written
     w_stride,
     N,
     V,
@@ -280,20 +280,22 @@ def rows_kernel(
         tl.store(metrics_ptr + rows, (z_target > largest).to(tl.float32), mask=inside)
         tl.store(metrics_ptr + N + rows, entropy, mask=inside)
 
-    if weight_ptr is not None:
-        b = tl.load(weight_ptr + rows, mask=inside, other=0.0)
+    counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
+    tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, -tl.log(p_target) * counts), mask=inside)
+
+    if factor_ptr is not None:
+        b = counts * logit_scale
         a = b * (1 + 2 * z_loss * lse)
         slope = 1.0
         if HAS_SOFTCAP:
             slope = 1 - (z_target / softcap) * (z_target / softcap)
         tl.store(factor_ptr + rows, a / total, mask=inside)
-        tl.store(coefficient_ptr + rows, (a * p_target - b) * slope, mask=inside & (column >= 0))
-        tl.store(coefficient_ptr + rows, 0.0, mask=inside & (column < 0))
+        tl.store(coefficient_ptr + rows, tl.where(column >= 0, (a * p_target - b) * slope, 0.0), mask=inside)
         tl.store(w_ptr + rows.to(tl.int64) * w_stride + column, 0.0, mask=inside & (column >= 0))
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
-    """z (N,) fp32 of each row's target; rows without one (−1) get column 0's."""
+    """z (N,) fp32 of each row's target; rows without one get column 0's."""
     (n_rows, dim) = e.shape
     z = e.new_empty(n_rows, dtype=torch.float32)
     inner = tiles_for(e.dtype).inner
@@ -351,23 +353,22 @@ def finish_rows(
     columns: Tensor,
     z_target: Tensor,
     sums: Sums,
-    lse: Tensor,
-    metrics: Tensor | None,
+    rows: Rows,
     o: Options,
-    gradient: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    gradient: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write lse (N,) and metrics (2, N) from partial sums.
+    """Write lse, nll and metrics of `rows` from partial sums.
 
-    gradient: w (N, V), cleared at the targets; the loss's gradient (N,); each row's factor of w and its target's
-    gradient (N,), written. None if only the loss is wanted.
+    gradient: w (N, V), cleared at the targets; each row's factor of w and its target's gradient (N,), for a loss that
+    is the sum of the rows', written. None if only the loss is wanted.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    w, weights, factor, coefficient = gradient or (None, None, None, None)
+    w, factor, coefficient = gradient or (None, None, None)
     inner = tiles_for(e.dtype).inner
     rows_kernel[(cdiv(n_rows, ROWS),)](
         descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target,
-        sums.w, sums.metrics, metrics, lse,
-        weights, factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.w.shape[0],
+        sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
+        factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner, o.softcap is not None,
         num_warps=4,
     )  # fmt: skip
@@ -378,13 +379,16 @@ def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_met
 
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        columns: (N,) int64, each row's target, -1 for none.
+        columns: (N,) int64, each row's target, or what rows.py has in its place.
     """
     z_target = target_logits(e, c, bias, columns, o)
     sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
-    lse, metrics = torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
-    finish_rows(e, c, bias, columns, z_target, sums, lse, metrics, o)
-    return Rows(lse, z_target, None if sums.z is None else sums.z.sum(dim=0) / c.shape[0], metrics)
+    z_above_mean = None if sums.z is None else z_target - sums.z.sum(dim=0) / c.shape[0]
+    rows = Rows(
+        torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, empty_metrics(z_target, with_metrics)
+    )
+    finish_rows(e, c, bias, columns, z_target, sums, rows, o)
+    return rows
 
 
 @lru_cache

@@ -18,7 +18,7 @@ from . import blockwise
 from .filtered import FilterStats
 from .interpreter import INTERPRETED
 from .options import Options
-from .rows import assemble_loss, row_coefficients, row_weights, target_columns
+from .rows import assemble_loss, row_coefficients, target_columns
 from .schemes import Plan, Problem
 
 # The fields of Options, in order; every operator ends in them.
@@ -69,13 +69,12 @@ def _cross_entropy(
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         state: list[Tensor] = []
         if plan is not None and plan.rows:
-            weights = row_weights(1.0, targets, columns, ignore_index)
             dtypes = _stored_dtypes(e, c, main_grad_c, needs)
-            rows, state = backend.stored.forward(e_as, c_as, columns, weights, plan.rows, dtypes, with_metrics, o)
+            rows, state = backend.stored.forward(e_as, c_as, columns, plan.rows, dtypes, with_metrics, o)
         else:
             bias = None if bias is None else bias.contiguous()
             rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o)
-        losses = assemble_loss(rows, targets, columns, ignore_index, o)
+        losses = assemble_loss(rows, columns, o)
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
         return losses, rows.lse, metrics, []
@@ -118,13 +117,11 @@ def _recompute(
     grad_lse: Tensor | None,
     e: Tensor,
     c: Tensor,
-    targets: Tensor,
     bias: Tensor | None,
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     lse: Tensor,
     columns: Tensor,
-    ignore_index: int,
     width: int,
     dtype_e: torch.dtype | None,
     dtype_c: torch.dtype | None,
@@ -135,7 +132,7 @@ def _recompute(
     o = Options(*options)
     recorder = None if stats is None else FilterStats(stats)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        a, b = row_coefficients(grad_rows, grad_lse, lse, targets, columns, ignore_index, o)
+        a, b = row_coefficients(grad_rows, grad_lse, lse, columns, o)
         if recorder is not None:
             recorder.start(e.shape[0])
         bias = None if bias is None else bias.contiguous()
@@ -152,16 +149,15 @@ _recompute_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_backward",
     _recompute,
     mutates_args=("main_grad_c", "stats"),
-    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor targets, Tensor? bias, "
-    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor lse, Tensor columns, int ignore_index, int width, "
+    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
+    "Tensor(b!)? stats, Tensor lse, Tensor columns, int width, "
     f"ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_recompute_op.register_fake
 def _(
-    grad_rows, grad_lse, e, c, targets, bias, main_grad_c, stats, lse, columns, ignore_index, width,
-    dtype_e, dtype_c, dtype_bias, *options,
+    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, width, dtype_e, dtype_c, dtype_bias, *options,
 ):  # fmt: skip
     def like(x, dtype):
         return e.new_empty(0) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -187,12 +183,12 @@ _finish_stored_op = torch.library.custom_op(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    e, c, targets, bias, *ctx.written, ctx.ignore_index, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[:11]
+    e, c, _, bias, *ctx.written, _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[:11]
     ctx.options = inputs[11:]
     _, lse, _, state = output
     ctx.set_materialize_grads(False)
     # ctx.written (main_grad_c, stats): others may write to them before the backward pass, which does too.
-    ctx.save_for_backward(e, c, targets, bias, lse, *state)
+    ctx.save_for_backward(e, c, bias, lse, *state)
     ctx.finished = False
 
 
@@ -202,7 +198,7 @@ def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stor
             "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
             "had stored; compute the loss again instead of retaining the graph"
         )
-    e, c, targets, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
+    e, c, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
     o = Options(*ctx.options)
     plan = _plan(e, c, bias, main_grad_c, stats, ctx.dtype, ctx.uniform, ctx.needs, o)
@@ -220,8 +216,7 @@ def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stor
         if grad_rows is None:
             grad_rows = torch.zeros_like(lse)
         grads = recompute(
-            grad_rows, grad_lse, e, c, targets, bias, main_grad_c, stats, lse, columns, ctx.ignore_index, plan.columns,
-            *dtypes, *ctx.options,
+            grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *dtypes, *ctx.options,
         )  # fmt: skip
     grad_e, grad_c, grad_bias = (
         None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)

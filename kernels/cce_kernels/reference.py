@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .options import Options
-from .rows import Rows, assemble_loss, reduce_loss, target_columns
+from .rows import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
 
 
 def reference_linear_cross_entropy(
@@ -60,7 +60,8 @@ def reference_linear_cross_entropy(
 
     lse = torch.logsumexp(z, dim=1)
     z_target = z.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
-    rows = assemble_loss(Rows(lse, z_target, z.mean(dim=1)), targets, columns, ignore_index, o)
+    nll = where_it_counts(lse - z_target, columns)
+    rows = assemble_loss(Rows(lse, nll, z_target - z.mean(dim=1)), columns, o)
     return reduce_loss(rows, targets, ignore_index, reduction, shape), lse.reshape(shape)
 
 

@@ -9,15 +9,18 @@ from torch import Tensor
 
 from .options import Options
 
+IGNORED, OUTSIDE = -1, -2  # in place of a column: the row does not count; its target is no entry of the vocabulary
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Per row, fp32: log-sum-exp, target logit, mean logit (with label smoothing) (N,); metrics (2, N), if asked for:
-    whether the target's logit is the largest (1 or 0), and the entropy of the softmax, in nats."""
+    """Per row, fp32: log-sum-exp; −log p of the target (0 where ignored, NaN where it lies outside the vocabulary);
+    with label smoothing, target logit less mean logit (N,); metrics (2, N), if asked for: whether the target's logit
+    is the largest (1 or 0), and the entropy of the softmax, in nats."""
 
     lse: Tensor
-    z_target: Tensor
-    z_mean: Tensor | None = None
+    nll: Tensor
+    z_above_mean: Tensor | None = None
     metrics: Tensor | None = None
 
 
@@ -26,21 +29,24 @@ def empty_metrics(like: Tensor, wanted: bool) -> Tensor | None:
 
 
 def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
-    """Each row's target column (N,), or -1 where the row is ignored or the target lies outside the
-    vocabulary."""
-    inside = (targets != ignore_index) & (targets >= 0) & (targets < vocab)
-    return torch.where(inside, targets, -1)
+    """Each row's target column (N,), IGNORED or OUTSIDE."""
+    columns = torch.where((targets >= 0) & (targets < vocab), targets, OUTSIDE)
+    return torch.where(targets == ignore_index, IGNORED, columns)
 
 
-def assemble_loss(rows: Rows, targets: Tensor, columns: Tensor, ignore_index: int, o: Options) -> Tensor:
-    """Row losses (N,): 0 where ignored, NaN where the target lies outside the vocabulary."""
-    loss = rows.lse - rows.z_target
-    if rows.z_mean is not None and o.label_smoothing:
-        loss = loss + o.label_smoothing * (rows.z_target - rows.z_mean)
+def where_it_counts(x: Tensor, columns: Tensor) -> Tensor:
+    """x (N,), 0 where the row is ignored, NaN where its target lies outside the vocabulary."""
+    return torch.where(columns >= 0, x, torch.where(columns == IGNORED, 0.0, torch.nan))
+
+
+def assemble_loss(rows: Rows, columns: Tensor, o: Options) -> Tensor:
+    """Row losses (N,)."""
+    loss = rows.nll
+    if rows.z_above_mean is not None:
+        loss = loss + where_it_counts(o.label_smoothing * rows.z_above_mean, columns)
     if o.z_loss:
-        loss = loss + o.z_loss * rows.lse.square()
-    loss = torch.where(columns >= 0, loss, torch.nan)
-    return torch.where(targets == ignore_index, 0.0, loss)
+        loss = loss + where_it_counts(o.z_loss * rows.lse.square(), columns)
+    return loss
 
 
 def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[str, Tensor]:
@@ -60,23 +66,11 @@ def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str
     return total / (targets != ignore_index).sum().clamp(min=1)
 
 
-def row_weights(grad_loss: Tensor | float, targets: Tensor, columns: Tensor, ignore_index: int) -> Tensor:
-    """dL/d(row's loss) (N,) as it applies: 0 where ignored, NaN where the target lies outside the vocabulary."""
-    weights = torch.where(columns >= 0, grad_loss, torch.nan)
-    return torch.where(targets == ignore_index, 0.0, weights)
-
-
 def row_coefficients(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    lse: Tensor,
-    targets: Tensor,
-    columns: Tensor,
-    ignore_index: int,
-    o: Options,
+    grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
 ) -> tuple[Tensor, Tensor]:
     """(a, b), both (N,), of the gradient a_i p_iv − b_i ((1 − s) [v = target] + s / V) with respect to
     z_iv."""
-    b = row_weights(grad_loss, targets, columns, ignore_index)
+    b = where_it_counts(grad_loss, columns)
     a = b * (1 + 2 * o.z_loss * lse) if o.z_loss else b
     return a if grad_lse is None else a + grad_lse, b

@@ -37,7 +37,7 @@ from .tiles import cdiv, multiprocessors, power_of_2
 def hidden_kernel(
     part_ptr,  # (splits, N, D) fp32: w C
     c_ptr,  # (V, D), rows c_stride apart
-    columns_ptr,  # (N,) int64, -1 for none
+    columns_ptr,  # (N,) int64, negative for none
     factor_ptr,  # (N,) fp32
     coefficient_ptr,  # (N,) fp32
     scale_ptr,  # () fp32 or None
@@ -70,41 +70,42 @@ def hidden_kernel(
     write_sum(total, out_ptr + offsets, None if lost_ptr is None else lost_ptr + offsets, mask)
 
 
-@triton.jit(do_not_specialize=["first", "end", "base"])
+@triton.jit(do_not_specialize=["N", "first", "end"])
 def targets_kernel(
     e_ptr,  # (N, D), rows e_stride apart
-    keys_ptr,  # (N,) ascending: base + target, base − 1 for none, of this chunk's rows
+    keys_ptr,  # (N,) int32, ascending: the rows' targets, negative for none
     order_ptr,  # (N,) int64: the rows in that order
     coefficient_ptr,  # (N,) fp32
     out_ptr,  # (V, D): a sum, added into
     lost_ptr,  # (V, D) or None: what out's rounding lost, kept
     spill_ptr,  # (programs, D) fp32, written: the part of a run of equal keys that began in an earlier program
     e_stride,
-    first,  # the chunk's first row
+    N,
+    first,  # of the chunk's rows
     end,
-    base,
     D,
     PLACES: tl.constexpr,  # of a program
     BLOCK_D: tl.constexpr,
 ):
     """out[v] += Σ coefficient_i e_i over the chunk's rows whose target is v, as far as they stand in one program."""
-    start = first + tl.program_id(0) * PLACES
-    index = tl.arange(0, PLACES)
-    places = start + index
-    keys = tl.load(keys_ptr + places, mask=places < end, other=-1)
-    rows = tl.load(order_ptr + places, mask=places < end, other=0)
-    coefficient = tl.load(coefficient_ptr + rows, mask=places < end, other=0.0)
+    start = tl.program_id(0) * PLACES
+    places = start + tl.arange(0, PLACES)
+    keys = tl.load(keys_ptr + places, mask=places < N, other=-1)
+    rows = tl.load(order_ptr + places, mask=places < N, other=-1)
+    mine = (rows >= first) & (rows < end)
+    coefficient = tl.load(coefficient_ptr + rows, mask=mine, other=0.0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+    e_mask = mine[:, None] & (dims < D)[None, :]
+    e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=e_mask, other=0.0)
     parts = e.to(tl.float32) * coefficient[:, None]
-    earlier = tl.load(keys_ptr + start - 1, mask=start > first, other=-1)
+    earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
     last = earlier
-    for i in range(tl.minimum(PLACES, end - start)):
+    for i in range(tl.minimum(PLACES, N - start)):
         key = tl.load(keys_ptr + start + i)
-        column = (key - base).to(tl.int64)
-        if (column >= 0) & (key != last):
-            total = tl.sum(tl.where((keys == key)[:, None], parts, 0.0), axis=0)
-            offsets = column * D + dims
+        run = mine & (keys == key)
+        if (key >= 0) & (key != last) & (tl.max(run.to(tl.int32), axis=0) > 0):
+            total = tl.sum(tl.where(run[:, None], parts, 0.0), axis=0)
+            offsets = key.to(tl.int64) * D + dims
             lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
             total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
             write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
@@ -113,29 +114,27 @@ def targets_kernel(
     tl.store(spill_ptr + tl.program_id(0).to(tl.int64) * D + dims, spilled, mask=dims < D)
 
 
-@triton.jit(do_not_specialize=["first", "end", "base"])
-def spilled_targets_kernel(
-    keys_ptr, out_ptr, lost_ptr, spill_ptr, first, end, base, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["N"])
+def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add what targets_kernel spilled: the program in which a long run begins sums the parts of the later ones."""
-    start = first + tl.program_id(0) * PLACES
-    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < end, other=-1)  # of the run that may go on
-    earlier = tl.load(keys_ptr + start - 1, mask=start > first, other=-1)
-    column = (key - base).to(tl.int64)
-    if (column >= 0) & (key != earlier):
+    start = tl.program_id(0) * PLACES
+    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < N, other=-1)  # of the run that may go on
+    earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
+    follows = tl.load(keys_ptr + start + PLACES, mask=start + PLACES < N, other=-1)
+    if (key >= 0) & (key != earlier) & (key == follows):
         dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         total = tl.zeros((BLOCK_D,), dtype=tl.float32)
         program = tl.program_id(0) + 1
         more = 1
         while more > 0:
             programs = program + tl.arange(0, PLACES)
-            at = first + programs * PLACES
-            mine = tl.load(keys_ptr + at, mask=at < end, other=-1) == key
+            at = programs * PLACES
+            run = tl.load(keys_ptr + at, mask=at < N, other=-1) == key
             spill_ptrs = spill_ptr + programs.to(tl.int64)[:, None] * D + dims[None, :]
-            total += tl.sum(tl.load(spill_ptrs, mask=mine[:, None] & (dims < D)[None, :], other=0.0), axis=0)
+            total += tl.sum(tl.load(spill_ptrs, mask=run[:, None] & (dims < D)[None, :], other=0.0), axis=0)
             program += PLACES
-            more = tl.min(mine.to(tl.int32), axis=0)
-        offsets = column * D + dims
+            more = tl.min(run.to(tl.int32), axis=0)
+        offsets = key.to(tl.int64) * D + dims
         lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
         total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
         write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
@@ -166,7 +165,6 @@ def forward(
     e: Tensor,
     c: Tensor,
     columns: Tensor,
-    weights: Tensor,
     rows: int,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     with_metrics: bool,
@@ -176,31 +174,27 @@ def forward(
 
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`.
-        columns: (N,) int64, each row's target, -1 for none.
-        weights: (N,) fp32, dL/d(row's loss) for dL/dloss = 1.
+        columns: (N,) int64, each row's target, or what rows.py has in its place.
         rows: per chunk.
         dtypes: of the gradients of e and c; None: not wanted.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     state = empty_state(e, c, rows, dtypes, o)
     z_target = target_logits(e, c, None, columns, o)
-    lse, metrics = torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
-    weights = weights * o.logit_scale  # of dL/d(e · c)
+    lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
     if dtypes[1] is not None:
-        state[KEYS], state[ORDER] = _by_target(columns, rows, vocab)
+        state[KEYS], state[ORDER] = columns.to(torch.int32).sort(stable=True)
     w, factor, coefficient, keys, order, grad_e, lost_e, grad_c, lost_c = _present(state)
     early = _early(n_rows, rows)
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         w_chunk = w[: chunk.stop - first, :vocab]
         sums = exponentials(e[chunk], c, None, columns[chunk], z_target[chunk], w_chunk, with_metrics, o)
-        chunk_metrics = empty_metrics(z_target[chunk], with_metrics)
-        finish_rows(
-            e[chunk], c, None, columns[chunk], z_target[chunk], sums, lse[chunk], chunk_metrics, o,
-            (w_chunk, weights[chunk], factor[chunk], coefficient[chunk]),
-        )  # fmt: skip
-        if metrics is not None and chunk_metrics is not None:
-            metrics[:, chunk] = chunk_metrics
+        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_target[chunk], with_metrics))
+        gradient = (w_chunk, factor[chunk], coefficient[chunk])
+        finish_rows(e[chunk], c, None, columns[chunk], z_target[chunk], sums, part, o, gradient)
+        if metrics is not None and part.metrics is not None:
+            metrics[:, chunk] = part.metrics
         if first == early:
             break
         if grad_e is not None:
@@ -208,8 +202,8 @@ def forward(
             _hidden_gradient(w_chunk, c, columns, factor, coefficient, chunk, None, grad_e[chunk], lost)
         if grad_c is not None:
             product(w_chunk, _scaled(e[chunk], factor[chunk]), grad_c, lost_c, transpose_a=True, read=first > 0)
-            _add_targets(e, keys, order, coefficient, chunk, rows, grad_c, lost_c)
-    return Rows(lse, z_target, None, metrics), state
+            _add_targets(e, keys, order, coefficient, chunk, grad_c, lost_c)
+    return Rows(lse, nll, None, metrics), state
 
 
 def backward(
@@ -241,7 +235,7 @@ def backward(
             grad_c.zero_()
             if lost_c is not None:
                 lost_c.zero_()
-        _add_targets(e, keys, order, coefficient, last, rows, grad_c, lost_c)
+        _add_targets(e, keys, order, coefficient, last, grad_c, lost_c)
         scaled = _scaled(e[last], factor[last])
         product(w_chunk, scaled, grad_c, lost_c, transpose_a=True, read=True, scale=scale, into=main_grad_c)
 
@@ -259,7 +253,7 @@ def empty_state(
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
     by_target: list[Tensor | None] = [None, None]
     if dtypes[1] is not None:
-        by_target = [e.new_empty(n_rows, dtype=_key_dtype(n_rows, rows, vocab)), e.new_empty(n_rows, dtype=torch.int64)]
+        by_target = [e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)]
     sums: list[Tensor | None] = []
     for dtype, shape, lost_rows in ((dtypes[0], (n_rows, dim), _early(n_rows, rows)), (dtypes[1], (vocab, dim), vocab)):
         total = None if dtype is None else Accumulator(e, shape, dtype, o.accumulate, lost_rows)
@@ -275,18 +269,6 @@ def _present(state: list[Tensor]) -> list:
 def _early(n_rows: int, rows: int) -> int:
     """Rows of all chunks but the last."""
     return (cdiv(n_rows, rows) - 1) * rows
-
-
-def _key_dtype(n_rows: int, rows: int, vocab: int) -> torch.dtype:
-    return torch.int32 if cdiv(n_rows, rows) * (vocab + 1) < 2**31 else torch.int64
-
-
-def _by_target(columns: Tensor, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Rows sorted by chunk and target: keys chunk · (V + 1) + target + 1, and the rows' indices."""
-    n_rows = columns.shape[0]
-    chunk = torch.arange(n_rows, device=columns.device).div(rows, rounding_mode="floor")
-    keys = torch.add(columns + 1, chunk, alpha=vocab + 1).to(_key_dtype(n_rows, rows, vocab))
-    return keys.sort(stable=True)
 
 
 def _scaled(e: Tensor, factor: Tensor) -> Tensor:
@@ -323,21 +305,28 @@ def _hidden_gradient(
 
 
 def _add_targets(
-    e: Tensor,
-    keys: Tensor,
-    order: Tensor,
-    coefficient: Tensor,
-    chunk: slice,
-    rows: int,
-    out: Tensor,
-    lost: Tensor | None,
+    e: Tensor, keys: Tensor, order: Tensor, coefficient: Tensor, chunk: slice, out: Tensor, lost: Tensor | None
 ) -> None:
     """Add the targets' share of one chunk of rows to dC."""
-    vocab, dim = out.shape
+    n_rows, dim = e.shape
     block_d = min(512, power_of_2(dim))
-    programs = cdiv(chunk.stop - chunk.start, PLACES)
+    programs = cdiv(n_rows, PLACES)
     spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
     grid = (programs, cdiv(dim, block_d))
-    at = (chunk.start, chunk.stop, chunk.start // rows * (vocab + 1) + 1, dim, PLACES, block_d)
-    targets_kernel[grid](e, keys, order, coefficient, out, lost, spill, e.stride(0), *at)
-    spilled_targets_kernel[grid](keys, out, lost, spill, *at)
+    targets_kernel[grid](
+        e,
+        keys,
+        order,
+        coefficient,
+        out,
+        lost,
+        spill,
+        e.stride(0),
+        n_rows,
+        chunk.start,
+        chunk.stop,
+        dim,
+        PLACES,
+        block_d,
+    )
+    spilled_targets_kernel[grid](keys, out, lost, spill, n_rows, dim, PLACES, block_d)

@@ -311,13 +311,12 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     e[-3] *= -60
     targets[[2, 131, -1]] = -1
     e, c, targets = aligned(e.to(device, BF16)), aligned(c.to(device, BF16)), targets.to(device)
-    weights = torch.where(targets >= 0, 1.0, 0.0)
     o = Options(accumulate=accumulate, **options)
     scale = torch.tensor(0.3, device=device)
     dtypes = (dtype, BF16 if main_grad else dtype)
     buffer = torch.randn(c.shape, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
-    result, state = stored.forward(e, c, targets, weights, rows, dtypes, True, o)
+    result, state = stored.forward(e, c, targets, rows, dtypes, True, o)
     stored.backward(e, c, targets, scale, rows, state, buffer)
     grad_e, grad_c = state[stored.GRAD_E].to(dtype), state[stored.GRAD_C].to(dtype)
     if buffer is not None and before is not None:

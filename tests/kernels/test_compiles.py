@@ -63,7 +63,7 @@ def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = Fals
     ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
-        state = fused.stored.forward(e, c, targets, ones, rows, dtypes[:2], with_metrics, options)[1]
+        state = fused.stored.forward(e, c, targets, rows, dtypes[:2], with_metrics, options)[1]
         fused.stored.backward(e, c, targets, ones[0], rows, state, None)
         return
     fused.forward(e, c, bias, targets, with_metrics, options)
