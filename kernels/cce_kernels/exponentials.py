@@ -5,7 +5,7 @@
 The offset k_i = z_i,target log2 e + 60 is known before the product: no running maximum, no second look at the
 logits for p_iv = w_iv / S_i. bf16 has the exponents of fp32, so w keeps its relative precision at any size. S_i
 lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that are seen on the device and
-done again, slowly, in `rows_kernel`.
+done again, slowly (finish.py).
 
 `target_logits_kernel` takes the target's logit from the tensor cores, as the sums do: a logit from plain
 multiply-adds differs from them by the tensor cores' rounding, 2e-5 of the loss.
@@ -29,14 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .options import Options
-from .rows import Rows, empty_metrics
 from .tiles import (
     GROUP,
     cdiv,
     descriptor,
     finish_logits,
     grouped,
-    logits_tile,
     logits_tiles,
     multiprocessors,
     softcapped,
@@ -44,12 +42,10 @@ from .tiles import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
-LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything formed from the two is a normal number
 MAX_SPLITS = 32
 MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
-ROWS = 64  # rows of a program of the two small kernels
+ROWS = 64  # of a program of target_logits_kernel
 
 
 @triton.jit(do_not_specialize=["N", "D"])
@@ -181,119 +177,6 @@ def _exponentials(
     return total, z_total, largest, wz_total
 
 
-@triton.jit(do_not_specialize=["N", "D", "splits", "w_stride"])
-def rows_kernel(
-    e_desc,  # (N, D)
-    c_desc,  # (V, D)
-    w_ptr,  # (N, V) or None, rows w_stride apart; rewritten where rows overflowed
-    bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
-    z_target_ptr,  # (N,) fp32
-    sum_ptr,  # (splits, N) fp32
-    partial_ptr,  # (2, splits, N) fp32 or None: the metrics' parts
-    metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
-    lse_ptr,  # (N,) fp32, written
-    nll_ptr,  # (N,) fp32, written: −log p of the target; 0 where ignored, NaN where it lies outside
-    factor_ptr,  # (N,) fp32 or None: what w is to be multiplied by for dL/d(e · c), written
-    coefficient_ptr,  # (N,) fp32 or None: the target's dL/d(e · c), written
-    w_stride,
-    N,
-    V,
-    D,
-    splits,
-    logit_scale,
-    softcap,
-    z_loss,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Rows' LSE and gradient factors from the partial sums; clears the target's w (its gradient is added apart).
-
-    A row whose sum overflowed is computed again with its own LSE as the offset, online (running maximum).
-    """
-    row = tl.program_id(0) * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_N)
-    inside = rows < N
-    column = tl.load(columns_ptr + rows, mask=inside, other=-1)
-    z_target = tl.load(z_target_ptr + rows, mask=inside, other=0.0)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    sum_ptrs = sum_ptr + rows
-    for _ in range(splits):
-        total += tl.load(sum_ptrs, mask=inside, other=1.0)
-        sum_ptrs += N
-    # From the target's own w, rounded as in the sum: −ln(w / S) keeps its relative precision down to a loss of 0.
-    p_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM)) / total
-    lse = z_target - tl.log(p_target)
-    largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target
-    entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    if metrics_ptr is not None:
-        partial_ptrs = partial_ptr + rows
-        for _ in range(splits):
-            largest = tl.maximum(largest, tl.load(partial_ptrs, mask=inside, other=0.0))
-            partial_ptrs += N
-        for _ in range(splits):
-            entropy += tl.load(partial_ptrs, mask=inside, other=0.0)
-            partial_ptrs += N
-        entropy = -tl.log(p_target) - entropy / total
-    overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
-    if tl.max(overflowed.to(tl.int32), axis=0) > 0:
-        highest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
-        exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        z_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)  # weighted with the exponentials
-        for col in range(0, V, BLOCK_V):
-            z = logits_tile(
-                e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
-                BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
-            )  # fmt: skip
-            cols = col + tl.arange(0, BLOCK_V)
-            z = tl.where((cols < V)[None, :], z, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(z, axis=1))
-            # A bias of −inf may mask out a whole tile: anchor at 0 there, the exponentials are 0 anyway.
-            anchor = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            decay = tl.exp2((highest - anchor) * LOG2E)
-            exps = tl.exp2((z - anchor[:, None]) * LOG2E)
-            exp_sum = exp_sum * decay + tl.sum(exps, axis=1)
-            z_sum = z_sum * decay + tl.sum(tl.where(exps > 0, exps * z, 0.0), axis=1)
-            highest = new_highest
-        online = highest + tl.log2(exp_sum) * LN2
-        entropy = tl.where(overflowed, online - z_sum / exp_sum, entropy)
-        if w_ptr is not None:
-            for col in range(0, V, BLOCK_V):
-                z = logits_tile(
-                    e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
-                    BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
-                )  # fmt: skip
-                cols = col + tl.arange(0, BLOCK_V)
-                w = tl.exp2((z - online[:, None]) * LOG2E)
-                if HAS_SOFTCAP:
-                    w *= 1 - (z / softcap) * (z / softcap)
-                w = tl.where(cols[None, :] == column[:, None], 0.0, w)
-                w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
-                tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
-        lse = tl.where(overflowed, online, lse)
-        p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
-        total = tl.where(overflowed, 1.0, total)
-    tl.store(lse_ptr + rows, lse, mask=inside)
-    if metrics_ptr is not None:
-        tl.store(metrics_ptr + rows, (z_target > largest).to(tl.float32), mask=inside)
-        tl.store(metrics_ptr + N + rows, entropy, mask=inside)
-
-    counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
-    tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, -tl.log(p_target) * counts), mask=inside)
-
-    if factor_ptr is not None:
-        b = counts * logit_scale
-        a = b * (1 + 2 * z_loss * lse)
-        slope = 1.0
-        if HAS_SOFTCAP:
-            slope = 1 - (z_target / softcap) * (z_target / softcap)
-        tl.store(factor_ptr + rows, a / total, mask=inside)
-        tl.store(coefficient_ptr + rows, tl.where(column >= 0, (a * p_target - b) * slope, 0.0), mask=inside)
-        tl.store(w_ptr + rows.to(tl.int64) * w_stride + column, 0.0, mask=inside & (column >= 0))
-
-
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
     """z (N,) fp32 of each row's target; rows without one get column 0's."""
     (n_rows, dim) = e.shape
@@ -344,51 +227,6 @@ def exponentials(
         **tiles.launch,
     )  # fmt: skip
     return Sums(sums, z_sums, metrics)
-
-
-def finish_rows(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    z_target: Tensor,
-    sums: Sums,
-    rows: Rows,
-    o: Options,
-    gradient: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> None:
-    """Write lse, nll and metrics of `rows` from partial sums.
-
-    gradient: w (N, V), cleared at the targets; each row's factor of w and its target's gradient (N,), for a loss that
-    is the sum of the rows', written. None if only the loss is wanted.
-    """
-    (n_rows, dim), vocab = e.shape, c.shape[0]
-    w, factor, coefficient = gradient or (None, None, None)
-    inner = tiles_for(e.dtype).inner
-    rows_kernel[(cdiv(n_rows, ROWS),)](
-        descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target,
-        sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
-        factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.w.shape[0],
-        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner, o.softcap is not None,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options) -> Rows:
-    """What the loss takes of each row.
-
-    Args:
-        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        columns: (N,) int64, each row's target, or what rows.py has in its place.
-    """
-    z_target = target_logits(e, c, bias, columns, o)
-    sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
-    z_above_mean = None if sums.z is None else z_target - sums.z.sum(dim=0) / c.shape[0]
-    rows = Rows(
-        torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, empty_metrics(z_target, with_metrics)
-    )
-    finish_rows(e, c, bias, columns, z_target, sums, rows, o)
-    return rows
 
 
 @lru_cache

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from . import schemes, stored
-from .exponentials import forward
+from .finish import forward
 from .options import Options
 from .recompute import backward
 from .schemes import Plan, Problem

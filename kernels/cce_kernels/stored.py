@@ -25,7 +25,8 @@ from torch import Tensor
 
 from .accumulator import Accumulator
 from .compensated import read_sum, write_sum
-from .exponentials import exponentials, finish_rows, target_logits
+from .exponentials import exponentials, target_logits
+from .finish import finish_rows
 from .options import Options
 from .products import product
 from .rows import Rows, empty_metrics
