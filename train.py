@@ -6,14 +6,17 @@ from linrnn.config.schema import Config
 
 def main(config: Config) -> None:
     # Imported here, so that --help and wrong keys answer at once.
-    if config.dry_run:
-        from linrnn.forecast import print_forecast
+    from linrnn.distributed import join
 
-        print_forecast(config)
-    else:
-        from linrnn.trainer import Trainer
+    with join(config.parallel, config.device) as ranks:
+        if not config.dry_run:
+            from linrnn.trainer import Trainer
 
-        Trainer(config).fit()
+            Trainer(config, ranks).fit()
+        elif ranks.is_first:
+            from linrnn.forecast import print_forecast
+
+            print_forecast(config)
 
 
 if __name__ == "__main__":

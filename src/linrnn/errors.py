@@ -75,6 +75,17 @@ class InterruptedRun(LinrnnError):
         return type(self), (self.cause, self.remedy, self.signal_number)
 
 
+class RankFailedError(LinrnnError):
+    """Another process of a distributed run has failed; the exit code is that one's."""
+
+    def __init__(self, cause: str, remedy: str, exit_code: int = 1) -> None:
+        super().__init__(cause, remedy)
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cause, self.remedy, self.exit_code)
+
+
 class SweepFailure(LinrnnError):
     """Points of a sweep failed; the exit code is theirs if they agree, else 1."""
 

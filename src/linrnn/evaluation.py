@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from linrnn.data import Batch
+from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
 from linrnn.metrics import bits_per_byte, perplexity
 from linrnn.models import LanguageModel
@@ -58,24 +60,29 @@ def evaluate(
     precision: str,
     device: torch.device,
     bytes_per_token: float | None,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Mean loss over every label of `batches` (each counts once), in evaluation mode.
 
     Args:
+        batches: the same ones on all ranks.
         bytes_per_token: UTF-8 bytes of the text per token, for bits per byte; None if the data is no text.
+        ranks: share the batches; each gets the same result.
     """
+    ranks = ranks or Ranks()
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     n_tokens = 0
-    for batch in batches:
+    for batch in islice(batches, ranks.rank, None, ranks.world_size):
         output = loss(*loss_inputs(model, batch, precision, device))
         total += output.sum_nats.double()
         n_tokens += batch.n_tokens
     model.train()
-    nats = float(total) / max(n_tokens, 1)
+    sum_nats, n_labels = ranks.total(float(total), n_tokens)
+    nats = sum_nats / max(n_labels, 1)
     return Evaluation(
         loss_nats=nats,
         perplexity=perplexity(nats),
         bits_per_byte=None if bytes_per_token is None else bits_per_byte(nats, bytes_per_token),
-        n_tokens=n_tokens,
+        n_tokens=int(n_labels),
     )

@@ -38,7 +38,7 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
     config = plan.config
     return [
         f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {plan.device.type}",
-        f"  would be written to {Path(config.results_dir) / config.group / run_name(config)}",
+        f"  would be written to {Path(config.results_dir) / config.group / run_name(config, plan.world_size)}",
         f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens, "
         f"{plan.total_steps * plan.tokens_per_step:,} in all",
         f"  {arch.num_layers} layers, width {arch.hidden_size}, {arch.num_heads} heads of {arch.head_k_dim} (keys) and "
@@ -78,7 +78,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:
-    """FLOPs of one optimizer step, all its micro-steps."""
+    """FLOPs of one optimizer step on each rank, all its micro-steps."""
     trainer = plan.config.trainer
     return accounting.step_flops(
         arch,

@@ -38,7 +38,17 @@ def check_wandb(config: WandbConfig) -> None:
         )
 
 
-class Console:
+class Silence:
+    """A console that says nothing: that of every rank but the first."""
+
+    def line(self, text: str = "") -> None:
+        """A line for people."""
+
+    def progress(self, text: str, *, final: bool = False) -> None:
+        """A progress line."""
+
+
+class Console(Silence):
     """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`."""
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:

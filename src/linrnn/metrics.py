@@ -9,7 +9,8 @@ from typing import Any
 
 from linrnn.errors import DataError, StorageError
 
-# What every metric is, with its unit. A loss backend's own figures go below `loss/` and are not listed here.
+# What every metric is, with its unit. A loss backend's own figures (of rank 0's last micro-step) go below `loss/` and
+# are not listed here.
 METRICS: dict[str, str] = {
     "train/loss_nats": "mean cross-entropy of the step's tokens, nats per token",
     "train/grad_norm": "global L2 norm of the gradients before clipping",
@@ -19,7 +20,7 @@ METRICS: dict[str, str] = {
     "speed/tokens_per_second": "tokens of a step / its time, all ranks",
     "speed/step_ms": "time of an optimizer step, all its micro-steps, milliseconds",
     "speed/mfu": "the model's matrix-product FLOPs per second / the device's peak, share of 1",
-    "memory/peak_gib": "most memory allocated at once since the warm-up, GiB",
+    "memory/peak_gib": "most memory allocated at once since the warm-up, GiB; this and the others: the largest of all ranks",
     "memory/parameters_gib": "parameters, GiB",
     "memory/gradients_gib": "gradients, GiB",
     "memory/optimizer_gib": "optimizer state, GiB",

@@ -1,6 +1,6 @@
 """What a configuration decides before anything is built: device, precision, steps; and the refusals that follow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from linrnn import accounting, checkpoint
 from linrnn.architecture import Architecture, resolve
 from linrnn.config.schema import Config
 from linrnn.data import vocabulary_size
+from linrnn.distributed import Launch
 from linrnn.errors import ConfigError, UnsupportedError
 from linrnn.loggers import check_wandb
 from linrnn.losses import check_loss
@@ -19,17 +20,22 @@ from linrnn.runtime import compute_dtype, resolve_device, resolve_precision
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration that can run on this machine."""
+    """A configuration that can run on this machine, by `world_size` processes."""
 
     config: Config
     device: torch.device
     precision: str
+    world_size: int = 1
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step, all ranks and micro-steps."""
+        return self.config.trainer.batch_size * self.config.trainer.accumulation_steps * self.world_size
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, ignored labels included."""
-        trainer = self.config.trainer
-        return trainer.batch_size * trainer.seq_len * trainer.accumulation_steps
+        """Tokens of one optimizer step, all ranks, ignored labels included."""
+        return self.sequences_per_step * self.config.trainer.seq_len
 
     @cached_property
     def total_steps(self) -> int:
@@ -69,7 +75,8 @@ class Plan:
             precision=self.precision,
             loss=self.config.loss,
             activation_checkpointing=trainer.activation_checkpointing,
-            accumulation_steps=trainer.accumulation_steps,
+            # A replica's gradients lie in buckets that stay, as those of an earlier micro-step do.
+            accumulation_steps=max(trainer.accumulation_steps, min(self.world_size, 2)),
         )
 
 
@@ -94,9 +101,11 @@ def make_training_plan(config: Config) -> Plan:
 
     Raises:
         UnsupportedError: as there, or the logger or the memory snapshot cannot run here.
-        ConfigError: as there, no limit of steps or tokens, or fewer tokens than one step takes.
+        ConfigError: as there, no limit of steps or tokens, fewer tokens than one step takes, or processes that do not
+            belong to `parallel`.
     """
-    plan = make_plan(config)
+    world_size = Launch.from_environment().world_size_of(config.parallel)
+    plan = replace(make_plan(config), world_size=world_size)
     check_wandb(config.logger.wandb)
     if config.trainer.memory_snapshot and plan.device.type != "cuda":
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
 from linrnn.config.schema import Config
 from linrnn.errors import ConfigError, LinrnnError, UnsupportedError
 from linrnn.run_directory import SUMMARY, RunDirectory
-from linrnn.summary import summary_without_figures
+from linrnn.summary import status_of, summary_without_figures
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 LOGS = "sweep_logs"  # of a group: what each point printed
@@ -169,7 +169,7 @@ class Process:
         code = self._process.returncode
         if code == 0 and (summary := self.point.summary()):
             return summary  # it found nothing left to do
-        return write_summary(self.point, _status(code), self._reason(code))
+        return write_summary(self.point, status_of(code), self._reason(code))
 
     def _reason(self, code: int) -> str:
         if code < 0:
@@ -198,10 +198,6 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     finally:
         directory.close()
     return summary
-
-
-def _status(code: int) -> str:
-    return {4: "unsupported", 5: "out_of_memory", 6: "diverged"}.get(code, "failed")
 
 
 def _end_with_parent() -> None:

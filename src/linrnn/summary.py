@@ -15,6 +15,7 @@ _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 # What every summary has, beside what names the run; null where a run did not get that far.
 MEASURED = (
     "n_parameters",
+    "world_size",
     "vocab_size",
     "precision",
     "train_loss_nats",
@@ -68,6 +69,11 @@ def summary_without_figures(config: Config, run_name: str, status: str, reason: 
         **dict.fromkeys(MEASURED),
         "command": command,
     }
+
+
+def status_of(exit_code: int) -> str:
+    """The status of a run whose process ended with this exit code, not 0."""
+    return {4: "unsupported", 5: "out_of_memory", 6: "diverged"}.get(exit_code, "failed")
 
 
 def duration(seconds: float) -> str:

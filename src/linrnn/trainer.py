@@ -21,11 +21,12 @@ from linrnn import accounting, checkpoint
 from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
 from linrnn.data import Batch, BatchLoader, ConsoleProgress, prepare
+from linrnn.distributed import Ranks
 from linrnn.environment import describe_environment, gpu_state
-from linrnn.errors import DivergedError, InterruptedRun, OutOfMemoryError
+from linrnn.errors import DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError, RankFailedError
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest
-from linrnn.loggers import Console, WandbMirror
+from linrnn.loggers import Console, Silence, WandbMirror
 from linrnn.losses import build_loss
 from linrnn.metrics import JsonlWriter, mfu
 from linrnn.models import build_model, explain_resources
@@ -34,7 +35,7 @@ from linrnn.plan import Plan, initialise, make_training_plan
 from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
 from linrnn.runtime import parameter_dtype, prepare_process
-from linrnn.summary import final_lines, memory_lines, names_of_run, progress_line
+from linrnn.summary import final_lines, memory_lines, names_of_run, progress_line, status_of, summary_without_figures
 
 MEAN_OF_LAST = 50  # steps that the summary's train_loss_nats averages over
 GIB = 2**30
@@ -50,6 +51,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _concerns_all(failure: BaseException | None) -> bool:
+    """Whether every rank ends at this very step for the same reason."""
+    return failure is None or isinstance(failure, InterruptedRun | DivergedError)
 
 
 class StepRecord:
@@ -73,22 +79,30 @@ class StepRecord:
 class Trainer:
     """Builds everything that `config` names; :meth:`fit` runs it.
 
+    Args:
+        ranks: the processes that share the run, each with a Trainer of its own; None: this one alone.
+
     Raises:
         LinrnnError: a loss, model or device that cannot run here (before anything is built), unusable data, or a run
             directory that holds another configuration.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
+        if self.plan.world_size != self.ranks.world_size:
+            raise ValueError(f"{self.plan.world_size} processes, and ranks of {self.ranks.world_size}")
         self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
-        self.data = prepare(config.data, progress=ConsoleProgress())
+        progress = ConsoleProgress() if self.ranks.is_first else None
+        self.data = self.ranks.first_then_others(lambda: prepare(config.data, progress=progress))
         self.architecture = self.plan.architecture(self.data.vocab_size)
-        self.name = run_name(config)
+        self.name = run_name(config, self.plan.world_size)
+        self.identity = identity(config, self.plan.world_size)
         self.directory = RunDirectory(
             Path(config.results_dir) / config.group / self.name,
-            identity=identity(config),
+            identity=self.identity,
             resume=config.trainer.resume,
         )
         try:
@@ -100,6 +114,7 @@ class Trainer:
                 f"out of memory while the model was built: {first_line(error)}",
                 "use a smaller size, a smaller size.vocab_size or a larger memory_budget_gib",
             ) from error
+        self.console: Silence = Silence()
         self.step = 0
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
         self.steps_here = 0  # done by this process
@@ -118,6 +133,7 @@ class Trainer:
         self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
         if config.trainer.compile_blocks:
             self.model.compile_blocks()
+        self.replica = self.ranks.replicate(self.model)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.total_steps)
         self.loader = BatchLoader(
@@ -125,6 +141,8 @@ class Trainer:
             seq_len=config.trainer.seq_len,
             batch_size=config.trainer.batch_size,
             seed=config.seed,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
             reset_at_document=config.data.reset_at_document,
         )
 
@@ -136,13 +154,16 @@ class Trainer:
             InterruptedRun: after Ctrl-C or SIGTERM, with a checkpoint written.
             DivergedError: the loss is not finite; the last good checkpoint is kept.
             OutOfMemoryError: with the memory by component and what to lower.
+            RankFailedError: another process of the run has failed.
         """
+        if not self.ranks.is_first:
+            return self._fit()
         self.directory.open(to_yaml(self.config))
         with contextlib.ExitStack() as closing:
             closing.callback(self.directory.close)
             self.directory.write_json(ENVIRONMENT, describe_environment())
-            self.console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
-            closing.callback(self.console.close)
+            self.console = console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
+            closing.callback(console.close)
             self.metrics = JsonlWriter(self.directory.metrics)
             closing.callback(self.metrics.close)
             return self._fit()
@@ -150,16 +171,18 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         if finished := self._resume():
             return finished
-        self.wandb = WandbMirror(
-            self.config.logger.wandb,
-            self.directory.path,
-            run_name=self.name,
-            group=self.config.group,
-            tags=[getattr(self.config, group).name for group in ("model", "size", "loss", "data")],
-            hyperparameters=identity(self.config),
-            say=self.console.line,
-        )
+        if self.ranks.is_first:
+            self.wandb = WandbMirror(
+                self.config.logger.wandb,
+                self.directory.path,
+                run_name=self.name,
+                group=self.config.group,
+                tags=[getattr(self.config, group).name for group in ("model", "size", "loss", "data")],
+                hyperparameters=self.identity,
+                say=self.console.line,
+            )
         self._announce()
+        self.ranks.shield(self._write_lost_summary)
         started = time.monotonic()
         status, evaluation = "finished", None
         failure: BaseException | None = None
@@ -174,14 +197,19 @@ class Trainer:
         except DivergedError as error:
             status, failure = "diverged", error
         except BaseException as error:
-            status, failure = "failed", error
-            if ran_out_of_memory(error):
+            status, failure = "failed", self.ranks.explain(error)
+            if isinstance(failure, RankFailedError):
+                status = status_of(failure.exit_code)
+            elif ran_out_of_memory(error):
                 status, failure = "out_of_memory", self._explain_out_of_memory(error)
             elif unsupported := explain_resources(error, self.config.model):
                 status, failure = "unsupported", unsupported
         summary = self._summarise(status, failure, evaluation, time.monotonic() - started)
-        self.directory.write_json(SUMMARY, summary)
-        self.wandb.finish(summary, exit_code=0 if failure is None else 1)
+        if _concerns_all(failure):
+            self.ranks.end_together()
+        if self.ranks.is_first:
+            self.directory.write_json(SUMMARY, summary)
+            self.wandb.finish(summary, exit_code=0 if failure is None else 1)
         for line in final_lines(self.config, self.directory.path, summary):
             self.console.line(line)
         if failure is not None:
@@ -203,12 +231,13 @@ class Trainer:
                 self._validate()
             if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0 and not last:
                 self._save()
-            if stop.signal_number is not None and not last:
+            [signal_number] = self.ranks.largest(stop.signal_number or 0)  # so that all stop at the same step
+            if signal_number and not last:
                 self._save()
                 raise InterruptedRun(
                     f"interrupted at step {self.step} of {self.plan.total_steps}; checkpoint written",
                     "run the same command again to continue",
-                    stop.signal_number,
+                    int(signal_number),
                 )
         self.gpu_state = gpu_state(self.device)  # while the device works on the last steps
         self._flush()
@@ -216,21 +245,23 @@ class Trainer:
     def train_step(self) -> StepRecord:
         """One optimizer step over `accumulation_steps` micro-steps.
 
-        Every micro-step's summed loss is divided by the tokens of the whole step, so that the gradient equals that of
-        one large batch however it is split and however many labels are ignored.
+        Every micro-step's summed loss is divided by the tokens of the whole step on all ranks, so that the gradient
+        equals that of one large batch however it is split and however many labels are ignored.
         """
         self.timer.start()
         lr = self.schedule.apply(self.step)
         batches = [next(self.loader) for _ in range(self.config.trainer.accumulation_steps)]
-        n_tokens = max(sum(batch.n_tokens for batch in batches), 1)
+        n_tokens = max(int(self.ranks.total(sum(batch.n_tokens for batch in batches))[0]), 1)
         mean_nats = torch.zeros((), device=self.device)
         stats: dict[str, torch.Tensor] = {}
-        for batch in batches:
-            nats, stats = self._forward_backward(batch, n_tokens)
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            with contextlib.nullcontext() if last else self.ranks.accumulating(self.replica):
+                nats, stats = self._forward_backward(batch, n_tokens)
             mean_nats += nats
         grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.ranks.zero_gradients(self.optimizer)
         self.timer.stop()
         self.step += 1
         self.steps_here += 1
@@ -238,15 +269,15 @@ class Trainer:
             self.step,
             self.steps_here,
             lr,
-            {"train/loss_nats": mean_nats, "train/grad_norm": grad_norm, **stats},
+            {"train/loss_nats": self.ranks.sum(mean_nats), "train/grad_norm": grad_norm, **stats},
         )
 
     def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics."""
-        hidden_ND, weight_VD, labels_N = loss_inputs(self.model, batch, self.precision, self.device)
+        hidden_ND, weight_VD, labels_N = loss_inputs(self.replica, batch, self.precision, self.device)
         output = watched_loss(self.loss, hidden_ND, weight_VD, labels_N, self.memory)
         mean_nats = output.sum_nats / n_tokens
-        mean_nats.backward()
+        (mean_nats * self.ranks.world_size).backward()  # of which replicas take the mean
         return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
 
     # ---------------------------------------------------------------------------------------------- bookkeeping
@@ -289,6 +320,9 @@ class Trainer:
     def _recordings(self) -> Iterator[Callable[[], None]]:
         """The profiler's trace and the memory snapshot that were asked for; yields what ends a profiled step."""
         trainer, path = self.config.trainer, self.directory.path
+        if not self.ranks.is_first:
+            yield lambda: None
+            return
         snapshot = (
             memory_snapshot(path / "memory_snapshot.pickle", self.device) if trainer.memory_snapshot else nullcontext()
         )
@@ -299,8 +333,9 @@ class Trainer:
             yield end_of_step
 
     def _log(self, step: int, metrics: dict[str, float | None]) -> None:
-        self.metrics.write({"step": step, **metrics})
-        self.wandb.log(step, metrics)
+        if self.ranks.is_first:
+            self.metrics.write({"step": step, **metrics})
+            self.wandb.log(step, metrics)
 
     def _show_progress(self, step: int, loss: float) -> None:
         total = self.plan.total_steps
@@ -331,15 +366,18 @@ class Trainer:
             precision=self.precision,
             device=self.device,
             bytes_per_token=self.data.valid_bytes_per_token,
+            ranks=self.ranks,
         )
-        memory = {f"memory/{name}_gib": size / GIB for name, size in self.memory.report().items()}
+        memory = {f"memory/{name}_gib": size / GIB for name, size in self._memory_of_ranks().items()}
         self._log(self.step, {**evaluation.metrics(), **memory})
         self.console.line(f"valid at step {self.step}: {evaluation}")
         return evaluation
 
     def _save(self) -> None:
-        """A checkpoint of a state whose loss is known to be finite."""
+        """A checkpoint of a state whose loss is known to be finite; rank 0 writes it."""
         self._flush()
+        if not self.ranks.is_first:
+            return
         progress = checkpoint.Progress(self.step, self.loader.state_dict(), list(self.recent_losses))
         checkpoint.save(
             self.directory.checkpoints,
@@ -352,12 +390,12 @@ class Trainer:
 
     def _resume(self) -> dict[str, Any] | None:
         """Continue from the newest sound checkpoint; returns the summary of a run that is already finished."""
-        summary = self.directory.read_summary()
+        summary = self.ranks.from_first(self.directory.read_summary)
         if summary and summary["status"] == "finished" and summary["steps"] >= self.plan.total_steps:
             self.console.line(f"{self.directory.path} is already finished: {summary['steps']} steps")
             self.console.line("  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it")
             return summary
-        if newest := checkpoint.newest(self.directory.checkpoints):
+        if newest := self.ranks.from_first(lambda: checkpoint.newest(self.directory.checkpoints)):
             progress = checkpoint.load(newest, self.model.hf, self.optimizer)
             self.loader.load_state_dict(progress.data)
             self.recent_losses.extend(progress.recent_losses)
@@ -365,7 +403,8 @@ class Trainer:
             self.console.line(f"resuming at step {self.step} from {newest}")
         elif self.directory.resumed:
             self.console.line("this run left no checkpoint: starting again at step 0")
-        self.metrics.truncate_after(self.step)
+        if self.ranks.is_first:
+            self.metrics.truncate_after(self.step)
         return None
 
     def _announce(self) -> None:
@@ -374,12 +413,14 @@ class Trainer:
             f"{arch.model} x {arch.size} x {config.loss.name}: {arch.n_parameters:,} parameters, "
             f"V = {arch.vocab_size:,}, "
             f"{self.precision} on {self.device.type}"
+            + (f", {self.plan.world_size} ranks" if self.plan.world_size > 1 else "")
         )
         self.console.line(f"data: {self.data.description}")
         self.console.line(
             f"{self.plan.total_steps} steps of {self.plan.tokens_per_step:,} tokens "
-            f"(B = {config.trainer.batch_size} x T = {config.trainer.seq_len} x {config.trainer.accumulation_steps}) "
-            f"-> {self.directory.path}"
+            f"(B = {config.trainer.batch_size} x T = {config.trainer.seq_len} x {config.trainer.accumulation_steps}"
+            + (f" x {self.plan.world_size} ranks) " if self.plan.world_size > 1 else ") ")
+            + f"-> {self.directory.path}"
         )
         if self.device.type == "cuda":
             self.console.line(
@@ -387,12 +428,23 @@ class Trainer:
             )
 
     def _mfu(self, step_seconds: float) -> float | None:
-        trainer = self.config.trainer
-        flops = accounting.model_flops(
-            self.architecture, trainer.batch_size * trainer.accumulation_steps, trainer.seq_len
-        )
+        flops = accounting.model_flops(self.architecture, self.plan.sequences_per_step, self.config.trainer.seq_len)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        return mfu(flops, step_seconds, accounting.peak_flops_per_second(name, self.precision))
+        return mfu(flops, step_seconds, accounting.peak_flops_per_second(name, self.precision), self.plan.world_size)
+
+    def _memory_of_ranks(self) -> dict[str, int]:
+        """Bytes by component: of each, those of the rank that has most."""
+        report = self.memory.report()
+        sizes = self.ranks.largest(*report.values())
+        return {name: int(size) for name, size in zip(report, sizes, strict=True)}
+
+    def _write_lost_summary(self, failure: LinrnnError) -> None:
+        """The summary of a run whose rank 0 waits in vain for one that has failed, written beside it."""
+        if self.ranks.is_first:
+            command = shlex.join(["python", *sys.argv])
+            summary = summary_without_figures(self.config, self.name, "failed", failure.cause, command)
+            summary |= {"steps": self.step, "tokens": self.step * self.plan.tokens_per_step}
+            self.directory.write_json(SUMMARY, summary)
 
     def _explain_out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         """The measured components beside what the formula expects, and what to lower."""
@@ -420,14 +472,16 @@ class Trainer:
     def _summarise(
         self, status: str, failure: BaseException | None, evaluation: Evaluation | None, wall_seconds: float
     ) -> dict[str, Any]:
-        seconds = self.timer.median_seconds()
-        memory = self.memory.report()
+        memory = self._memory_of_ranks() if _concerns_all(failure) else self.memory.report()
+        lost = isinstance(failure, RankFailedError)  # perhaps the device waits for it for ever
+        seconds = self.timer.recent_seconds(len(self.timer.seconds)) if lost else self.timer.median_seconds()
         arch = self.architecture
         return {
             "status": status,
             "reason": failure and first_line(failure),
             **names_of_run(self.config, self.name),
             "n_parameters": arch.n_parameters,
+            "world_size": self.plan.world_size,
             "vocab_size": arch.vocab_size,
             "precision": self.precision,
             "steps": self.step,

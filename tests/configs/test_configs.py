@@ -54,6 +54,15 @@ def test_names_are_deterministic_and_complete(model: str) -> None:
     assert run_name(changed) == f"{model}-mve-standard-b32-s3"
 
 
+def test_a_distributed_run_is_named_after_the_sequences_of_its_steps() -> None:
+    whole = load_config(["parallel=ddp", "trainer.batch_size=8"])
+    cut = load_config(["parallel=ddp", "trainer.batch_size=2", "trainer.accumulation_steps=2"])
+    assert run_name(whole, 1) == run_name(cut, 2) == "gla-smoke-cce_kahan-ddp-b8-s0"
+    assert identity(whole, 1) == identity(cut, 2)
+    assert run_name(cut, 4) == "gla-smoke-cce_kahan-ddp-b16-s0"
+    assert identity(cut, 4) != identity(cut, 2)
+
+
 def test_runs_of_different_identity_have_different_names() -> None:
     variants = [
         [],

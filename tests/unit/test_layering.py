@@ -16,6 +16,7 @@ LEAVES: dict[str, set[str]] = {
     "checkpoint": set(),
     "cpu_ops": set(),
     "data": {"tokenizer"},
+    "distributed": set(),
     "loggers": set(),
     "losses": set(),
     "metrics": set(),

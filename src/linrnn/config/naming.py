@@ -27,12 +27,14 @@ MAY_DIFFER = (
     "run_name",
     "results_dir",
     "data.cache_dir",
+    "parallel.timeout_seconds",
 )
 _GROUPS = ("model", "size", "loss", "data", "optimizer", "parallel")
 _SHORT = {
     "trainer.batch_size": "b",
     "trainer.seq_len": "t",
     "trainer.accumulation_steps": "a",
+    "sequences_per_step": "b",
     "trainer.precision": "",
     "optimizer.lr": "lr",
     "size.vocab_size": "v",
@@ -42,9 +44,16 @@ _SHORT = {
 _MAX_LENGTH = 80
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """Every key that is part of a run's identity, with its value."""
-    return _identity(dataclasses.asdict(config))
+def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
+    """Every key that is part of a run's identity, with its value.
+
+    A distributed run is one by the sequences of its steps, however they are cut over ranks and micro-steps.
+    """
+    values = _identity(dataclasses.asdict(config))
+    if config.parallel.name != "none":
+        rows = values.pop("trainer.batch_size") * values.pop("trainer.accumulation_steps")
+        values["sequences_per_step"] = rows * world_size
+    return values
 
 
 def _identity(nested: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +68,7 @@ def _leaves(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def run_name(config: Config) -> str:
+def run_name(config: Config, world_size: int = 1) -> str:
     """`model-size-loss`, every non-default choice, the seed: deterministic and complete.
 
     Beyond 80 characters the choices are replaced by a short hash of them.
@@ -67,7 +76,7 @@ def run_name(config: Config) -> str:
     if config.run_name:
         return config.run_name
     defaults = _defaults(*(f"{group}={getattr(config, group).name}" for group in _GROUPS))
-    values = identity(config)
+    values = identity(config, world_size)
     menu = _defaults()
     words = [
         getattr(config, group).name

@@ -213,7 +213,16 @@ class LoggerConfig:
 
 @dataclass
 class ParallelConfig:
-    name: str = one_of("none")
+    """How one run is spread over processes; subclasses add the options of a way to do so."""
+
+    name: str
+
+
+@dataclass
+class DdpConfig(ParallelConfig):
+    """A replica of the model on every rank, gradients summed (torch's DistributedDataParallel)."""
+
+    timeout_seconds: float = at_least(1)
 
 
 @dataclass
@@ -373,6 +382,9 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "optimizer": {"": OptimizerConfig},
     "trainer": {"": TrainerConfig},
     "logger": {"": LoggerConfig},
-    "parallel": {"": ParallelConfig},
+    "parallel": {
+        "none": ParallelConfig,
+        "ddp": DdpConfig,
+    },
     "sweep": {"": SweepConfig},
 }

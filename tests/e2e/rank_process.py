@@ -1,0 +1,106 @@
+"""One rank of `train.py`, as a launcher starts it, forked from a process that has imported all it needs; and faults."""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrnn import distributed
+from linrnn.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ["linrnn.trainer", "linrnn.models.fla_models", "fla.layers", "fla.models", "torch._dynamo", "hydra"]
+
+
+def start_ranks(overrides: list[str], world_size: int, log: Path, fault: str = "") -> list[BaseProcess]:
+    """Start `train.py` in `world_size` processes on the CPU; rank r prints into `<log>.<r>`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(NEEDED)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    ranks: list[BaseProcess] = [
+        context.Process(target=_rank, args=(rank, world_size, port, overrides, f"{log}.{rank}", fault))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str, fault: str) -> None:
+    with open(log, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    if fault:
+        distributed.GRACE_SECONDS = 2.0
+        _at_third_step(rank, FAULTS[fault])
+    sys.argv = ["train.py", *overrides]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+# ---------------------------------------------------------------------------------------------------------- faults
+def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+    """Let something happen to this rank's loss in the third step."""
+    original = Trainer._forward_backward
+
+    def faulty(self: Trainer, *arguments: Any) -> Any:
+        nats, stats = original(self, *arguments)
+        return (happen(rank, nats) if self.step == 2 else nats), stats
+
+    Trainer._forward_backward = faulty  # type: ignore[method-assign]
+
+
+def _nan(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    return nats * float("nan") if rank == 1 else nats
+
+
+def _killed(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nats
+
+
+def _killed_and_waited_for(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    """The others wait as for a GPU that waits for the dead rank's: no exception reaches them."""
+    _killed(rank, nats)
+    time.sleep(1000)
+    return nats
+
+
+def _out_of_memory(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    if rank == 1:
+        raise torch.OutOfMemoryError("tried to allocate 1 EiB")
+    return nats
+
+
+def _stuck(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    if rank == 1:
+        time.sleep(1000)
+    return nats
+
+
+FAULTS = {
+    "nan": _nan,
+    "killed": _killed,
+    "killed_and_waited_for": _killed_and_waited_for,
+    "out_of_memory": _out_of_memory,
+    "stuck": _stuck,
+}

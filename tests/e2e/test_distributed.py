@@ -1,0 +1,187 @@
+"""parallel=ddp on gloo: N processes train as one does, stop together, continue with another N, and never hang."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_process import ROOT, start_ranks
+
+from linrnn.checkpoint import found
+from linrnn.config import load_config
+from linrnn.distributed import Launch
+from linrnn.errors import ConfigError
+from linrnn.metrics import read_jsonl
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+ROUNDING = 2e-5  # as for gradient accumulation on one process
+
+
+def curve(directory: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; a step that was written twice is an error."""
+    records = [r for r in read_jsonl(directory / "metrics.jsonl") if "train/loss_nats" in r]
+    steps = {r["step"]: (r["train/loss_nats"], r["train/grad_norm"]) for r in records}
+    assert len(steps) == len(records)
+    return steps
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def ended(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
+    """Exit codes once all have ended; one that has not is killed, and has none."""
+    until = time.monotonic() + seconds
+    for process in ranks:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    return codes
+
+
+def output(log: Path, world_size: int) -> str:
+    return "".join(Path(f"{log}.{rank}").read_text() for rank in range(world_size))
+
+
+def trained(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
+    """The directory of a run of so many ranks that finished."""
+    log = tmp_path / "ranks"
+    codes = ended(start_ranks(overrides, world_size, log))
+    assert codes == [0] * world_size, output(log, world_size)
+    return next((tmp_path / "results" / "ddp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "accumulation_steps"), [(1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2)]
+)
+def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
+    world_size: int, batch_size: int, accumulation_steps: int, small: Small, tmp_path: Path
+) -> None:
+    """With document resets the ranks have different numbers of labels, so a mean of means would differ."""
+    common = ("data.reset_at_document=true", "loss=standard", "trainer.valid_every=2")
+    one = Trainer(load_config(small(*common, "trainer.batch_size=4")))
+    reference = one.fit()
+    cut = (f"trainer.batch_size={batch_size}", f"trainer.accumulation_steps={accumulation_steps}")
+    directory = trained(small(*common, *cut, "parallel=ddp", "group=ddp"), world_size, tmp_path)
+    summary = summary_of(directory)
+    expected = curve(one.directory.path)
+    assert curve(directory).keys() == expected.keys()
+    for step, figures in curve(directory).items():
+        assert figures == pytest.approx(expected[step], rel=ROUNDING), step
+    assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
+    for name in ("steps", "tokens", "status", "data_fingerprint"):
+        assert summary[name] == reference[name]
+    assert summary["world_size"] == world_size
+    assert summary["tokens_per_second"] == pytest.approx(4 * 80 / (summary["step_time_ms_median"] / 1e3))
+    assert (directory / "train.log").read_text().count("valid at step 2") == 1
+    assert output(tmp_path / "ranks", world_size).count("valid at step 2") == 1, "rank 0 alone speaks"
+
+
+@pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
+def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Path) -> None:
+    options = (f"model={model}", "trainer.activation_checkpointing=full")
+    one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
+    one.fit()
+    directory = trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2, tmp_path)
+    for step, figures in curve(one.directory.path).items():
+        assert curve(directory)[step] == pytest.approx(figures, rel=ROUNDING)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(
+    small: Small, tmp_path: Path
+) -> None:
+    same = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")  # of another max_steps
+    distributed = (*same, "parallel=ddp", "group=ddp")
+    log = tmp_path / "stopped"
+    ranks = start_ranks(small(*distributed, "trainer.batch_size=1", "trainer.max_steps=2000"), 4, log)
+    directory = wait_for_step(tmp_path / "results/ddp", 5)
+    os.kill(ranks[2].pid or 0, signal.SIGTERM)
+    assert ended(ranks) == [128 + signal.SIGTERM] * 4, output(log, 4)
+    assert output(log, 4).count("error: interrupted at step") == 1
+    stopped = summary_of(directory)
+    assert stopped["status"] == "interrupted"
+    assert 5 <= stopped["steps"] < 2000
+    assert found(directory / "checkpoints")[-1].name == f"step_{stopped['steps']:08d}"
+    end = f"trainer.max_steps={stopped['steps'] + 3}"
+    assert trained(small(*distributed, "trainer.batch_size=2", end), 2, tmp_path) == directory
+    assert f"resuming at step {stopped['steps']}" in (directory / "train.log").read_text()
+    one = Trainer(load_config(small(*same, "trainer.batch_size=4", end)))
+    reference = one.fit()
+    expected = curve(one.directory.path)
+    assert list(curve(directory)) == list(range(1, stopped["steps"] + 4))
+    for step, (loss, _) in curve(directory).items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-3), step  # rounding grows over the steps
+    assert summary_of(directory)["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=1e-3)
+
+
+def wait_for_step(group: Path, step: int) -> Path:
+    """The only run of a group, once it has written that step."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        for metrics in group.glob("*/metrics.jsonl"):
+            if metrics.read_text().count("train/loss_nats") >= step:
+                return metrics.parent
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "status", "words"),
+    [
+        ("nan", 6, "diverged", "step 3: loss nan"),
+        ("killed", 1, "failed", "rank 1 stopped: its process has died"),
+        ("killed_and_waited_for", 1, "failed", "rank 1 stopped: its process has died"),
+        ("out_of_memory", 5, "out_of_memory", "rank 1 stopped: out of memory at step 3"),
+        ("stuck", 1, "failed", "no answer from the other ranks within 3 s"),
+    ],
+)
+def test_when_one_rank_fails_the_others_stop_and_say_why(
+    fault: str, code: int, status: str, words: str, small: Small, tmp_path: Path
+) -> None:
+    log = tmp_path / "ranks"
+    overrides = small("trainer.max_steps=20", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
+    if fault == "stuck":
+        overrides.append("parallel.timeout_seconds=3")
+    codes = ended(start_ranks(overrides, 3, log, fault), seconds=30)
+    printed = output(log, 3)
+    assert codes == [code, -signal.SIGKILL if fault.startswith("killed") else code, code], printed
+    assert f"error: {words}" in printed
+    assert printed.count("error: ") <= (1 if status == "diverged" else 3), printed
+    directory = next((tmp_path / "results/ddp").iterdir())
+    summary = summary_of(directory)
+    assert summary["status"] == status
+    assert words in summary["reason"]
+
+
+def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(small: Small, tmp_path: Path) -> None:
+    overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    process = subprocess.Popen([*torchrun, *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        directory = wait_for_step(tmp_path / "results/ddp", 3)
+        process.terminate()
+        printed = process.communicate(timeout=60)[0].decode()
+    finally:
+        process.kill()
+    summary = summary_of(directory)
+    assert summary["status"] == "interrupted", printed
+    assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
+
+
+def test_processes_and_parallel_must_belong_together(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="not started by torchrun"):
+        Trainer(load_config(small("parallel=ddp")))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert Launch.from_environment() == Launch(rank=1, local_rank=1, world_size=2, launched=True)
+    with pytest.raises(ConfigError, match="started 2 processes"):
+        Trainer(load_config(small()))
