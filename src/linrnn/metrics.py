@@ -20,7 +20,7 @@ METRICS: dict[str, str] = {
     "speed/tokens_per_second": "tokens of a step / its time, all ranks",
     "speed/step_ms": "time of an optimizer step, all its micro-steps, milliseconds",
     "speed/mfu": "the model's matrix-product FLOPs per second / the device's peak, share of 1",
-    "memory/peak_gib": "most memory allocated at once since the warm-up, GiB; this and the others: the largest of all ranks",
+    "memory/peak_gib": "most memory allocated at once since the warm-up (as all of these: of the rank with most), GiB",
     "memory/parameters_gib": "parameters, GiB",
     "memory/gradients_gib": "gradients, GiB",
     "memory/optimizer_gib": "optimizer state, GiB",
