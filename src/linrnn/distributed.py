@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linrnn.config.schema import DdpConfig, ParallelConfig
-from linrnn.errors import ConfigError, LinrnnError, RankFailedError, UnsupportedError
+from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
+from linrnn.interrupts import SIGNALS
 
 POLL_SECONDS = 0.2  # between looks at the store and the processes of this machine
 NOTICE_SECONDS = 5 * POLL_SECONDS  # in which every rank has learnt of a failure
@@ -342,15 +343,18 @@ def _claim_device(launch: Launch, device: str) -> str:
 
 @contextlib.contextmanager
 def _signals(watch: Watch) -> Iterator[None]:
-    """SIGTERM and SIGINT end a rank that is being set up; later they are the trainer's, and where it does not listen
-    they are ignored: a launcher sends SIGTERM to all ranks when one has failed, and they have a summary to write."""
+    """The signals that stop a run end a rank that is being set up; later they are the trainer's, and where it does not
+    listen they are ignored: a launcher sends SIGTERM to all ranks when one has failed, with a summary to write."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if watch.when_lost is None:
             failure = watch.wait_for_failure(NOTICE_SECONDS)
-            raise failure.error() if failure else KeyboardInterrupt
+            raise failure.error() if failure else interrupted(number)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    def interrupted(number: int) -> InterruptedRun:
+        return InterruptedRun("interrupted before the first step", "run the same command again", number)
+
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:

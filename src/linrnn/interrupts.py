@@ -1,13 +1,15 @@
-"""Ctrl-C and SIGTERM end a run after its current step; a second Ctrl-C ends it at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm, ahead of a job's end) end a run after its current step; a second one at once."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM set `signal_number` instead of killing the process."""
+    """A context in which the :data:`SIGNALS` set `signal_number` instead of killing the process."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -15,7 +17,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -49,7 +49,9 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    if fault:
+    if fault == "signalled_at_once":
+        _signalled_at_once()
+    elif fault:
         distributed.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
     sys.argv = ["train.py", *overrides]
@@ -57,6 +59,17 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
 
 
 # ---------------------------------------------------------------------------------------------------------- faults
+def _signalled_at_once() -> None:
+    """A signal that comes while the ranks are being set up."""
+    original = Trainer.__init__
+
+    def signalled(self: Trainer, *arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        original(self, *arguments)
+
+    Trainer.__init__ = signalled  # type: ignore[method-assign]
+
+
 def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
     """Let something happen to this rank's loss in the third step."""
     original = Trainer._forward_backward

@@ -123,6 +123,14 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_
     assert summary_of(directory)["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=1e-3)
 
 
+def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small: Small, tmp_path: Path) -> None:
+    log = tmp_path / "ranks"
+    codes = ended(start_ranks(small("parallel=ddp", "group=ddp"), 2, log, "signalled_at_once"))
+    assert codes == [128 + signal.SIGUSR1] * 2, output(log, 2)
+    assert output(log, 2).count("error: interrupted before the first step") == 1
+    assert not (tmp_path / "results").exists()
+
+
 def wait_for_step(group: Path, step: int) -> Path:
     """The only run of a group, once it has written that step."""
     deadline = time.monotonic() + 100

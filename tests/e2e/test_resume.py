@@ -62,7 +62,7 @@ def unbroken(small: Callable[..., list[str]], tmp_path: Path) -> Path:
     return next((tmp_path / "results/unbroken").iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_stopped_run_continues_bit_for_bit(
     number: signal.Signals, small: Callable[..., list[str]], unbroken: Path, tmp_path: Path
 ) -> None:
