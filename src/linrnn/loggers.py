@@ -10,6 +10,8 @@ from typing import Any, Literal, TextIO, cast
 from linrnn.config.schema import WandbConfig
 from linrnn.errors import UnsupportedError
 
+_SERVICE_SECONDS = 120  # for wandb's own process to start: a loaded machine takes longer than its 30
+
 
 def has_wandb_key() -> bool:
     """Whether wandb is there and finds an API key (environment or netrc), without asking for one or going online."""
@@ -17,7 +19,7 @@ def has_wandb_key() -> bool:
         return False
     import wandb
 
-    wandb.setup(wandb.Settings(silent=True))
+    wandb.setup(wandb.Settings(silent=True, x_service_wait=_SERVICE_SECONDS))
     return bool(wandb.login(prompt=False, verify=False))
 
 
@@ -100,10 +102,10 @@ class WandbMirror:
             return
         import wandb
 
-        mode = config.mode
-        if mode == "auto":
-            mode = "online" if has_wandb_key() else "offline"
+        self.mode: str = config.mode
         with self._survive():
+            if self.mode == "auto":
+                self.mode = "online" if has_wandb_key() else "offline"
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
@@ -113,12 +115,17 @@ class WandbMirror:
                 config=hyperparameters,
                 dir=str(directory),
                 id=self._stable_id(directory, uuid.uuid4().hex[:8]),
-                resume="allow" if mode == "online" else None,
-                mode=cast(Literal["online", "offline"], mode),
+                resume="allow" if self.mode == "online" else None,
+                mode=cast(Literal["online", "offline"], self.mode),
                 reinit="finish_previous",
-                settings=wandb.Settings(console="off", silent=True, x_disable_machine_info=True, save_code=False),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    x_disable_machine_info=True,
+                    save_code=False,
+                    x_service_wait=_SERVICE_SECONDS,
+                ),
             )
-        self.mode = mode
 
     @staticmethod
     def _stable_id(directory: Path, fresh: str) -> str:

@@ -122,7 +122,7 @@ def test_wandb_records_offline_without_a_key(small: Small, monkeypatch: pytest.M
     overrides = [o for o in small() if not o.startswith("logger.")]
     trainer = trained(overrides)
     recorded = list(trainer.directory.path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(recorded) == 1
+    assert len(recorded) == 1, (trainer.directory.path / "train.log").read_text()
     assert b"train/loss_nats" in recorded[0].read_bytes()
 
 
