@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from linrnn.errors import ConfigError, DataError, StorageError
 
@@ -44,18 +45,24 @@ def save(
     optimizer: torch.optim.Optimizer,
     config_yaml: str,
     keep: int,
+    write: bool = True,
 ) -> Path:
     """Write `root/step_<n>` and delete all but the newest `keep` checkpoints; returns the new directory.
 
-    `model` is the Hugging Face module whose state-dict names the file carries.
+    `model` is the Hugging Face module whose state-dict names the file carries. Where it is cut over ranks all of
+    them call this, and the one that is to `write` gathers the tensors in the CPU's memory.
     """
     target = root / f"{_PREFIX}{progress.step:08d}"
+    model_tensors = _gathered(_model_tensors(model), write)
+    optimizer_tensors = _gathered(_optimizer_tensors(model, optimizer), write)
+    if not write:
+        return target
     partial = target.with_name(target.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _save_tensors(_model_tensors(model), partial / MODEL)
-        _save_tensors(_optimizer_tensors(model, optimizer), partial / OPTIMIZER)
+        _save_tensors(model_tensors, partial / MODEL)
+        _save_tensors(optimizer_tensors, partial / OPTIMIZER)
         _save_tensors(_rng_tensors(), partial / RNG)
         (partial / "config.yaml").write_text(config_yaml)
         checksums = {name: _sha256(partial / name) for name in (MODEL, OPTIMIZER, RNG)}
@@ -129,7 +136,7 @@ def load_model(path: Path, model: torch.nn.Module) -> None:
             )
     with torch.no_grad():
         for name, tensor in expected.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(_cut_like(tensor, tensors[name]))
 
 
 def resolve(source: Path) -> Path | None:
@@ -177,8 +184,28 @@ def _restore_optimizer(
     state: dict[int, dict[str, torch.Tensor]] = {}
     for full, value in tensors.items():
         name, key = full.rsplit("/", 1)
-        state.setdefault(numbers[id(parameters[name])], {})[key] = value
+        parameter = parameters[name]
+        state.setdefault(numbers[id(parameter)], {})[key] = _cut_like(parameter, value) if value.ndim else value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _gathered(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors, those cut over ranks gathered one by one into the CPU's memory; none if not to `keep`."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor().cpu() if keep else tensor.full_tensor()
+        if keep:
+            whole[name] = tensor
+    return whole
+
+
+def _cut_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that every rank has, if `parameter` is cut; else the tensor."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    whole = whole.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _rng_tensors() -> dict[str, torch.Tensor]:

@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -29,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linrnn.config.schema import DdpConfig, ParallelConfig
+from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig
 from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
 from linrnn.interrupts import SIGNALS
+from linrnn.sharding import make_mesh, shard
 
 POLL_SECONDS = 0.2  # between looks at the store and the processes of this machine
 NOTICE_SECONDS = 5 * POLL_SECONDS  # in which every rank has learnt of a failure
@@ -89,8 +91,17 @@ class Ranks:
         """Whether this rank writes."""
         return self.rank == 0
 
-    def replicate(self, model: Any) -> Any:
-        """`model` such that a backward pass through it leaves the mean of all ranks' gradients on every rank."""
+    @property
+    def loss_scale(self) -> int:
+        """What a rank's loss is to be multiplied by so that the gradients are those of the sum of all ranks' losses."""
+        return 1
+
+    def spread(self, model: Any, compute: torch.dtype) -> Any:
+        """`model` (a LanguageModel) over the ranks; to be called like it, and to be asked for its head.
+
+        Args:
+            compute: what products are computed in.
+        """
         return model
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
@@ -100,6 +111,10 @@ class Ranks:
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of a step."""
         optimizer.zero_grad(set_to_none=True)
+
+    def share(self, items: Iterable[T], blank: Callable[[T], T]) -> Iterator[T]:
+        """This rank's items, of which all ranks have the same number: in the last round some get a `blank` one."""
+        yield from items
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, on the tensor's device; the host does not wait for a GPU."""
@@ -140,15 +155,10 @@ class DistributedRanks(Ranks):
         self.rank, self.world_size = launch.rank, launch.world_size
         self._store, self._watch, self._timeout = store, watch, timeout
 
-    def replicate(self, model: nn.Module) -> nn.Module:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 knows no newer word
-            return _Replica(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
-        return replica.no_sync()
-
-    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=False)  # they are views of the replica's buckets, which stay
+    def share(self, items: Iterable[T], blank: Callable[[T], T]) -> Iterator[T]:
+        rest = iter(items)
+        while round_ := list(islice(rest, self.world_size)):
+            yield round_[self.rank] if self.rank < len(round_) else blank(round_[0])
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor := tensor.clone())
@@ -197,12 +207,41 @@ class DistributedRanks(Ranks):
         return error
 
 
+class ReplicatedRanks(DistributedRanks):
+    """Ranks with a whole model each: parallel=ddp."""
+
+    @property
+    def loss_scale(self) -> int:
+        return self.world_size  # replicas take the mean
+
+    def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 knows no newer word
+            return _Replica(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+        return replica.no_sync()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)  # they are views of the replica's buckets, which stay
+
+
+class ShardedRanks(DistributedRanks):
+    """Ranks that hold one model between them: parallel=fsdp."""
+
+    def __init__(self, *arguments: Any, parallel: FsdpConfig) -> None:
+        super().__init__(*arguments)
+        self._parallel = parallel
+
+    def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        shard(model, make_mesh(self._parallel, next(model.parameters()).device.type), compute)
+        return model
+
+
 class _Replica(DistributedDataParallel):
     """A replica that shows what the loss needs of the model."""
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.module.head_weight
+    def head(self, dtype: torch.dtype) -> Tensor:
+        return self.module.head(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------- faults
@@ -305,7 +344,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
     if launch.world_size_of(parallel) == 1:
         yield Ranks()
         return
-    assert isinstance(parallel, DdpConfig)
+    assert isinstance(parallel, DistributedConfig)
     backend = _claim_device(launch, device)
     timeout = timedelta(seconds=parallel.timeout_seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -315,7 +354,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
             dist.init_process_group(
                 backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
             )
-            ranks = DistributedRanks(launch, store, watch, timeout)
+            ranks = _ranks(parallel, launch, store, watch, timeout)
             try:
                 yield ranks
             except BaseException as error:
@@ -324,6 +363,12 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
     finally:
         watch.end()
     dist.destroy_process_group()
+
+
+def _ranks(parallel: DistributedConfig, *arguments: Any) -> DistributedRanks:
+    if isinstance(parallel, FsdpConfig):
+        return ShardedRanks(*arguments, parallel=parallel)
+    return ReplicatedRanks(*arguments)
 
 
 def _claim_device(launch: Launch, device: str) -> str:

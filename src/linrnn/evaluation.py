@@ -1,14 +1,13 @@
 """Validation: one deterministic pass over held-out tokens, as nats per token, perplexity and bits per byte."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 
 import torch
 
 from linrnn.data import Batch
 from linrnn.distributed import Ranks
-from linrnn.losses import LossBackend
+from linrnn.losses import IGNORE_INDEX, LossBackend
 from linrnn.metrics import bits_per_byte, perplexity
 from linrnn.models import LanguageModel
 from linrnn.runtime import autocast, compute_dtype
@@ -48,7 +47,7 @@ def loss_inputs(
     with autocast(precision, device):
         hidden_BTD = model(batch.input_ids.to(device, non_blocking=True), cu_seqlens=cu_seqlens)
     hidden_ND = hidden_BTD.flatten(0, 1).to(dtype)
-    return hidden_ND, model.head_weight.to(dtype), batch.labels.to(device, non_blocking=True).flatten()
+    return hidden_ND, model.head(dtype), batch.labels.to(device, non_blocking=True).flatten()
 
 
 @torch.no_grad()
@@ -73,7 +72,7 @@ def evaluate(
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     n_tokens = 0
-    for batch in islice(batches, ranks.rank, None, ranks.world_size):
+    for batch in ranks.share(batches, _without_labels):
         output = loss(*loss_inputs(model, batch, precision, device))
         total += output.sum_nats.double()
         n_tokens += batch.n_tokens
@@ -86,3 +85,7 @@ def evaluate(
         bits_per_byte=None if bytes_per_token is None else bits_per_byte(nats, bytes_per_token),
         n_tokens=int(n_labels),
     )
+
+
+def _without_labels(batch: Batch) -> Batch:
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0)

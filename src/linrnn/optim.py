@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from linrnn.config.schema import OptimizerConfig
 from linrnn.errors import ConfigError
@@ -125,11 +126,14 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, to
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm` (null: leave them).
 
-    Returns the norm before clipping, a scalar on the gradients' device; the host does not wait for it.
+    Gradients may all be cut over ranks (DTensors of one mesh). Returns the norm before clipping, a scalar on the
+    gradients' device; the host does not wait for it.
     """
     if max_norm is None:
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    else:
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _share(done: int, of: int) -> float:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from linrnn.errors import StorageError, UnsupportedError
 
@@ -178,8 +179,9 @@ def matmul_rate(dtype: torch.dtype, size: int = 512, bursts: int = 5, seconds: f
 
 # -------------------------------------------------------------------------------------------------- memory
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of `tensors`, which share no memory; None counts nothing."""
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    """Bytes of `tensors`, which share no memory, on this rank; None counts nothing."""
+    here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in here)
 
 
 class MemoryByComponent:

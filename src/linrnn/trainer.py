@@ -34,7 +34,7 @@ from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, initialise, make_training_plan
 from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
-from linrnn.runtime import parameter_dtype, prepare_process
+from linrnn.runtime import compute_dtype, parameter_dtype, prepare_process
 from linrnn.summary import final_lines, memory_lines, names_of_run, progress_line, status_of, summary_without_figures
 
 MEAN_OF_LAST = 50  # steps that the summary's train_loss_nats averages over
@@ -133,7 +133,7 @@ class Trainer:
         self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
         if config.trainer.compile_blocks:
             self.model.compile_blocks()
-        self.replica = self.ranks.replicate(self.model)
+        self.replica = self.ranks.spread(self.model, compute_dtype(self.precision))
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.total_steps)
         self.loader = BatchLoader(
@@ -277,7 +277,7 @@ class Trainer:
         hidden_ND, weight_VD, labels_N = loss_inputs(self.replica, batch, self.precision, self.device)
         output = watched_loss(self.loss, hidden_ND, weight_VD, labels_N, self.memory)
         mean_nats = output.sum_nats / n_tokens
-        (mean_nats * self.ranks.world_size).backward()  # of which replicas take the mean
+        (mean_nats * self.ranks.loss_scale).backward()
         return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
 
     # ---------------------------------------------------------------------------------------------- bookkeeping
@@ -376,8 +376,6 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint of a state whose loss is known to be finite; rank 0 writes it."""
         self._flush()
-        if not self.ranks.is_first:
-            return
         progress = checkpoint.Progress(self.step, self.loader.state_dict(), list(self.recent_losses))
         checkpoint.save(
             self.directory.checkpoints,
@@ -386,6 +384,7 @@ class Trainer:
             self.optimizer,
             config_yaml=to_yaml(self.config),
             keep=self.config.trainer.keep_checkpoints,
+            write=self.ranks.is_first,
         )
 
     def _resume(self) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """One rank of `train.py`, as a launcher starts it, forked from a process that has imported all it needs; and faults."""
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from linrnn import distributed
+from linrnn.metrics import read_jsonl
 from linrnn.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,43 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
         _at_third_step(rank, FAULTS[fault])
     sys.argv = ["train.py", *overrides]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+# --------------------------------------------------------------------------------------------------------- outcome
+def curve(directory: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; a step that was written twice is an error."""
+    records = [r for r in read_jsonl(directory / "metrics.jsonl") if "train/loss_nats" in r]
+    steps = {r["step"]: (r["train/loss_nats"], r["train/grad_norm"]) for r in records}
+    assert len(steps) == len(records)
+    return steps
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def ended(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
+    """Exit codes once all have ended; one that has not is killed, and has none."""
+    until = time.monotonic() + seconds
+    for process in ranks:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    return codes
+
+
+def output(log: Path, world_size: int) -> str:
+    return "".join(Path(f"{log}.{rank}").read_text() for rank in range(world_size))
+
+
+def trained(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
+    """The directory of a run of so many ranks that finished."""
+    log = tmp_path / "ranks"
+    codes = ended(start_ranks(overrides, world_size, log))
+    assert codes == [0] * world_size, output(log, world_size)
+    [group] = [override.removeprefix("group=") for override in overrides if override.startswith("group=")]
+    return next((tmp_path / "results" / group).iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------- faults

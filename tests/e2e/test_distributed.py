@@ -1,63 +1,24 @@
 """parallel=ddp on gloo: N processes train as one does, stop together, continue with another N, and never hang."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rank_process import ROOT, start_ranks
+from rank_process import ROOT, curve, ended, output, start_ranks, summary_of, trained
 
 from linrnn.checkpoint import found
 from linrnn.config import load_config
 from linrnn.distributed import Launch
 from linrnn.errors import ConfigError
-from linrnn.metrics import read_jsonl
 from linrnn.trainer import Trainer
 
 Small = Callable[..., list[str]]
 ROUNDING = 2e-5  # as for gradient accumulation on one process
-
-
-def curve(directory: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; a step that was written twice is an error."""
-    records = [r for r in read_jsonl(directory / "metrics.jsonl") if "train/loss_nats" in r]
-    steps = {r["step"]: (r["train/loss_nats"], r["train/grad_norm"]) for r in records}
-    assert len(steps) == len(records)
-    return steps
-
-
-def summary_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "summary.json").read_text())
-
-
-def ended(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
-    """Exit codes once all have ended; one that has not is killed, and has none."""
-    until = time.monotonic() + seconds
-    for process in ranks:
-        process.join(max(until - time.monotonic(), 0))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    return codes
-
-
-def output(log: Path, world_size: int) -> str:
-    return "".join(Path(f"{log}.{rank}").read_text() for rank in range(world_size))
-
-
-def trained(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
-    """The directory of a run of so many ranks that finished."""
-    log = tmp_path / "ranks"
-    codes = ended(start_ranks(overrides, world_size, log))
-    assert codes == [0] * world_size, output(log, world_size)
-    return next((tmp_path / "results" / "ddp").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ LEAVES: dict[str, set[str]] = {
     "checkpoint": set(),
     "cpu_ops": set(),
     "data": {"tokenizer"},
-    "distributed": {"interrupts"},
+    "distributed": {"interrupts", "sharding"},
     "interrupts": set(),
     "loggers": set(),
     "losses": set(),
@@ -25,6 +25,7 @@ LEAVES: dict[str, set[str]] = {
     "optim": set(),
     "profiling": set(),
     "runtime": set(),
+    "sharding": set(),
     "tokenizer": set(),
 }
 

@@ -219,10 +219,22 @@ class ParallelConfig:
 
 
 @dataclass
-class DdpConfig(ParallelConfig):
-    """A replica of the model on every rank, gradients summed (torch's DistributedDataParallel)."""
+class DistributedConfig(ParallelConfig):
+    """What all ways to spread a run over processes have in common."""
 
     timeout_seconds: float = at_least(1)
+
+
+@dataclass
+class DdpConfig(DistributedConfig):
+    """A replica of the model on every rank, gradients summed (torch's DistributedDataParallel)."""
+
+
+@dataclass
+class FsdpConfig(DistributedConfig):
+    """Parameters, gradients and optimizer state cut over ranks, blocks gathered as they are needed (torch's FSDP2)."""
+
+    shard_ranks: int | None = at_least(1)
 
 
 @dataclass
@@ -385,6 +397,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "parallel": {
         "none": ParallelConfig,
         "ddp": DdpConfig,
+        "fsdp": FsdpConfig,
     },
     "sweep": {"": SweepConfig},
 }

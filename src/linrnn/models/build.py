@@ -8,10 +8,7 @@ from linrnn.architecture import Architecture
 from linrnn.errors import ConfigError
 from linrnn.models.attention import install_sdpa
 from linrnn.models.fla_models import fla_classes, fla_config
-from linrnn.models.language_model import LanguageModel
-
-# Parameters that FLA's kernels read in fp32 whatever the model's dtype: logarithms of decay rates.
-KEPT_IN_FP32 = ("A_log", "dt_bias")
+from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
 
 
 def build_model(

@@ -13,6 +13,9 @@ from linrnn.architecture import Architecture
 from linrnn.errors import ConfigError
 from linrnn.models.chunk_size import GLA_RECURRENT_TOKENS, with_chunk_size
 
+# Parameters that FLA's kernels read in fp32 whatever the model's dtype: logarithms of decay rates.
+KEPT_IN_FP32 = ("A_log", "dt_bias")
+
 
 class LanguageModel(nn.Module):
     """FLA's backbone and head, called separately.
@@ -28,6 +31,7 @@ class LanguageModel(nn.Module):
         self.arch = arch
         self._compiled = False
         self._checkpointed = False
+        self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
         self._set_block_forwards()
 
     def forward(self, input_ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -61,6 +65,29 @@ class LanguageModel(nn.Module):
     def head_weight(self) -> nn.Parameter:
         """(V, D): logits are hidden states times its transpose; the embedding itself where tied."""
         return self.hf.lm_head.weight
+
+    def head(self, dtype: torch.dtype) -> Tensor:
+        """The head as a loss takes it, in `dtype`: (V, D), or what :meth:`set_head` made of it."""
+        return self._head_as(self.head_weight, dtype)
+
+    def set_head(self, weight: nn.Parameter, head_as: Callable[[nn.Parameter, torch.dtype], Tensor]) -> None:
+        """Put another parameter into the head's place, of which `head_as` makes what a loss takes."""
+        self.hf.lm_head.weight = weight
+        self._head_as = head_as
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Token ids (…) to vectors (…, D)."""
+        return self.hf.model.embeddings
+
+    def set_embedding(self, module: nn.Module) -> None:
+        """Put another module into the embedding's place."""
+        self.hf.model.embeddings = module
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether FLA's kernels need some parameters in fp32, whatever the others are in."""
+        return any(name.endswith(KEPT_IN_FP32) for name, _ in self.named_parameters())
 
     @property
     def blocks(self) -> nn.ModuleList:

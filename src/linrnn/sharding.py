@@ -1,0 +1,147 @@
+"""A model cut over ranks: its blocks by FSDP2, its embedding and head by vocabulary.
+
+Every parameter becomes a DTensor cut along its first dimension, on one mesh: `("shard",)` over all ranks, or
+`("replicate", "shard")` where `parallel.shard_ranks` is less (HSDP: groups of ranks hold a whole model between them).
+Gradients are summed over all ranks, in fp32.
+
+The blocks are gathered one by one as they are needed, forward and backward (`fully_shard`). Embedding and head, which
+are as large as many blocks, are kept out of that: the head is gathered once in the dtype that the loss multiplies in,
+its gradient reduced and scattered; the embedding is gathered for a lookup, and not again for its backward pass.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from linrnn.config.schema import FsdpConfig
+from linrnn.errors import ConfigError, UnsupportedError
+
+
+def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
+    """The ranks as rows of `shard_ranks` that hold a model between them.
+
+    Raises:
+        ConfigError: `shard_ranks` does not divide the number of ranks.
+    """
+    ranks = dist.get_world_size()
+    shard_ranks = parallel.shard_ranks or ranks
+    if ranks % shard_ranks:
+        raise ConfigError(
+            f"parallel.shard_ranks={shard_ranks} does not divide {ranks} ranks",
+            "use a divisor of the number of ranks (that of a machine's GPUs, for several machines), or null for all",
+        )
+    if shard_ranks == ranks:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype) -> None:
+    """Cut `model` (a LanguageModel) over the mesh, in place; its parameters are then DTensors.
+
+    Args:
+        compute: what products are computed in. The blocks' weights are gathered in it, unless FLA's kernels need
+            some of them in fp32: then all are gathered as they are kept.
+
+    Raises:
+        UnsupportedError: parameters of two dtypes in one block, which FSDP2 does not take.
+    """
+    marked = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+    kept = {parameter.dtype for parameter in model.blocks.parameters()}
+    if len(kept) > 1:
+        raise UnsupportedError(
+            f"trainer.precision=bf16: FLA keeps some parameters of {model.arch.model} in fp32, FSDP2 takes one dtype",
+            "use trainer.precision=bf16_autocast, or parallel=ddp",
+        )
+    _shard_vocabulary(model, mesh)
+    gathered = None if model.keeps_fp32 else compute
+    policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    own = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=own, ignored_params={model.embedding.weight, model.head_weight})
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            module.set_gradient_divide_factor(1.0)
+    for name, parameter in model.named_parameters():
+        if name in marked:
+            parameter._no_weight_decay = True
+
+
+def _shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
+    """Cut embedding and head (one parameter, where tied) by rows; what they compute stays the same."""
+    embedding, tied = model.embedding, model.head_weight is model.embedding.weight
+    weight = _cut(embedding.weight, mesh)
+    model.set_embedding(GatheredEmbedding(weight, embedding.padding_idx))
+    model.set_head(weight if tied else _cut(model.head_weight, mesh), gathered)
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's rows as a DTensor; every rank has the same `parameter`."""
+    rows = shard_rows(len(parameter), mesh["shard"].size())
+    first = mesh["shard"].get_local_rank() * rows
+    local = parameter.detach()[first : first + rows].clone()
+    placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return nn.Parameter(
+        DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    )
+
+
+def shard_rows(rows: int, ranks: int) -> int:
+    """Rows of every rank but the last ones, which have fewer or none (as torch.chunk has it)."""
+    return -(-rows // ranks)
+
+
+class GatheredEmbedding(nn.Module):
+    """An embedding (V, D) cut by rows, gathered in its own dtype for each lookup."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) ids to (…, D)."""
+        return F.embedding(ids, gathered(self.weight, self.weight.dtype), self.padding_idx)
+
+
+def gathered(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """The whole of a matrix cut by rows, (V, D) in `dtype`; its gradient is summed over all ranks and cut."""
+    assert isinstance(weight, DTensor)
+    mesh = weight.device_mesh
+    return _Gather.apply(weight.to_local(), len(weight), dtype, mesh)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of rows, in `dtype`; reduce-scatter of their gradient, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: int, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh, ctx.local_rows, ctx.dtype = mesh, len(local), local.dtype
+        group = mesh.get_group("shard")
+        each = shard_rows(rows, group.size())
+        padded = local.new_zeros(each, local.shape[1], dtype=dtype)
+        padded[: len(local)] = local
+        whole = padded.new_empty(group.size() * each, local.shape[1])
+        dist.all_gather_into_tensor(whole, padded, group=group)
+        return whole[:rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        group = ctx.mesh.get_group("shard")
+        each = shard_rows(len(grad), group.size())
+        whole = grad.float().contiguous()
+        if len(grad) < each * group.size():
+            whole = grad.new_zeros(each * group.size(), grad.shape[1], dtype=torch.float32)
+            whole[: len(grad)] = grad
+        part = whole.new_empty(each, grad.shape[1])
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        if ctx.mesh.ndim > 1:
+            dist.all_reduce(part, group=ctx.mesh.get_group("replicate"))
+        return part[: ctx.local_rows].to(ctx.dtype), None, None, None

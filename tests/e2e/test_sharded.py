@@ -1,0 +1,100 @@
+"""parallel=fsdp on gloo: ranks that hold one model between them train as one process does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_process import curve, ended, output, start_ranks, summary_of, trained
+
+from linrnn.checkpoint import found, load_model
+from linrnn.config import load_config
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+ROUNDING = 5e-5  # losses and gradient norms over three steps of AdamW, summed in another order
+FSDP = ("parallel=fsdp", "group=fsdp")
+
+
+def one_process(overrides: list[str]) -> tuple[Trainer, dict[str, Any]]:
+    trainer = Trainer(load_config(overrides))
+    return trainer, trainer.fit()
+
+
+def assert_same_curve(directory: Path, one: Trainer) -> None:
+    expected = curve(one.directory.path)
+    assert curve(directory).keys() == expected.keys()
+    for step, figures in curve(directory).items():
+        assert figures == pytest.approx(expected[step], rel=ROUNDING), step
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cut", "more"),
+    [
+        (2, ("trainer.batch_size=1", "trainer.accumulation_steps=2"), ("loss=standard", "size.tie_embeddings=false")),
+        (4, ("trainer.batch_size=1",), ("loss=cce_kahan", "optimizer.max_grad_norm=null")),
+        (4, ("trainer.batch_size=1", "parallel.shard_ranks=2"), ("model=transformer", "loss=standard")),
+    ],
+)
+def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
+    world_size: int, cut: tuple[str, ...], more: tuple[str, ...], small: Small, tmp_path: Path
+) -> None:
+    """A vocabulary that the ranks do not divide, ranks with different numbers of labels, fewer validation batches than
+    ranks; the checkpoint is that of one process."""
+    common = (*more, "data.reset_at_document=true", "trainer.valid_every=2", "size.vocab_size=515")
+    one, reference = one_process(small(*common, "trainer.batch_size=4"))
+    directory = trained(small(*common, *cut, *FSDP), world_size, tmp_path)
+    assert_same_curve(directory, one)
+    summary = summary_of(directory)
+    assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
+    for name in ("steps", "tokens", "status", "data_fingerprint", "n_parameters"):
+        assert summary[name] == reference[name]
+    shards = 2 if "parallel.shard_ranks=2" in cut else world_size
+    assert summary["memory_bytes"]["parameters"] < 1.05 * reference["memory_bytes"]["parameters"] / shards
+    trained_by_one = {name: tensor.clone() for name, tensor in one.model.hf.state_dict().items()}
+    load_model(found(directory / "checkpoints")[-1], one.model.hf)
+    for name, tensor in one.model.hf.state_dict().items():
+        assert (tensor - trained_by_one[name]).abs().max() < 2e-3, name  # AdamW's steps of 1e-3, whatever the gradient
+
+
+@pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
+def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Path) -> None:
+    options = (f"model={model}", "trainer.activation_checkpointing=full")
+    one, _ = one_process(small(*options, "trainer.batch_size=2"))
+    assert_same_curve(trained(small(*options, *FSDP, "trainer.batch_size=1"), 2, tmp_path), one)
+
+
+def test_in_mixed_precision_the_losses_differ_by_its_rounding(small: Small, tmp_path: Path) -> None:
+    options = ("trainer.precision=bf16_autocast",)
+    one, _ = one_process(small(*options, "trainer.batch_size=2"))
+    directory = trained(small(*options, *FSDP, "trainer.batch_size=1"), 2, tmp_path)
+    expected = curve(one.directory.path)
+    for step, (loss, norm) in curve(directory).items():
+        assert loss == pytest.approx(expected[step][0], rel=2e-3), step
+        assert norm == pytest.approx(expected[step][1], rel=2e-2), step
+
+
+def test_a_run_continues_with_another_number_of_ranks(small: Small, tmp_path: Path) -> None:
+    same = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "size.vocab_size=515")
+    one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
+    first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4, tmp_path)
+    second = trained(small(*same, *FSDP, "trainer.batch_size=2", "trainer.max_steps=4"), 2, tmp_path)
+    assert second == first
+    assert "resuming at step 2" in (second / "train.log").read_text()
+    assert_same_curve(second, one)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (("parallel.shard_ranks=3",), 2, "parallel.shard_ranks=3 does not divide 2 ranks"),
+        (("model=kda", "trainer.precision=bf16"), 4, "FLA keeps some parameters of kda in fp32"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_once(
+    overrides: tuple[str, ...], code: int, words: str, small: Small, tmp_path: Path
+) -> None:
+    log = tmp_path / "ranks"
+    assert ended(start_ranks(small(*FSDP, *overrides), 2, log)) == [code] * 2, output(log, 2)
+    assert output(log, 2).count("error: ") == 1
+    assert words in output(log, 2)
