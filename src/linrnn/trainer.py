@@ -20,8 +20,8 @@ import torch
 from linrnn import accounting, checkpoint
 from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
-from linrnn.data import Batch, BatchLoader, ConsoleProgress, prepare
-from linrnn.distributed import Ranks
+from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare
+from linrnn.distributed import Launch, Ranks
 from linrnn.environment import describe_environment, gpu_state
 from linrnn.errors import DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError, RankFailedError
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
@@ -95,8 +95,7 @@ class Trainer:
             raise ValueError(f"{self.plan.world_size} processes, and ranks of {self.ranks.world_size}")
         self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
-        progress = ConsoleProgress() if self.ranks.is_first else None
-        self.data = self.ranks.first_then_others(lambda: prepare(config.data, progress=progress))
+        self.data = self.ranks.first_then_others(self._prepare_data)
         self.architecture = self.plan.architecture(self.data.vocab_size)
         self.name = run_name(config, self.plan.world_size)
         self.identity = identity(config, self.plan.world_size)
@@ -122,6 +121,14 @@ class Trainer:
         self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
         self.gpu_state: dict[str, Any] | None = None
         self._pending: StepRecord | None = None
+
+    def _prepare_data(self) -> PreparedData:
+        """The data, prepared and mapped; one rank of a machine compares all of it with the recorded hashes."""
+        progress = ConsoleProgress() if self.ranks.is_first else None
+        data = prepare(self.config.data, progress=progress)
+        if self.config.data.verify and Launch.from_environment().local_rank == 0:
+            data.verify(progress)
+        return data
 
     def _build(self) -> None:
         config = self.config

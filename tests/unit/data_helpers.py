@@ -52,6 +52,7 @@ def text_config(cache_dir: Path, path: Path | str, **changes: Any) -> TextDataCo
     values: dict[str, Any] = {
         "name": "text",
         "cache_dir": str(cache_dir),
+        "verify": True,
         "reset_at_document": False,
         "path": str(path),
         "valid_path": None,
@@ -68,6 +69,7 @@ def hub_config(cache_dir: Path, path: Path | str, **changes: Any) -> HubDataConf
     values: dict[str, Any] = {
         "name": "wikitext103",
         "cache_dir": str(cache_dir),
+        "verify": True,
         "reset_at_document": False,
         "path": str(path),
         "subset": None,
@@ -89,6 +91,7 @@ def markov_config(cache_dir: Path, **changes: Any) -> MarkovDataConfig:
     values: dict[str, Any] = {
         "name": "markov",
         "cache_dir": str(cache_dir),
+        "verify": True,
         "reset_at_document": False,
         "vocab_size": 64,
         "branching": 4,

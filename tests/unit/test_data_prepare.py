@@ -120,6 +120,7 @@ def test_stdlib_holds_this_interpreter_s_own_files(tmp_path: Path) -> None:
     config = StdlibDataConfig(
         name="stdlib",
         cache_dir=str(tmp_path),
+        verify=True,
         reset_at_document=False,
         tokenizer=str(write_tokenizer(tmp_path / "tokenizer.json")),
         tokenizer_vocab_size=300,

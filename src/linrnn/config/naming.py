@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "run_name",
     "results_dir",
     "data.cache_dir",
+    "data.verify",
     "parallel.timeout_seconds",
 )
 _GROUPS = ("model", "size", "loss", "data", "optimizer", "parallel")

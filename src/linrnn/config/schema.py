@@ -106,6 +106,7 @@ class DataConfig:
 
     name: str
     cache_dir: str
+    verify: bool
     reset_at_document: bool
 
 

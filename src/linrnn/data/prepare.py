@@ -72,8 +72,10 @@ class PreparedData:
     description: str
     directory: Path
 
-    def verify(self) -> None:
+    def verify(self, progress: ProgressCallback | None = None) -> None:
         """Read everything and compare with the recorded hashes; raises a DataError naming what differs."""
+        if progress and (size := self.train.size + self.valid.size) > 1 << 30:
+            progress(Progress(f"comparing {size / 2**30:.1f} GiB with their hashes", finished=True))
         self.train.verify()
         self.valid.verify()
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 META = "meta.json"
 SPLITS = ("train", "valid")
+HASHING_THREADS = 4  # at about 1.4 GB/s each
 SHARD_TOKENS = 1 << 27  # a shard is closed by the document that reaches this many tokens
 
 
@@ -228,6 +230,11 @@ class ShardSet:
         return int(self._starts[-1])
 
     @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(shard.size + shard.ends_size for shard in self.shards)
+
+    @property
     def n_documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
 
@@ -266,9 +273,12 @@ class ShardSet:
 
     def verify(self) -> None:
         """Compare every byte with the sha256 in meta.json; raises a DataError naming what differs."""
-        for shard in self.shards:
-            for name, sha256 in ((shard.file, shard.sha256), (shard.ends_file, shard.ends_sha256)):
-                if sha256_of(self.directory / name) != sha256:
+        recorded = {shard.file: shard.sha256 for shard in self.shards}
+        recorded |= {shard.ends_file: shard.ends_sha256 for shard in self.shards}
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            found = pool.map(sha256_of, (self.directory / name for name in recorded))
+            for (name, sha256), here in zip(recorded.items(), found, strict=True):
+                if here != sha256:
                     raise _broken(self.directory / name, "differs from its sha256 in meta.json")
 
     def batches_once(
