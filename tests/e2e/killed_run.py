@@ -1,0 +1,29 @@
+"""`train.py` in a process to be killed: forked from one that has imported what it needs, it starts at once."""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+from rank_process import NEEDED, ROOT
+
+
+def start_run(overrides: list[str], log: Path) -> BaseProcess:
+    """Start `train.py` with these overrides; what it prints is added to `log`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(NEEDED)
+    process = context.Process(target=_train, args=(overrides, str(log)))
+    process.start()
+    return process
+
+
+def _train(overrides: list[str], log: str) -> None:
+    with open(log, "a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    sys.argv = ["train.py", *overrides]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

@@ -1,0 +1,150 @@
+"""kill -9 at random moments: data, checkpoints and final losses are those of a run that was never broken, bit for bit.
+
+A few kills by default; a hundred, of which every tenth hits a whole sweep:
+    LINRNN_KILLS=100 python -m pytest tests/e2e/test_kill_at_random.py -s --timeout=3600
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from killed_run import start_run
+from rank_process import ROOT
+
+from linrnn.checkpoint import found
+
+KILLS = int(os.environ.get("LINRNN_KILLS", "6"))
+SEED = int(os.environ.get("LINRNN_KILLS_SEED", "0"))
+MOST_OF_A_RUN = 5  # kills of one run before it may end in peace
+TIMED = ("step", "train/loss_nats", "train/grad_norm", "train/lr", "valid/loss_nats")
+
+
+class Trial:
+    """A run, its text included, with everything that it writes below one directory."""
+
+    def __init__(self, root: Path, corpus: Path, small: Callable[..., list[str]]) -> None:
+        self.root, self.log = root, root / "log"
+        root.mkdir()
+        kept = [override for override in small() if not override.startswith(("data.", "results_dir="))]
+        self.overrides = [
+            *kept,
+            "data=text",
+            f"data.path={corpus}",
+            f"data.cache_dir={root}/data",
+            "data.tokenizer_vocab_size=300",
+            f"results_dir={root}/results",
+            "run_name=run",
+            "trainer.max_steps=30",
+            "trainer.checkpoint_every=2",
+            "trainer.valid_every=7",
+        ]
+
+    @property
+    def run(self) -> Path:
+        return self.root / "results/default/run"
+
+    def moment(self) -> str:
+        """What a kill has just hit, by what it left."""
+        if list(self.run.glob("checkpoints/*.partial")):
+            return "in a checkpoint"
+        if list(self.root.glob("data/*.partial")):
+            return "in data preparation"
+        return "in training" if (self.run / "metrics.jsonl").exists() else "before the first step"
+
+    def result(self) -> dict[str, object]:
+        """All that must not depend on interruptions."""
+        assert (self.run / "summary.json").exists(), self.log.read_text()
+        records = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((self.run / "summary.json").read_text())
+        names = [path.name for path in found(self.run / "checkpoints")]
+        newest = found(self.run / "checkpoints")[-1]
+        return {
+            "metrics": [{key: record[key] for key in TIMED if key in record} for record in records],
+            "checkpoints": names,
+            "tensors": {path.name: path.read_bytes() for path in sorted(newest.rglob("*.safetensors"))},
+            "summary": {key: summary[key] for key in ("status", "steps", "train_loss_nats", "valid_loss_nats")},
+            "data": {path.name: path.read_bytes() for path in sorted(self.root.glob("data/text-*/*.*"))},
+        }
+
+
+def kill(process: BaseProcess, wait: float, then: Callable[[], bool], and_then: float) -> bool:
+    """Kill after `wait` seconds, then once `then` is true, then `and_then` seconds; whether there was anything left."""
+    process.join(wait)
+    while process.is_alive() and not then():
+        time.sleep(0.0005)
+    process.join(and_then)
+    alive = process.is_alive()
+    process.kill()
+    process.join()
+    return alive
+
+
+def test_a_run_killed_at_random_moments(small: Callable[..., list[str]], tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    corpus = tmp_path / "corpus.txt"
+    words = [f"word{i}" for i in range(200)]
+    corpus.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(1500)))
+    unbroken = Trial(tmp_path / "unbroken", corpus, small)
+    began = time.monotonic()
+    start_run(unbroken.overrides, unbroken.log).join()
+    duration = time.monotonic() - began
+    expected = unbroken.result()
+    assert expected["summary"]["status"] == "finished"
+
+    hit: Counter[str] = Counter()
+    number = 0
+    while hit.total() < KILLS:
+        number += 1
+        trial = Trial(tmp_path / f"trial{number}", corpus, small)
+        for _ in range(min(draw.randint(1, MOST_OF_A_RUN), KILLS - hit.total())):
+            aim = draw.choice(["data/*.partial", "results/default/run/checkpoints/*.partial", ""])  # "": anywhere
+            wait = draw.uniform(0, duration if not aim else 0.6 * duration * aim.startswith("results"))
+            process = start_run(trial.overrides, trial.log)
+            if not kill(process, wait, lambda a=aim, t=trial: not a or any(t.root.glob(a)), draw.uniform(0, 0.01)):
+                break  # it was through
+            hit[trial.moment()] += 1
+        start_run(trial.overrides, trial.log).join()
+        assert trial.result() == expected, f"trial {number} of seed {SEED}: {trial.log.read_text()}"
+        shutil.rmtree(trial.root)
+    print(f"\n{hit.total()} kills of {number} runs: " + ", ".join(f"{n} {what}" for what, n in hit.items()))
+
+
+def test_a_sweep_killed_at_random_moments(small: Callable[..., list[str]], tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    common = small("model=transformer", "loss=standard", "size=smoke", "trainer.max_steps=30")
+    common += ["trainer.checkpoint_every=2", "memory_budget_gib=null"]
+    for mode in ("none", "full"):
+        start_run([*common, "group=unbroken", f"trainer.activation_checkpointing={mode}"], tmp_path / "log").join()
+    expected = finals(tmp_path / "results/unbroken")
+    assert len(expected) == 2
+    for number in range(max(KILLS // 10, 1)):
+        group = f"sweep{number}"
+        command = [sys.executable, "scripts/sweep.py", "sweep=checkpointing", "experiment=null", *common]
+        command += ["trainer.activation_checkpointing=none,full", f"group={group}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the runs above
+        sweep = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        assert sweep.stdout is not None
+        for line in sweep.stdout:  # whose points take turns
+            if "started" in line and draw.random() < 0.7:
+                break
+        time.sleep(draw.uniform(0, 10))
+        sweep.kill()
+        sweep.wait()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert finals(tmp_path / "results" / group) == expected
+
+
+def finals(group: Path) -> dict[str, tuple[object, ...]]:
+    """Status, steps and losses of every run of a group."""
+    keys = ("status", "steps", "train_loss_nats", "valid_loss_nats")
+    summaries = {path.parent.name: json.loads(path.read_text()) for path in group.glob("*/summary.json")}
+    return {name: tuple(summary[key] for key in keys) for name, summary in summaries.items()}
