@@ -260,16 +260,23 @@ def _write(config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer,
             group=config.group,
             tags=[run.model.name, run.size.name, run.loss.name, run.data.name, "max_batch"],
             hyperparameters=identity(run),
+            history=lambda: [{"step": number, **_metrics(probe)} for number, probe in enumerate(answer.probes)],
             say=say,
         )
         for number, probe in enumerate(answer.probes):
-            peak = None if probe.peak_bytes is None else probe.peak_bytes / GIB
-            metrics = {"batch/probe_sequences": probe.batch, "memory/peak_gib": peak}
-            wandb.log(number, {**metrics, "speed/tokens_per_second": probe.tokens_per_second})
+            wandb.log(number, _metrics(probe))
         wandb.finish({"batch/max_sequences": answer.batch}, exit_code=0)
     finally:
         directory.close()
     say(f"wrote {directory.path / 'max_batch.json'}")
+
+
+def _metrics(probe: Probe) -> dict[str, float | None]:
+    return {
+        "batch/probe_sequences": probe.batch,
+        "memory/peak_gib": None if probe.peak_bytes is None else probe.peak_bytes / GIB,
+        "speed/tokens_per_second": probe.tokens_per_second,
+    }
 
 
 def _environment() -> dict[str, Any]:

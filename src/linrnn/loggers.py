@@ -4,12 +4,14 @@ import contextlib
 import importlib.util
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, TextIO
 
 from linrnn.config.schema import WandbConfig
 from linrnn.errors import UnsupportedError
 
+CONNECTION_SECONDS = 60  # that a run waits for wandb's server at its start, and again at its end
 _SERVICE_SECONDS = 120  # for wandb's own process to start: a loaded machine takes longer than its 30
 
 
@@ -75,13 +77,18 @@ class Console(Silence):
 
 
 class WandbMirror:
-    """Mirrors metrics to wandb; whatever fails there is said once and never stops a run.
+    """Mirrors metrics to wandb; whatever fails there is said and never stops a run.
+
+    Without a connection at the start the run is recorded offline. What was not sent by the end, and what was recorded
+    offline, lies in `<directory>/wandb` for `wandb sync`. If wandb's own process dies, the run is recorded anew from
+    `history` at the end.
 
     Args:
         config: mode, project, entity and tags.
         directory: the run directory; offline runs lie in `<directory>/wandb/offline-run-*`.
         run_name, group: names in wandb; the run's id is kept in `wandb_id`, so that a resumed run continues it.
         hyperparameters: the whole configuration as a flat mapping.
+        history: every record of metrics.jsonl, each with its `step`.
         say: prints one line for the user.
     """
 
@@ -94,63 +101,116 @@ class WandbMirror:
         group: str,
         tags: list[str],
         hyperparameters: dict[str, Any],
+        history: Callable[[], list[dict[str, Any]]],
         say: Any,
     ) -> None:
         self._run: Any = None
-        self._say = say
+        self._lost = False  # wandb failed in the middle of the run
+        self._history, self._say, self._directory = history, say, directory
+        self._options: dict[str, Any] = {
+            "project": config.project,
+            "entity": config.entity,
+            "name": run_name,
+            "group": group,
+            "tags": tags,
+            "config": hyperparameters,
+            "dir": str(directory),
+        }
         if config.mode == "disabled":
             return
-        import wandb
-
         self.mode: str = config.mode
-        with self._survive():
+        try:
             if self.mode == "auto":
                 self.mode = "online" if has_wandb_key() else "offline"
-            self._run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=run_name,
-                group=group,
-                tags=tags,
-                config=hyperparameters,
-                dir=str(directory),
-                id=self._stable_id(directory, uuid.uuid4().hex[:8]),
-                resume="allow" if self.mode == "online" else None,
-                mode=cast(Literal["online", "offline"], self.mode),
-                reinit="finish_previous",
-                settings=wandb.Settings(
-                    console="off",
-                    silent=True,
-                    x_disable_machine_info=True,
-                    save_code=False,
-                    x_service_wait=_SERVICE_SECONDS,
-                ),
-            )
+            if self.mode == "online":
+                self._run = self._open("online", self._stable_id())
+        except Exception as error:
+            self._say(f"wandb cannot be reached ({_reason(error)}): recording offline, `wandb sync` sends it later")
+            self.mode = "offline"
+            _end_service()
+        if self._run is None:
+            with self._survive():
+                self._run = self._open("offline", self._stable_id())
 
-    @staticmethod
-    def _stable_id(directory: Path, fresh: str) -> str:
-        path = directory / "wandb_id"
+    def _open(self, mode: Literal["online", "offline"], run_id: str) -> Any:
+        import wandb
+
+        return wandb.init(
+            **self._options,
+            id=run_id,
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                x_disable_machine_info=True,
+                save_code=False,
+                x_service_wait=_SERVICE_SECONDS,
+                init_timeout=CONNECTION_SECONDS,
+                finish_timeout=CONNECTION_SECONDS,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def _stable_id(self) -> str:
+        path = self._directory / "wandb_id"
         if not path.exists():
-            path.write_text(fresh)
+            path.write_text(_fresh_id())
         return path.read_text().strip()
 
     @contextlib.contextmanager
-    def _survive(self) -> Any:
+    def _survive(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._run = None
-            self._say(
-                f"wandb stopped ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); metrics.jsonl goes on"
-            )
+            self._run, self._lost = None, True
+            self._say(f"wandb stopped ({_reason(error)}); metrics.jsonl goes on")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Mirror metrics of a step."""
         if self._run is not None:
             with self._survive():
                 self._run.log(metrics, step=step)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        if self._run is not None:
+        """Send what is left, for a minute at most; record the whole run anew if wandb was lost on the way."""
+        if self._lost:
             with self._survive():
-                self._run.summary.update(summary)
+                self._record_anew()
+        if self._run is None:
+            return
+        with self._survive():
+            self._run.summary.update(summary)
+        if self._run is not None:
+            try:
                 self._run.finish(exit_code=exit_code)
+            except Exception as error:
+                files = self._directory / "wandb" / ("run-*" if self.mode == "online" else "offline-run-*")
+                self._say(
+                    f"wandb has not taken everything ({_reason(error)}); later: wandb sync --no-skip-online {files}"
+                )
+
+    def _record_anew(self) -> None:
+        _end_service()
+        self.mode = "offline"
+        self._run = self._open("offline", _fresh_id())
+        for record in self._history():
+            self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        self._say("the whole run is recorded offline for wandb, `wandb sync` sends it")
+
+
+def _end_service() -> None:
+    """Let wandb start a new process of its own: the one there is may be dead, or hold on to a run that failed."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+
+
+def _fresh_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

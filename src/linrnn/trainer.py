@@ -28,7 +28,7 @@ from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest
 from linrnn.loggers import Console, Silence, WandbMirror
 from linrnn.losses import build_loss
-from linrnn.metrics import JsonlWriter, mfu
+from linrnn.metrics import JsonlWriter, mfu, read_jsonl
 from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, initialise, make_training_plan
@@ -186,6 +186,7 @@ class Trainer:
                 group=self.config.group,
                 tags=[getattr(self.config, group).name for group in ("model", "size", "loss", "data")],
                 hyperparameters=self.identity,
+                history=lambda: read_jsonl(self.directory.metrics),
                 say=self.console.line,
             )
         self._announce()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from linrnn.config import load_config
 from linrnn.metrics import read_jsonl
@@ -121,6 +122,7 @@ def test_wandb_records_offline_without_a_key(small: Small, monkeypatch: pytest.M
     monkeypatch.setenv("NETRC", "/nonexistent")
     overrides = [o for o in small() if not o.startswith("logger.")]
     trainer = trained(overrides)
+    wandb.teardown()  # as at the process's end: its own process writes the last records after finish()
     recorded = list(trainer.directory.path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(recorded) == 1, (trainer.directory.path / "train.log").read_text()
     assert b"train/loss_nats" in recorded[0].read_bytes()

@@ -1,0 +1,99 @@
+"""Whatever becomes of wandb, a run goes on, and everything can be sent later."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from wandb_server import WandbServer
+
+from linrnn import loggers
+from linrnn.config import load_config
+from linrnn.metrics import read_jsonl
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+STEPS = 6
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    """A server, and this process's wandb without anything that earlier tests have left it."""
+    wandb.teardown()
+    server = WandbServer()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", secrets.token_hex(20))
+    monkeypatch.setattr(loggers, "CONNECTION_SECONDS", 4)
+    yield server
+    wandb.teardown()
+    server.stop()
+
+
+def run(overrides: list[str], at_step: dict[int, Callable[[], None]]) -> tuple[Path, str]:
+    """Train with wandb; the directory and what the log says. `at_step` are faults by the step that they follow."""
+    overrides = [override for override in overrides if not override.startswith("logger.")]
+    trainer = Trainer(load_config([*overrides, f"trainer.max_steps={STEPS}", "logger.wandb.mode=auto"]))
+    train_step = trainer.train_step
+
+    def faulty() -> object:
+        record = train_step()
+        at_step.get(trainer.step, lambda: None)()
+        return record
+
+    trainer.train_step = faulty  # type: ignore[method-assign,assignment]
+    assert trainer.fit()["status"] == "finished"
+    wandb.teardown()  # as at the process's end: its own process writes the last records after finish()
+    losses = [r["step"] for r in read_jsonl(trainer.directory.metrics) if "train/loss_nats" in r]
+    assert losses == list(range(1, STEPS + 1)), "metrics.jsonl has lost something"
+    return trainer.directory.path, (trainer.directory.path / "train.log").read_text()
+
+
+def synced(port: int, directory: Path) -> set[int]:
+    """Steps that `wandb sync` sends to a server that is there again."""
+    again = WandbServer(port)
+    recorded = [*sorted(directory.glob("wandb/run-*")), *sorted(directory.glob("wandb/offline-run-*"))]
+    command = [sys.executable, "-m", "wandb", "sync", "--no-skip-online", str(recorded[-1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=directory)
+    again.stop()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return again.steps
+
+
+def test_all_is_well(server: WandbServer, small: Small) -> None:
+    run(small(), {})
+    assert server.steps >= set(range(1, STEPS + 1))
+
+
+def test_unreachable_at_the_start(server: WandbServer, small: Small) -> None:
+    server.stop()
+    directory, log = run(small(), {})
+    assert "wandb cannot be reached" in log
+    assert synced(server.port, directory) >= set(range(1, STEPS + 1))
+
+
+def test_unreachable_in_the_middle_of_a_run(server: WandbServer, small: Small) -> None:
+    directory, log = run(small(), {3: server.stop})
+    assert "wandb has not taken everything" in log
+    assert server.steps < set(range(1, STEPS + 1))
+    assert synced(server.port, directory) >= set(range(1, STEPS + 1))
+
+
+def test_its_own_process_dies_in_the_middle_of_a_run(server: WandbServer, small: Small) -> None:
+    def kill() -> None:
+        status = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/status")}
+        own = [
+            process for process, text in status.items() if f"PPid:\t{os.getpid()}\n" in text and "wandb-core" in text
+        ]
+        assert len(own) == 1
+        os.kill(own[0], signal.SIGKILL)
+
+    directory, log = run(small(), {3: kill})
+    assert "wandb stopped" in log
+    assert "the whole run is recorded offline" in log
+    server.stop()
+    assert synced(server.port, directory) >= set(range(1, STEPS + 1))
