@@ -53,27 +53,41 @@ class Silence:
 
 
 class Console(Silence):
-    """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`."""
+    """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`.
+
+    A log that cannot be written stops no run: that is said once, and the run goes on without it.
+    """
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:
-        self._log: TextIO = log_path.open("a")
+        self._log: TextIO | None = log_path.open("a")
         self._every = every_seconds
         self._last = float("-inf")
 
     def line(self, text: str = "") -> None:
         print(text, flush=True)
-        print(text, file=self._log, flush=True)
+        self._record(text)
 
     def progress(self, text: str, *, final: bool = False) -> None:
         """A progress line: always in train.log, on the console when it is due or `final`."""
         now = time.monotonic()
-        print(text, file=self._log, flush=True)
+        self._record(text)
         if final or now - self._last >= self._every:
             self._last = now
             print(text, flush=True)
 
+    def _record(self, text: str) -> None:
+        try:
+            if self._log is not None:
+                print(text, file=self._log, flush=True)
+        except OSError as error:
+            print(f"{self._log and self._log.name} is given up ({error.strerror})", flush=True)
+            self.close()
+
     def close(self) -> None:
-        self._log.close()
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # what could not be written before cannot be now
+                self._log.close()
+            self._log = None
 
 
 class WandbMirror:

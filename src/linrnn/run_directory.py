@@ -3,6 +3,7 @@
 config.yaml, environment.json, metrics.jsonl (the source of truth), summary.json, train.log, checkpoints/.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -51,9 +52,7 @@ class RunDirectory:
         try:
             self._open(config_yaml)
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be written ({error.strerror})", "free space or choose another results_dir"
-            ) from error
+            raise _not_written(self.path, error) from error
 
     def _open(self, config_yaml: str) -> None:
         if self._resume == "never" and self.path.exists():
@@ -116,10 +115,23 @@ class RunDirectory:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write aside, then rename: a reader never sees half a file."""
+        """Write aside, then rename: a reader never sees half a file.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         partial = self.path / f".{name}.partial"
-        partial.write_text(text)
-        partial.replace(self.path / name)
+        try:
+            partial.write_text(text)
+            partial.replace(self.path / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise _not_written(self.path / name, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path} cannot be written ({error.strerror})", "free space or choose another results_dir")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

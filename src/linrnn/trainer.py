@@ -23,7 +23,7 @@ from linrnn.config.schema import Config
 from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare
 from linrnn.distributed import Launch, Ranks
 from linrnn.environment import describe_environment, gpu_state
-from linrnn.errors import DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError, RankFailedError
+from linrnn.errors import DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError, RankFailedError, StorageError
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest
 from linrnn.loggers import Console, Silence, WandbMirror
@@ -216,7 +216,10 @@ class Trainer:
         if _concerns_all(failure):
             self.ranks.end_together()
         if self.ranks.is_first:
-            self.directory.write_json(SUMMARY, summary)
+            try:
+                self.directory.write_json(SUMMARY, summary)
+            except StorageError as error:
+                failure = failure or error
             self.wandb.finish(summary, exit_code=0 if failure is None else 1)
         for line in final_lines(self.config, self.directory.path, summary):
             self.console.line(line)

@@ -1,0 +1,133 @@
+"""A disk that fills up, and clocks that jump."""
+
+import ast
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import small_disk
+from killed_run import start, train
+
+from linrnn.checkpoint import found
+from linrnn.config import load_config
+from linrnn.errors import DivergedError, StorageError
+from linrnn.metrics import read_jsonl
+from linrnn.run_directory import SUMMARY, RunDirectory
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
+NOT_PERMITTED = 77
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    records = read_jsonl(directory / "metrics.jsonl")
+    return [(r["step"], r["train/loss_nats"]) for r in records if "train/loss_nats" in r]
+
+
+def _fill_and_free(overrides: list[str], disk: Path, kept: Path) -> None:
+    """In a process of its own: a run whose disk takes two checkpoints and not three; then there is room."""
+    try:
+        small_disk.mount(disk, "14m")
+    except OSError:
+        os._exit(NOT_PERMITTED)
+    for attempt, room in enumerate(("14m", "64m")):
+        small_disk.resize(disk, room)
+        try:
+            train(overrides, kept / f"log{attempt}")
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        (kept / f"code{attempt}").write_text(str(code))
+        shutil.copytree(disk, kept / f"attempt{attempt}")
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_with_more_room_it_goes_on(small: Small, tmp_path: Path) -> None:
+    options = ("trainer.max_steps=6", "trainer.checkpoint_every=1", "run_name=run")
+    whole = Trainer(load_config(small(*options)))
+    whole.fit()
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    kept.mkdir()
+    overrides = [o for o in small(*options) if not o.startswith("results_dir=")]
+    process = start(_fill_and_free, [*overrides, f"results_dir={disk}"], disk, kept)
+    process.join()
+    if process.exitcode == NOT_PERMITTED:
+        pytest.skip("this system lets nobody mount a small file system")
+    full, finished = (kept / f"attempt{n}/default/run" for n in (0, 1))
+    log = (kept / "log0").read_text()
+    assert (kept / "code0").read_text() == "7", log
+    assert "error: checkpoint of step 3 was not written" in log
+    assert "No space left" in log
+    assert [path.name for path in found(full / "checkpoints")] == ["step_00000001", "step_00000002"]
+    assert len(list((full / "checkpoints").iterdir())) == 2, "no half-written checkpoint"
+    assert losses(full) == losses(whole.directory.path)[:3]
+    assert json.loads((full / SUMMARY).read_text())["status"] == "failed"
+    assert (kept / "code1").read_text() == "0", (kept / "log1").read_text()
+    assert json.loads((finished / SUMMARY).read_text())["status"] == "finished"
+    assert [step for step, _ in losses(finished)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_log_that_cannot_be_written_stops_no_run(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(load_config(small()))
+    trainer.directory.path.mkdir(parents=True)
+    (trainer.directory.path / "train.log").symlink_to("/dev/full")
+    assert trainer.fit()["status"] == "finished"
+    assert capsys.readouterr().out.count("train.log is given up (No space left") == 1
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunDirectory.write_json
+
+    def full(self: RunDirectory, name: str, content: dict[str, object]) -> None:
+        if name == SUMMARY:
+            raise StorageError("No space left", "free space")
+        write(self, name, content)
+
+    monkeypatch.setattr(RunDirectory, "write_json", full)
+    with pytest.raises(StorageError, match="No space left"):
+        Trainer(load_config(small())).fit()
+    diverging = small("trainer.max_steps=40", "optimizer.lr=1e30", "optimizer.max_grad_norm=null")
+    with pytest.raises(DivergedError):
+        Trainer(load_config(diverging)).fit()
+
+
+# ---------------------------------------------------------------------------------------------------------- clocks
+def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("trainer.max_steps=8", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9")
+    options += ("optimizer.schedule=constant", "optimizer.warmup_steps=0")  # the same for another max_steps
+    steady = Trainer(load_config(small(*options, "group=steady")))
+    steady.fit()
+    jumps = itertools.cycle([0.0, 4e9, 1.0, 2e9, -1.0])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * next(jumps)))
+    first = Trainer(load_config(small(*options, "group=jumping", "trainer.max_steps=6")))
+    summary = first.fit()
+    assert 0 < summary["step_time_ms_median"] < 60_000
+    assert 0 < summary["wall_seconds"] < 600
+    for age, path in enumerate(found(first.directory.checkpoints)):
+        os.utime(path, (1e9 - age, 1e9 - age))  # the newest looks the oldest
+    again = Trainer(load_config(small(*options, "group=jumping")))
+    again.fit()
+    assert "resuming at step 6" in (again.directory.path / "train.log").read_text()
+    assert losses(again.directory.path) == losses(steady.directory.path)
+
+
+def test_nothing_that_is_measured_or_ordered_asks_the_clock_on_the_wall() -> None:
+    """Dates are for labels alone; durations come from clocks that never jump."""
+    allowed = {"loss_benchmark.py": {"now"}}  # the day on which a row was measured
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                wall = (node.value.id == "time" and node.attr in ("time", "time_ns", "localtime")) or (
+                    node.attr in ("now", "today", "utcnow")
+                )
+                assert not wall or node.attr in allowed.get(path.name, set()), f"{path.name}:{node.lineno}"
