@@ -50,11 +50,12 @@ ROWS = 64  # of a program of target_logits_kernel
 
 @triton.jit(do_not_specialize=["N", "D"])
 def target_logits_kernel(
-    e_desc,  # (N, D)
+    e_ptr,  # (N, D), rows e_stride apart
     c_ptr,  # (V, D), rows c_stride apart
     bias_ptr,  # (V,) or None
     columns_ptr,  # (N,) int64; where negative, column 0 stands in
     z_ptr,  # (N,) fp32, written
+    e_stride,
     c_stride,
     N,
     D,
@@ -65,15 +66,16 @@ def target_logits_kernel(
     HAS_SOFTCAP: tl.constexpr,
 ):
     """z_i of the target: the diagonal of a product with the targets' rows of C."""
-    row = tl.program_id(0) * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
     column = tl.where(column < 0, 0, column)
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
+        mask = (rows < N)[:, None] & (dims < D)[None, :]
+        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
         c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
-        acc = tl.dot(e_desc.load([row, d]), c.T, acc, input_precision="ieee")
+        acc = tl.dot(e, c.T, acc, input_precision="ieee")
     index = tl.arange(0, BLOCK_N)
     z = tl.sum(tl.where(index[:, None] == index[None, :], acc, 0.0), axis=1) * logit_scale
     if bias_ptr is not None:
@@ -181,10 +183,9 @@ def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o:
     """z (N,) fp32 of each row's target; rows without one get column 0's."""
     (n_rows, dim) = e.shape
     z = e.new_empty(n_rows, dtype=torch.float32)
-    inner = tiles_for(e.dtype).inner
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
-        descriptor(e, ROWS, inner), c, bias, columns, z, c.stride(0), n_rows, dim, float(o.logit_scale),
-        float(o.softcap or 0), ROWS, inner, o.softcap is not None, num_warps=4,
+        e, c, bias, columns, z, e.stride(0), c.stride(0), n_rows, dim, float(o.logit_scale),
+        float(o.softcap or 0), ROWS, tiles_for(e.dtype).inner, o.softcap is not None, num_warps=4,
     )  # fmt: skip
     return z
 

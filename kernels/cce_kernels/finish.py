@@ -10,6 +10,8 @@ Cost: N × splits numbers read, a few N written.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,17 +20,17 @@ from torch import Tensor
 from .exponentials import HEADROOM, LOG2E, Sums, exponentials, target_logits
 from .options import Options
 from .rows import Rows, empty_metrics
-from .tiles import cdiv, descriptor, logits_tile, tiles_for
+from .tiles import cdiv, finish_logits, tiles_for
 
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything formed from the two is a normal number
 ROWS = 64  # of a program
 
 
-@triton.jit(do_not_specialize=["N", "D", "splits", "w_stride"])
+@triton.jit(do_not_specialize=["N", "D", "splits"])
 def rows_kernel(
-    e_desc,  # (N, D)
-    c_desc,  # (V, D)
+    e_ptr,  # (N, D), rows e_stride apart
+    c_ptr,  # (V, D), rows c_stride apart
     w_ptr,  # (N, V) or None, rows w_stride apart; rewritten where rows overflowed
     bias_ptr,  # (V,) or None
     columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
@@ -40,7 +42,11 @@ def rows_kernel(
     nll_ptr,  # (N,) fp32, written: −log p of the target; 0 where ignored, NaN where it lies outside
     factor_ptr,  # (N,) fp32 or None: what w is to be multiplied by for dL/d(e · c), written
     coefficient_ptr,  # (N,) fp32 or None: the target's dL/d(e · c), written
+    scaled_ptr,  # (N, D) or None, rows scaled_stride apart: e times its rows' factors, written
+    e_stride,
+    c_stride,
     w_stride,
+    scaled_stride,
     N,
     V,
     D,
@@ -57,8 +63,7 @@ def rows_kernel(
 
     A row whose sum overflowed is computed again with its own LSE as the offset, online (running maximum).
     """
-    row = tl.program_id(0) * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     column = tl.load(columns_ptr + rows, mask=inside, other=-1)
     z_target = tl.load(z_target_ptr + rows, mask=inside, other=0.0)
@@ -87,11 +92,11 @@ def rows_kernel(
         exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)  # weighted with the exponentials
         for col in range(0, V, BLOCK_V):
-            z = logits_tile(
-                e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
+            cols = col + tl.arange(0, BLOCK_V)
+            z = _logits(
+                e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
                 BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
             )  # fmt: skip
-            cols = col + tl.arange(0, BLOCK_V)
             z = tl.where((cols < V)[None, :], z, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(z, axis=1))
             # A bias of −inf may mask out a whole tile: anchor at 0 there, the exponentials are 0 anyway.
@@ -105,11 +110,11 @@ def rows_kernel(
         entropy = tl.where(overflowed, online - z_sum / exp_sum, entropy)
         if w_ptr is not None:
             for col in range(0, V, BLOCK_V):
-                z = logits_tile(
-                    e_desc, c_desc, bias_ptr, row, col, V, D, logit_scale, softcap,
+                cols = col + tl.arange(0, BLOCK_V)
+                z = _logits(
+                    e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
                     BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
                 )  # fmt: skip
-                cols = col + tl.arange(0, BLOCK_V)
                 w = tl.exp2((z - online[:, None]) * LOG2E)
                 if HAS_SOFTCAP:
                     w *= 1 - (z / softcap) * (z / softcap)
@@ -136,6 +141,44 @@ def rows_kernel(
         tl.store(factor_ptr + rows, a / total, mask=inside)
         tl.store(coefficient_ptr + rows, tl.where(column >= 0, (a * p_target - b) * slope, 0.0), mask=inside)
         tl.store(w_ptr + rows.to(tl.int64) * w_stride + column, 0.0, mask=inside & (column >= 0))
+        if scaled_ptr is not None:
+            for d in range(0, D, BLOCK_D):
+                dims = d + tl.arange(0, BLOCK_D)
+                mask = inside[:, None] & (dims < D)[None, :]
+                e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
+                scaled = (e.to(tl.float32) * (a / total)[:, None]).to(scaled_ptr.dtype.element_ty)
+                tl.store(scaled_ptr + rows.to(tl.int64)[:, None] * scaled_stride + dims[None, :], scaled, mask=mask)
+
+
+@triton.jit
+def _logits(
+    e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Logits of one tile, fp32, of rows `rows` and columns `cols`."""
+    e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride
+    c_ptrs = c_ptr + cols.to(tl.int64)[:, None] * c_stride
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for d in range(0, D, BLOCK_D):
+        dims = d + tl.arange(0, BLOCK_D)
+        e = tl.load(e_ptrs + dims[None, :], mask=(rows < N)[:, None] & (dims < D)[None, :], other=0.0)
+        c = tl.load(c_ptrs + dims[None, :], mask=(cols < V)[:, None] & (dims < D)[None, :], other=0.0)
+        acc = tl.dot(e, c.T, acc, input_precision="ieee")
+    return finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the gradients need, for a loss that is the sum of the rows'.
+
+    w: (N, V), cleared at the targets. factor: (N,) what w's rows are to be multiplied by, written. coefficient: (N,)
+    the targets' own gradients, written. scaled: (N, D) e times factor, written unless it is None.
+    """
+
+    w: Tensor
+    factor: Tensor
+    coefficient: Tensor
+    scaled: Tensor | None
 
 
 def finish_rows(
@@ -147,22 +190,19 @@ def finish_rows(
     sums: Sums,
     rows: Rows,
     o: Options,
-    gradient: tuple[Tensor, Tensor, Tensor] | None = None,
+    gradient: Gradient | None = None,
 ) -> None:
-    """Write lse, nll and metrics of `rows` from partial sums.
-
-    gradient: w (N, V), cleared at the targets; each row's factor of w and its target's gradient (N,), for a loss that
-    is the sum of the rows', written. None if only the loss is wanted.
-    """
+    """Write lse, nll and metrics of `rows` from partial sums; what `gradient` holds unless only the loss is wanted."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    w, factor, coefficient = gradient or (None, None, None)
-    inner = tiles_for(e.dtype).inner
+    w = factor = coefficient = scaled = None
+    if gradient is not None:
+        w, factor, coefficient, scaled = gradient.w, gradient.factor, gradient.coefficient, gradient.scaled
     rows_kernel[(cdiv(n_rows, ROWS),)](
-        descriptor(e, ROWS, inner), descriptor(c, ROWS, inner), w, bias, columns, z_target,
-        sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
-        factor, coefficient, 0 if w is None else w.stride(0), n_rows, vocab, dim, sums.w.shape[0],
-        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner, o.softcap is not None,
-        num_warps=4,
+        e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
+        factor, coefficient, scaled, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
+        0 if scaled is None else scaled.stride(0), n_rows, vocab, dim, sums.w.shape[0],
+        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, tiles_for(e.dtype).inner,
+        o.softcap is not None, num_warps=4,
     )  # fmt: skip
 
 

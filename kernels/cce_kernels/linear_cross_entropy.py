@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ def linear_cross_entropy(
             e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, _product_dtype(e, c),
             reduction != "none" and not return_lse, return_metrics,
             [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
-            *astuple(options),
+            *options.values(),
         )  # fmt: skip
     else:  # a sum over nothing, differentiable in all the same
         rows = lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)

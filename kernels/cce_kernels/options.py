@@ -51,6 +51,10 @@ class Options:
         if self.workspace_mib is not None and not self.workspace_mib > 0:
             raise ValueError(f"workspace_mib: must be positive or None, got {self.workspace_mib}")
 
+    def values(self) -> tuple:
+        """Of all fields, in order."""
+        return tuple(vars(self).values())
+
     @property
     def eps_e(self) -> float | None:
         """Threshold of the entries that reach the gradient of e; None: all do."""

@@ -6,7 +6,9 @@ A sum over launches holds its value in the gradient's own dtype and what roundin
 (accumulator.py); the last launch drops `lost` and applies the scale. The summed dimension may be cut into `splits`,
 each with an fp32 output of its own, where the output has too few tiles to keep every multiprocessor at work.
 
-Persistent programs; every output tile has one owner: no locks, no atomics, deterministic.
+One program an output tile, which it owns: no locks, no atomics, deterministic. Two products that need nothing of each
+other run side by side: the multiprocessors that the last tiles of the first leave idle begin with the second
+(programmatic dependent launch; before Hopper one runs after the other).
 
 Cost: M K COLS multiply-adds on the tensor cores; the output and, between launches, out and lost, read and written.
 """
@@ -16,16 +18,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .compensated import read_sum, write_sum
-from .tiles import GROUP, cdiv, descriptor, grouped, multiprocessors, tiles_for
+from .tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
 
 
-@triton.jit(do_not_specialize=["M", "K", "splits", "steps_per_split", "lists"])
+@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split", "lists"])
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
     b_desc,  # B (K, COLS)
-    out_ptr,  # (splits, rows, COLS) contiguous
+    out_ptr,  # (splits, split_rows, COLS)
     lost_ptr,  # like out, or None
     into_ptr,  # like out, fp32, or None: the sum ends here, added to what this holds
     places_ptr,  # (M,) int64 or None: the row of out for each m; None: m itself
@@ -36,6 +39,7 @@ def product_kernel(
     COLS,
     K,
     splits,
+    split_rows,
     steps_per_split,
     lists,
     BLOCK_M: tl.constexpr,  # equals TILE where there are lists
@@ -45,7 +49,10 @@ def product_kernel(
     TRANSPOSE_A: tl.constexpr,
     READ: tl.constexpr,  # add what out (and lost) hold
     KEEP: tl.constexpr,  # write lost
+    OVERLAP: tl.constexpr,  # launches may
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     row_tiles, col_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     for unit in range(tl.program_id(0), row_tiles * col_tiles * splits, tl.num_programs(0)):
@@ -71,11 +78,13 @@ def product_kernel(
         places = rows
         if places_ptr is not None:
             places = tl.load(places_ptr + rows, mask=rows < M, other=0)
-        offsets = (split.to(tl.int64) * M + places.to(tl.int64))[:, None] * COLS
+        offsets = (split.to(tl.int64) * split_rows + places.to(tl.int64))[:, None] * COLS
         # Half a tile at a time: fewer registers, less shared memory to bring it into the order of the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
         _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
         _store(right, offsets, rows < M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
+    if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
+        gdc_wait()  # this launch is not over before the one beside it is
 
 
 @triton.jit
@@ -112,6 +121,7 @@ def product(
     into: Tensor | None = None,
     places: Tensor | None = None,
     tiles_of_k: tuple[Tensor, Tensor] | None = None,
+    beside: bool = False,
 ) -> None:
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] A B, with A = aᵀ if transpose_a.
 
@@ -123,17 +133,20 @@ def product(
         into: like out, fp32: where the finished sum is added, in place of being stored in out.
         places: (M,) int64, the row of out for each row of A.
         tiles_of_k: lists and counts of `surviving_tiles`: the parts of the summed dimension that count.
+        beside: this product needs nothing of the one launched just before it, and may run beside it.
     """
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
     tiles = tiles_for(a.dtype, cols)
     lists, counts = tiles_of_k or (None, None)
+    overlap = launches_overlap(a)
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
-    product_kernel[(min(units, multiprocessors(a)),)](
+    product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, places, lists, counts, scale, n_rows, cols, depth,
-        splits, cdiv(cdiv(depth, tiles.inner), splits), 0 if lists is None else lists.shape[1],
-        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None,
-        **tiles.launch,
+        splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
+        0 if lists is None else lists.shape[1], tiles.rows, tiles.cols, tiles.inner, GROUP,
+        transpose_a, read, lost is not None and scale is None, overlap,
+        launch_pdl=beside and overlap, **tiles.launch,
     )  # fmt: skip

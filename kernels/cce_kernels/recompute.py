@@ -193,15 +193,18 @@ def backward(
                 e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, eps, grad_bias is not None,
                 o, stats,
             )  # fmt: skip
-            if sum_e is not None and eps == o.eps_e:
-                lists = None if flags is None else surviving_tiles(flags)
-                ends = scale if chunk.stop == vocab else None
-                product(dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, tiles_of_k=lists)
             if out_c is not None and eps == o.eps_c:
                 lists = None if flags is None else surviving_tiles(flags.T)
                 out = out_c[chunk] if places is None else out_c
                 into = None if main_grad_c is None else out
                 product(dz, e, out, transpose_a=True, scale=scale, into=into, places=places, tiles_of_k=lists)
+            if sum_e is not None and eps == o.eps_e:  # the shorter tiles last
+                lists = None if flags is None else surviving_tiles(flags)
+                ends = scale if chunk.stop == vocab else None
+                beside = out_c is not None and eps == o.eps_c
+                product(
+                    dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, tiles_of_k=lists, beside=beside
+                )
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk if places is None else places] = (dbias.sum(dim=0) * peak).to(dtype_bias)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias

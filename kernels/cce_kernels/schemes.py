@@ -25,9 +25,9 @@ LEAST_ROWS = 512
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1100.0
 LAUNCH_SECONDS = 40e-6
-STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 8, 3  # per chunk
+STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
-TILE_ROWS, TILE_COLS, TILE_DEPTH = 128, 256, 64  # of the large products; see tiles.py
+TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
 
 
@@ -64,7 +64,7 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     """
     rows = _rows(p, programs, o) if _storable(p, o) else 0
     try:
-        columns = _columns(p, programs, o)
+        columns = _columns(p, o)
     except WorkspaceTooSmall:
         if not rows:
             raise
@@ -74,19 +74,14 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     return Plan(0, columns)
 
 
-def splits_for(rows: int, depth: int, cols: int, programs: int) -> int:
-    """Into how many parts to cut the summed dimension of a product, so that its last round of tiles idles little.
+def splits_for(rows: int, cols: int, programs: int) -> int:
+    """Into how many parts to cut the summed dimension of dE's product, whose output is rows × cols.
 
-    Each part has an output of its own in fp32, so one more has to gain 2 %.
+    It runs beside dC's, which takes as long (products.py): where its tiles are many enough to fill half of the
+    multiprocessors, dC's fill the rest. A tenth less is not worth the parts' memory, an fp32 output each.
     """
-    most = max(1, min(MOST_SPLITS, depth // TILE_DEPTH))
-    return min(range(1, most + 1), key=lambda splits: _rounds(rows, cols, splits, programs) * (1 + 0.02 * splits))
-
-
-def _rounds(rows: int, cols: int, splits: int, programs: int) -> float:
-    """A product's time in tiles of full depth, one after another on each multiprocessor."""
     tiles = math.ceil(rows / TILE_ROWS) * math.ceil(cols / TILE_COLS)
-    return math.ceil(tiles * splits / programs) / splits
+    return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * tiles))))
 
 
 def _storable(p: Problem, o: Options) -> bool:
@@ -95,7 +90,7 @@ def _storable(p: Problem, o: Options) -> bool:
 
 
 def _stored_cost(p: Problem, rows: int) -> float:
-    """Time in products, idle multiprocessors aside: they idle in both schemes."""
+    """Time in products."""
     chunks = math.ceil(p.n_rows / rows)
     return max(3 + CHUNK_COST * max(1, chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
 
@@ -110,47 +105,32 @@ def _launches(p: Problem, launches: int) -> float:
     return launches * LAUNCH_SECONDS * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
 
 
-def _idle(rows: int, cols: int, splits: int, programs: int) -> float:
-    """What the tiles of a product leave unused, as a share of it."""
-    used = rows / TILE_ROWS * cols / TILE_COLS / programs
-    return _rounds(rows, cols, splits, programs) / used - 1
-
-
 def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
     """(the chunk's exponentials, everything beside them)."""
-    splits = splits_for(rows, p.vocab, p.dim, programs)
-    early = p.n_rows if o.accumulate == "fp32" else p.n_rows - rows
-    beside = rows * max(2, 4 * splits) * p.dim + early * p.dim * scratch_bytes(p.grad_e, o.accumulate)
+    splits = splits_for(rows, p.dim, programs)
+    hidden, beside = p.n_rows * p.dim, rows * 2 * p.dim
+    if p.grad_e is not None:
+        beside += hidden * (scratch_bytes(p.grad_e, o.accumulate) + (4 * splits if splits > 1 else 0))
     beside += p.vocab * p.dim * (3 if p.main_grad else scratch_bytes(p.grad_c, o.accumulate))
     return rows * 2 * p.vocab, beside
 
 
 def _rows(p: Problem, programs: int, o: Options) -> int:
-    """Rows per chunk of the stored scheme: the fastest that fits; 0 if none does."""
-    most = max(1, p.n_rows // LEAST_ROWS)
+    """Rows per chunk of the stored scheme: as many as fit, the chunks of one size; 0 if too few do."""
     budget = (o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB
-    fitting = {}
-    for chunks in range(1, most + 1):
+    for chunks in range(1, max(1, p.n_rows // LEAST_ROWS) + 1):
         rows = math.ceil(math.ceil(p.n_rows / chunks) / ROW_MULTIPLE) * ROW_MULTIPLE
         if max(_stored_bytes(p, rows, programs, o)) <= budget or (o.workspace_mib is None and chunks == STORED_CHUNKS):
-            splits = splits_for(rows, p.vocab, p.dim, programs)
-            fitting[rows] = _stored_cost(p, rows) + _idle(rows, p.dim, splits, programs)
-    return min(fitting, key=lambda rows: fitting[rows], default=0)
+            return rows
+    return 0
 
 
-def _columns(p: Problem, programs: int, o: Options) -> int:
-    """Vocabulary entries per chunk of the recomputing scheme: the fastest, as far as dz and gathered rows of C (of
-    two chunks) leave room."""
+def _columns(p: Problem, o: Options) -> int:
+    """Vocabulary entries per chunk of the recomputing scheme: as many as dz and gathered rows of C (of two chunks)
+    leave room for."""
     tile = 64 if p.dtype == torch.float32 else TILE_ROWS
     per_column = p.n_rows * p.dtype.itemsize + math.ceil(p.n_rows / tile) * 4
     if o.filter_eps is not None:
         per_column += 2 * p.dim * p.dtype.itemsize + (math.ceil(8 * p.n_rows / tile) if p.with_stats else 0)
     multiple = 64 if p.dtype == torch.float32 else COLUMN_MULTIPLE
-    most = o.chunk_width(p.vocab, 0, per_column, multiple)
-    if most == p.vocab:
-        return most
-
-    def cost(columns: int) -> float:
-        return _idle(columns, p.dim, 1, programs) + CHUNK_COST / columns
-
-    return min(range(max(multiple, most // 2 // multiple * multiple), most + 1, multiple), key=cost)
+    return o.chunk_width(p.vocab, 0, per_column, multiple)

@@ -3,17 +3,18 @@
     dE_i = a_i / S_i Σ_{v ≠ t} w_iv C_v + (a_i p_it − b_i) C_t        dC_v = Σ_{i: t_i ≠ v} w_iv (a_i / S_i) e_i
                                                                               + Σ_{i: t_i = v} (a_i p_it − b_i) e_i
 For each chunk of rows: `exponentials` stores w (rows × V, 16 bits) and the rows' sums; then both gradients are
-plain products of w, with each row's 1 / S_i taken into the rows of dE and of e: nothing is recomputed and no pass
-over w is needed in between. The target's entry, where p − 1 cancels and most of the gradient lies, is left out of w
-and added in fp32.
+plain products of w, side by side (products.py), with each row's 1 / S_i taken into the rows of dE and of e: nothing is
+recomputed and no pass over w is needed in between. The target's entry, where p − 1 cancels and most of the gradient
+lies, is left out of w and added in fp32, for all rows at once.
 
-All but the last chunk are done in the forward pass, as if dL/dloss were 1; the last one's w is kept for the
-backward pass, which multiplies by dL/dloss before anything is rounded. dC is summed over chunks with what rounding
-lost kept beside it (accumulator.py), dE of the early chunks likewise held in two parts until the backward pass.
+All but the last chunk's products are done in the forward pass; the last one's w is kept for the backward pass, which
+multiplies by dL/dloss before anything is rounded for good. Until then dC (a sum over chunks) and w C (each row's part
+of it complete) are held with what rounding lost beside them (accumulator.py).
 
 Cost: 3 N D V multiply-adds; per chunk but the first one read and but the last one write of dC and what it lost.
-Memory: 2 V bytes × rows a chunk, 1 byte an entry of dC and of the early dE (none where they are fp32), 4 bytes × rows
-× D × splits. For bf16 operands, without bias, filter or label smoothing, and one upstream gradient for all rows.
+Memory: 2 V bytes × rows a chunk, 1 byte an entry of dC and of dE (none where they are fp32), and where a chunk has too
+few tiles of w C for every multiprocessor, w C in `splits` fp32 parts. For bf16 operands, without bias, filter or label
+smoothing, and one upstream gradient for all rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from .accumulator import Accumulator
 from .compensated import read_sum, write_sum
 from .exponentials import exponentials, target_logits
-from .finish import finish_rows
+from .finish import Gradient, finish_rows
 from .options import Options
 from .products import product
 from .rows import Rows, empty_metrics
@@ -36,14 +37,14 @@ from .tiles import cdiv, multiprocessors, power_of_2
 
 @triton.jit(do_not_specialize=["N", "splits", "c_stride"])
 def hidden_kernel(
-    part_ptr,  # (splits, N, D) fp32: w C
+    part_ptr,  # (splits, N, D): w C
+    lost_ptr,  # (N, D) or None: what the rounding of the one part lost
     c_ptr,  # (V, D), rows c_stride apart
     columns_ptr,  # (N,) int64, negative for none
     factor_ptr,  # (N,) fp32
     coefficient_ptr,  # (N,) fp32
-    scale_ptr,  # () fp32 or None
-    out_ptr,  # (N, D), written
-    lost_ptr,  # (N, D) or None, written: what rounding lost
+    scale_ptr,  # () fp32
+    out_ptr,  # (N, D), written; may be the one part
     c_stride,
     N,
     D,
@@ -51,27 +52,26 @@ def hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dE = factor · (w C) + coefficient · C_target, times scale."""
+    """dE = scale · (factor · (w C) + coefficient · C_target)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
     offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    total = read_sum(part_ptr + offsets, lost_ptrs, mask)
     part_ptrs = part_ptr + offsets
-    for _ in range(splits):
-        total += tl.load(part_ptrs, mask=mask, other=0.0)
+    for _ in range(splits - 1):
         part_ptrs += N.to(tl.int64) * D
+        total += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
     column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
     c_mask = mask & (column >= 0)[:, None]
     c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
     factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
     total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr)
-    write_sum(total, out_ptr + offsets, None if lost_ptr is None else lost_ptr + offsets, mask)
+    write_sum(total * tl.load(scale_ptr), out_ptr + offsets, None, mask)
 
 
-@triton.jit(do_not_specialize=["N", "first", "end"])
+@triton.jit(do_not_specialize=["N"])
 def targets_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     keys_ptr,  # (N,) int32, ascending: the rows' targets, negative for none
@@ -82,30 +82,27 @@ def targets_kernel(
     spill_ptr,  # (programs, D) fp32, written: the part of a run of equal keys that began in an earlier program
     e_stride,
     N,
-    first,  # of the chunk's rows
-    end,
     D,
     PLACES: tl.constexpr,  # of a program
     BLOCK_D: tl.constexpr,
 ):
-    """out[v] += Σ coefficient_i e_i over the chunk's rows whose target is v, as far as they stand in one program."""
+    """out[v] += Σ coefficient_i e_i over the rows whose target is v, as far as they stand in one program."""
     start = tl.program_id(0) * PLACES
     places = start + tl.arange(0, PLACES)
-    keys = tl.load(keys_ptr + places, mask=places < N, other=-1)
-    rows = tl.load(order_ptr + places, mask=places < N, other=-1)
-    mine = (rows >= first) & (rows < end)
-    coefficient = tl.load(coefficient_ptr + rows, mask=mine, other=0.0)
+    inside = places < N
+    keys = tl.load(keys_ptr + places, mask=inside, other=-1)
+    rows = tl.load(order_ptr + places, mask=inside, other=0)
+    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    e_mask = mine[:, None] & (dims < D)[None, :]
+    e_mask = inside[:, None] & (dims < D)[None, :]
     e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=e_mask, other=0.0)
     parts = e.to(tl.float32) * coefficient[:, None]
     earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
     last = earlier
     for i in range(tl.minimum(PLACES, N - start)):
         key = tl.load(keys_ptr + start + i)
-        run = mine & (keys == key)
-        if (key >= 0) & (key != last) & (tl.max(run.to(tl.int32), axis=0) > 0):
-            total = tl.sum(tl.where(run[:, None], parts, 0.0), axis=0)
+        if (key >= 0) & (key != last):
+            total = tl.sum(tl.where((keys == key)[:, None], parts, 0.0), axis=0)
             offsets = key.to(tl.int64) * D + dims
             lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
             total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
@@ -141,27 +138,6 @@ def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES:
         write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
 
 
-@triton.jit(do_not_specialize=["N"])
-def scaled_kernel(x_ptr, factor_ptr, out_ptr, x_stride, out_stride, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out (N, D) = factor (N,) · x, rounded once."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (rows < N)[:, None] & (dims < D)[None, :]
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=mask, other=0.0)
-    scaled = x.to(tl.float32) * tl.load(factor_ptr + rows, mask=rows < N, other=0.0)[:, None]
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + dims[None, :]
-    tl.store(out_ptrs, scaled.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def rescale_kernel(value_ptr, lost_ptr, scale_ptr, size, BLOCK: tl.constexpr):
-    """value = round(scale · (value + lost)), in place."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-    total = read_sum(value_ptr + offsets, lost_ptrs, offsets < size) * tl.load(scale_ptr)
-    write_sum(total, value_ptr + offsets, None, offsets < size)
-
-
 def forward(
     e: Tensor,
     c: Tensor,
@@ -179,31 +155,26 @@ def forward(
         rows: per chunk.
         dtypes: of the gradients of e and c; None: not wanted.
     """
-    n_rows, vocab = e.shape[0], c.shape[0]
+    n_rows = e.shape[0]
     state = empty_state(e, c, rows, dtypes, o)
     z_target = target_logits(e, c, None, columns, o)
     lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
     if dtypes[1] is not None:
         state[KEYS], state[ORDER] = columns.to(torch.int32).sort(stable=True)
-    w, factor, coefficient, keys, order, grad_e, lost_e, grad_c, lost_c = _present(state)
-    early = _early(n_rows, rows)
-    for first in range(0, n_rows, rows):
-        chunk = slice(first, min(first + rows, n_rows))
-        w_chunk = w[: chunk.stop - first, :vocab]
-        sums = exponentials(e[chunk], c, None, columns[chunk], z_target[chunk], w_chunk, with_metrics, o)
-        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_target[chunk], with_metrics))
-        gradient = (w_chunk, factor[chunk], coefficient[chunk])
-        finish_rows(e[chunk], c, None, columns[chunk], z_target[chunk], sums, part, o, gradient)
+    w, scaled, factor, coefficient, *_ = _present(state)
+    by_rows = (x.split(rows) for x in (e, columns, z_target, lse, nll, factor, coefficient))
+    for i, (e_i, columns_i, z_i, lse_i, nll_i, factor_i, coefficient_i) in enumerate(zip(*by_rows, strict=True)):
+        height = e_i.shape[0]
+        chunk = slice(i * rows, i * rows + height)
+        w_i = w[:height, : c.shape[0]]
+        scaled_i = None if scaled is None else scaled[:height, : e.shape[1]]
+        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
+        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics))
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, Gradient(w_i, factor_i, coefficient_i, scaled_i))
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
-        if first == early:
-            break
-        if grad_e is not None:
-            lost = None if lost_e is None else lost_e[chunk]
-            _hidden_gradient(w_chunk, c, columns, factor, coefficient, chunk, None, grad_e[chunk], lost)
-        if grad_c is not None:
-            product(w_chunk, _scaled(e[chunk], factor[chunk]), grad_c, lost_c, transpose_a=True, read=first > 0)
-            _add_targets(e, keys, order, coefficient, chunk, grad_c, lost_c)
+        if chunk.stop < n_rows:
+            _add_products(c, state, chunk, read=i > 0)
     return Rows(lse, nll, None, metrics), state
 
 
@@ -222,112 +193,85 @@ def backward(
         scale: () fp32, dL/dloss.
         state: from `forward`; used up.
     """
-    w, factor, coefficient, keys, order, grad_e, lost_e, grad_c, lost_c = _present(state)
+    _, _, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
     n_rows, dim = e.shape
-    early = _early(n_rows, rows)
-    last = slice(early, n_rows)
-    w_chunk = w[: n_rows - early, : c.shape[0]]
-    if grad_e is not None:
-        _hidden_gradient(w_chunk, c, columns, factor, coefficient, last, scale, grad_e[last], None)
-        if early:
-            rescale_kernel[(cdiv(early * dim, 2048),)](grad_e, lost_e, scale, early * dim, 2048)
+    first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
     if grad_c is not None:
-        if not early:
+        if first == 0:
             grad_c.zero_()
             if lost_c is not None:
                 lost_c.zero_()
-        _add_targets(e, keys, order, coefficient, last, grad_c, lost_c)
-        scaled = _scaled(e[last], factor[last])
-        product(w_chunk, scaled, grad_c, lost_c, transpose_a=True, read=True, scale=scale, into=main_grad_c)
+        block_d = min(256, power_of_2(dim))  # one warp's: no sum crosses threads
+        programs = cdiv(n_rows, PLACES)
+        spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
+        grid = (programs, cdiv(dim, block_d))
+        targets_kernel[grid](
+            e, keys, order, coefficient, grad_c, lost_c, spill, e.stride(0), n_rows, dim, PLACES, block_d,
+            num_warps=1,
+        )  # fmt: skip
+        spilled_targets_kernel[grid](keys, grad_c, lost_c, spill, n_rows, dim, PLACES, block_d)
+    _add_products(c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
+    if grad_e is not None:
+        parts = grad_e[None] if parts_e is None else parts_e
+        block_d = min(256, power_of_2(dim))
+        hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
+            parts, lost_e, c, columns, factor, coefficient, scale, grad_e,
+            c.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
+        )  # fmt: skip
 
 
-KEYS, ORDER, GRAD_E, GRAD_C = 3, 4, 5, 7  # places in the state
+KEYS, ORDER, GRAD_E, GRAD_C = 4, 5, 7, 9  # places in the state
 PLACES = 16  # rows, sorted by target, that one program adds up
 
 
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options
 ) -> list[Tensor]:
-    """w of the last chunk; each row's factor and target gradient; rows sorted by target: keys and indices; dE and dC
-    as far as they are summed: value and lost of each. What is not wanted is empty."""
+    """Of the last chunk: w, and e times its factors; each row's factor and target gradient; rows sorted by target: keys
+    and indices; w C in parts; dE and dC as far as they are summed: value and lost of each. What is not wanted is
+    empty."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
+    dtype_e, dtype_c = dtypes
+    height = min(rows, n_rows)
+    w = e.new_empty(height, cdiv(vocab, 16) * 16)
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
-    by_target: list[Tensor | None] = [None, None]
-    if dtypes[1] is not None:
-        by_target = [e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)]
-    sums: list[Tensor | None] = []
-    for dtype, shape, lost_rows in ((dtypes[0], (n_rows, dim), _early(n_rows, rows)), (dtypes[1], (vocab, dim), vocab)):
-        total = None if dtype is None else Accumulator(e, shape, dtype, o.accumulate, lost_rows)
-        sums += [None, None] if total is None else [total.value, total.lost]
-    w = e.new_empty(min(rows, n_rows), cdiv(vocab, 16) * 16)
-    return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, *by_target, *sums)]
+    parts = scaled = sum_e = sum_c = keys = order = None
+    if dtype_e is not None:
+        splits = splits_for(height, dim, multiprocessors(e))
+        if splits > 1:
+            parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
+        sum_e = Accumulator(e, (n_rows, dim), dtype_e, o.accumulate, None if parts is None else 0)
+    if dtype_c is not None:
+        scaled = e.new_empty(height, cdiv(dim, 8) * 8)
+        keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
+        sum_c = Accumulator(e, (vocab, dim), dtype_c, o.accumulate)
+    sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
+    return [e.new_empty(0) if x is None else x for x in (w, scaled, *row_numbers, keys, order, parts, *sums)]
 
 
 def _present(state: list[Tensor]) -> list:
     return [x if x.numel() else None for x in state]
 
 
-def _early(n_rows: int, rows: int) -> int:
-    """Rows of all chunks but the last."""
-    return (cdiv(n_rows, rows) - 1) * rows
-
-
-def _scaled(e: Tensor, factor: Tensor) -> Tensor:
-    """e with each row times its factor, rounded once, as TMA reads it."""
-    n_rows, dim = e.shape
-    out = e.new_empty(n_rows, cdiv(dim, 8) * 8)[:, :dim]
-    block_d = min(256, power_of_2(dim))
-    grid = (cdiv(n_rows, 16), cdiv(dim, block_d))
-    scaled_kernel[grid](e, factor, out, e.stride(0), out.stride(0), n_rows, dim, 16, block_d)
-    return out
-
-
-def _hidden_gradient(
-    w: Tensor,
+def _add_products(
     c: Tensor,
-    columns: Tensor,
-    factor: Tensor,
-    coefficient: Tensor,
+    state: list[Tensor],
     chunk: slice,
-    scale: Tensor | None,
-    out: Tensor,
-    lost: Tensor | None,
+    read: bool,
+    scale: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> None:
-    """dE of one chunk of rows, with what rounding lost unless it is None."""
-    (n_rows, vocab), dim = w.shape, c.shape[1]
-    splits = splits_for(n_rows, vocab, dim, multiprocessors(w))
-    parts = torch.empty(splits, n_rows, dim, dtype=torch.float32, device=w.device)
-    product(w, c, parts)
-    block_d = min(256, power_of_2(dim))
-    hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
-        parts, c, columns[chunk], factor[chunk], coefficient[chunk], scale, out, lost,
-        c.stride(0), n_rows, dim, splits, 16, block_d,
-    )  # fmt: skip
-
-
-def _add_targets(
-    e: Tensor, keys: Tensor, order: Tensor, coefficient: Tensor, chunk: slice, out: Tensor, lost: Tensor | None
-) -> None:
-    """Add the targets' share of one chunk of rows to dC."""
-    n_rows, dim = e.shape
-    block_d = min(512, power_of_2(dim))
-    programs = cdiv(n_rows, PLACES)
-    spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
-    grid = (programs, cdiv(dim, block_d))
-    targets_kernel[grid](
-        e,
-        keys,
-        order,
-        coefficient,
-        out,
-        lost,
-        spill,
-        e.stride(0),
-        n_rows,
-        chunk.start,
-        chunk.stop,
-        dim,
-        PLACES,
-        block_d,
-    )
-    spilled_targets_kernel[grid](keys, out, lost, spill, n_rows, dim, PLACES, block_d)
+    """w C of a chunk of rows, whose w and scaled e the state holds, and its share of dC without the targets'."""
+    w, scaled, _, _, _, _, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    height = chunk.stop - chunk.start
+    w = w[:height, : c.shape[0]]
+    if grad_e is not None:
+        if parts_e is not None:
+            product(w, c, parts_e[:, chunk])
+        else:
+            product(w, c, grad_e[chunk], None if lost_e is None else lost_e[chunk])
+    if grad_c is not None:
+        product(
+            w, scaled[:height, : c.shape[1]], grad_c, lost_c,
+            transpose_a=True, read=read, scale=scale, into=into, beside=grad_e is not None,
+        )  # fmt: skip

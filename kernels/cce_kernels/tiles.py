@@ -1,4 +1,4 @@
-"""What the Triton kernels share: tile sizes, TMA descriptors, the order of tiles, the logits of one tile.
+"""What the Triton kernels share: tile sizes, TMA descriptors, the order of tiles, logits from products.
 
 Sizes are not specialised on (do_not_specialize): TMA takes any, and a ragged batch shall not compile anew.
 Only the width of a gradient is: it decides how wide the stores are.
@@ -7,11 +7,13 @@ Only the width of a gradient is: it decides how wide the stores are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .filtered import TILE
@@ -106,7 +108,19 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 def multiprocessors(x: Tensor) -> int:
     """Programs that a persistent kernel launches."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+    return _properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
+def launches_overlap(x: Tensor) -> bool:
+    """Whether a kernel on x's device may begin before the one ahead of it is over (programmatic dependent launch)."""
+    if INTERPRETED:
+        return False
+    return (_properties(x.device).major if x.is_cuda else driver.active.get_current_target().arch // 10) >= 9
+
+
+@lru_cache
+def _properties(device: torch.device):
+    return torch.cuda.get_device_properties(device)
 
 
 @triton.jit
@@ -134,34 +148,6 @@ def tanh(x):
 @triton.jit
 def softcapped(z, softcap):
     return softcap * tanh(z / softcap)
-
-
-@triton.jit
-def logits_tile(
-    e_desc,
-    c_desc,
-    bias_ptr,
-    row,
-    col,
-    V,
-    D,
-    logit_scale,
-    softcap,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """z = softcap · tanh((logit_scale · e cᵀ + bias) / softcap) of rows row… and columns col…, in fp32.
-
-    Forward and backward both call this, so that the softmax they form is of the same logits.
-    """
-    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    for d in range(0, D, BLOCK_D):
-        e = e_desc.load([row, d])
-        c = c_desc.load([col, d])
-        acc = tl.dot(e, c.T, acc, input_precision="ieee")
-    return finish_logits(acc, col + tl.arange(0, BLOCK_V), bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
 
 
 @triton.jit

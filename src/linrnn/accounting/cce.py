@@ -1,10 +1,11 @@
 """Which scheme `cce_kahan` and `cce_filter` take on a GPU, and the memory and traffic that follow.
 
-As the kernels themselves decide, multiprocessors that idle in a last round of tiles aside: `stored` keeps the
-exponentials of a chunk of token rows (3 products, most of them in the forward pass), `recompute` makes the logits of a
-chunk of the vocabulary again in the backward pass (4 products).
+As the kernels themselves decide on a GPU of 132 multiprocessors: `stored` keeps the exponentials of a chunk of token
+rows (3 products, most of them in the forward pass), `recompute` makes the logits of a chunk of the vocabulary again in
+the backward pass (4 products).
 """
 
+import math
 from dataclasses import dataclass
 
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig
@@ -14,9 +15,12 @@ FP32, BF16 = 4, 2  # bytes
 WORKSPACE_MIB = 256  # where `loss.workspace_mib` is null
 STORED_CHUNKS = 3  # of the rows, there, whatever they take
 LEAST_ROWS = 512
+PLACES = 16  # rows, by target, that one program adds up
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 LAUNCH_FLOPS = 40e-6 * 700e12  # what a GPU computes while it waits for a launch
-STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 8, 3  # per chunk
+STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
+MULTIPROCESSORS = 132
+TILE_ROWS, TILE_COLS, MOST_SPLITS = 128, 256, 4  # of dE's product, in parts where its tiles are few
 CHUNK_COST = 1100  # of one more chunk, in products: / tokens (rows) or / vocabulary entries (columns)
 
 
@@ -64,13 +68,10 @@ def cce_memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
     gradients = (hidden + weight) * compute
     if not scheme.rows:  # dlogits of the chunk's columns; what dE's rounding lost
         return 0, gradients + hidden * lost + n_tokens * scheme.columns * compute
-    early = (_ceil(n_tokens, scheme.rows) - 1) * scheme.rows  # rows whose gradients the forward pass makes
-    kept = FP32 if loss.accumulate == "fp32" else compute
-    beside = 1 if loss.accumulate == "kahan" else 0
-    state = hidden * kept + early * d * beside + weight * (kept + beside) + min(scheme.rows, n_tokens) * vocab * BF16
-    part = min(scheme.rows, n_tokens) * d * FP32  # a chunk of dE in fp32
-    rounded = gradients if loss.accumulate == "fp32" else 0
-    return state + (part if early else 0), state + max(part, rounded)
+    rows = min(scheme.rows, n_tokens)
+    held = rows * vocab * BF16 + _beside(loss, n_tokens, rows, d, vocab)
+    sums = 0 if loss.accumulate == "fp32" else gradients  # in the gradients' own memory
+    return held + sums, held + gradients + hidden * FP32 // PLACES
 
 
 def cce_traffic(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple[int, int]:
@@ -102,6 +103,7 @@ def _lost(loss: CceKahanLossConfig, compute: int) -> int:
 
 def _beside(loss: CceKahanLossConfig, n_tokens: int, rows: int, d: int, vocab: int) -> int:
     """What the stored scheme holds beside the exponentials of a chunk."""
-    lost = _lost(loss, BF16)
-    early = n_tokens if loss.accumulate == "fp32" else n_tokens - rows
-    return rows * FP32 * d + (early + vocab) * d * lost
+    tiles = _ceil(rows, TILE_ROWS) * _ceil(d, TILE_COLS)
+    splits = min(MOST_SPLITS, math.ceil(MULTIPROCESSORS / (2.2 * tiles)))
+    parts = n_tokens * d * FP32 * splits if splits > 1 else 0
+    return rows * BF16 * d + (n_tokens + vocab) * d * _lost(loss, BF16) + parts
