@@ -5,6 +5,7 @@ from .linear_cross_entropy import PRESETS, linear_cross_entropy
 from .options import WorkspaceTooSmall
 from .patch import patch, unpatch
 from .reference import reference_linear_cross_entropy
+from .vocab_parallel import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 
 __all__ = [
     "PRESETS",
@@ -13,5 +14,7 @@ __all__ = [
     "patch",
     "reference_linear_cross_entropy",
     "unpatch",
+    "vocabulary_parallel_linear_cross_entropy",
+    "vocabulary_shards",
 ]
 __version__ = "0.1.0"

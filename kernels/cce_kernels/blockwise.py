@@ -61,11 +61,13 @@ def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_met
         exp_sum.mul_(decay).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
         largest = new_largest
     lse = largest + exp_sum.log()
+    largest_other = None
     if metrics is not None:
+        largest_other = metrics[0].clone()
         metrics[0] = z_target > metrics[0]
         metrics[1] = lse - metrics[1] / exp_sum
     z_above_mean = z_target - z_sum / vocab if o.label_smoothing else None
-    return Rows(lse, where_it_counts(lse - z_target, columns), z_above_mean, metrics)
+    return Rows(lse, where_it_counts(lse - z_target, columns), z_above_mean, metrics, largest_other)
 
 
 def backward(

@@ -20,6 +20,9 @@ was dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -82,20 +85,29 @@ class FilterStats:
         """Begin a backward pass."""
         zero = self.values.new_zeros
         self._entries, self._tiles, self._mass = zero((), dtype=torch.float64), zero(()), zero(n_rows)
-        self._n_tiles = 0
+        self._n_tiles: int | Tensor = 0
+        self._recorded = False
 
     def add(self, kept_entries: Tensor, kept_tiles: Tensor, tiles: int, dropped_mass: Tensor) -> None:
         """Record one chunk; dropped_mass (N,)."""
         self._entries += kept_entries
         self._tiles += kept_tiles
         self._n_tiles += tiles
+        self._recorded = True
         self._mass += dropped_mass
+
+    def add_up(self, all_reduce: Callable[[Tensor], Any]) -> None:
+        """Sum what the ranks of a group have recorded, each of its part of the vocabulary, in place on all of them."""
+        tiles = torch.zeros_like(self._tiles) + self._n_tiles
+        for x in (self._entries, self._tiles, self._mass, tiles):
+            all_reduce(x)
+        self._n_tiles = tiles
 
     def finish(self, b: Tensor, vocab: int) -> None:
         """Fill in the report; b (N,) is non-zero for rows that count. No chunk recorded: nothing dropped."""
         n_rows = (b != 0).sum().clamp(min=1)
         one = n_rows.new_ones((), dtype=torch.float64)
         entries, tiles = one, one
-        if self._n_tiles:
+        if self._recorded:
             entries, tiles = self._entries / (n_rows * vocab), self._tiles / self._n_tiles
         self.values.copy_(torch.stack((entries, tiles, self._mass.sum() / n_rows, self._mass.max())))

@@ -216,8 +216,8 @@ def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_met
     z_target = target_logits(e, c, bias, columns, o)
     sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
     z_above_mean = None if sums.z is None else z_target - sums.z.sum(dim=0) / c.shape[0]
-    rows = Rows(
-        torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, empty_metrics(z_target, with_metrics)
-    )
+    largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
+    metrics = empty_metrics(z_target, with_metrics)
+    rows = Rows(torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, metrics, largest)
     finish_rows(e, c, bias, columns, z_target, sums, rows, o)
     return rows

@@ -105,18 +105,12 @@ def linear_cross_entropy(
         ValueError: an argument has the wrong shape, dtype, device or value; the message starts with its name.
         WorkspaceTooSmall: that of workspace_mib; its least_mib would do.
     """
-    flags = {
+    options = make_options(preset, {
+        "softcap": softcap, "logit_scale": logit_scale, "label_smoothing": label_smoothing, "z_loss": z_loss,
         "filter_eps": filter_eps, "filter_e": filter_e, "filter_c": filter_c, "accumulate": accumulate,
-    }  # fmt: skip
-    options = Options(
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        workspace_mib=workspace_mib,
-        **(flags if preset is None else _preset_flags(preset, flags)),
-    )
-    _check(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
+        "workspace_mib": workspace_mib,
+    })  # fmt: skip
+    check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, c.shape[0])
 
     if shift:  # move the targets, not the hidden states: no copy of e
         nothing = torch.full_like(targets[..., :shift], ignore_index)
@@ -126,7 +120,7 @@ def linear_cross_entropy(
     wanted = torch.is_grad_enabled()
     if flat.numel():
         rows, lse, metrics = cross_entropy(
-            e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, _product_dtype(e, c),
+            e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
             reduction != "none" and not return_lse, return_metrics,
             [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
             *options.values(),
@@ -148,7 +142,7 @@ def linear_cross_entropy(
     return (loss, *extras) if extras else loss
 
 
-def _product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
+def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     """What e and c are multiplied in."""
     device = e.device.type
     if torch.is_autocast_enabled(device):
@@ -156,16 +150,23 @@ def _product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     return torch.promote_types(e.dtype, c.dtype)
 
 
-def _preset_flags(preset: str, flags: dict[str, Any]) -> dict[str, Any]:
+def make_options(preset: str | None, options: dict[str, Any]) -> Options:
+    """The options of a call by name, and those that a preset stands for.
+
+    Raises:
+        ValueError: an unknown preset, an option that is given in both ways, or a value out of range.
+    """
+    if preset is None:
+        return Options(**options)
     if preset not in PRESETS:
         raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
-    for name, value in flags.items():
-        if value != _PRESET_DEFAULTS[name]:
+    for name, default in _PRESET_DEFAULTS.items():
+        if options.get(name, default) != default:
             raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
-    return PRESETS[preset]
+    return Options(**{**options, **_PRESET_DEFAULTS, **PRESETS[preset]})
 
 
-def _check(
+def check_inputs(
     e: Tensor,
     c: Tensor,
     targets: Tensor,
@@ -174,8 +175,9 @@ def _check(
     ignore_index: int,
     reduction: str,
     shift: int,
+    vocab: int,
 ) -> None:
-    """Raise the ValueErrors that `linear_cross_entropy` promises."""
+    """Raise the ValueErrors that `linear_cross_entropy` promises; `vocab`: what the targets lie in."""
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and x.dtype not in DTYPES:
             raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
@@ -201,10 +203,10 @@ def _check(
         last = targets.shape[-1] if targets.dim() else 0
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
-        outside = (targets != ignore_index) & ((targets < 0) | (targets >= c.shape[0]))
+        outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if outside.any():
             first = targets[outside][0].item()
-            raise ValueError(f"targets: {first} lies outside [0, {c.shape[0]}) and is not ignore_index")
+            raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index")
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:

@@ -16,12 +16,13 @@ IGNORED, OUTSIDE = -1, -2  # in place of a column: the row does not count; its t
 class Rows:
     """Per row, fp32: log-sum-exp; −log p of the target (0 where ignored, NaN where it lies outside the vocabulary);
     with label smoothing, target logit less mean logit (N,); metrics (2, N), if asked for: whether the target's logit
-    is the largest (1 or 0), and the entropy of the softmax, in nats."""
+    is the largest (1 or 0), and the entropy of the softmax, in nats; with them, the largest logit but the target's."""
 
     lse: Tensor
     nll: Tensor
     z_above_mean: Tensor | None = None
     metrics: Tensor | None = None
+    largest: Tensor | None = None
 
 
 def empty_metrics(like: Tensor, wanted: bool) -> Tensor | None:

@@ -1,0 +1,132 @@
+"""The vocabulary spread over ranks: losses and gradients are those of one device."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from cases import IGNORE, draw, error, gradients, in_fp64, torch_path
+from cce_kernels import (
+    linear_cross_entropy,
+    reference_linear_cross_entropy,
+    vocabulary_parallel_linear_cross_entropy,
+    vocabulary_shards,
+)
+from torch import distributed as dist
+from vocab_parallel_ranks import Spread, cases, start
+
+ALL = [(ranks, spread) for ranks in (2, 3) for spread in cases(ranks)]
+INTERPRETED = ("plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same")
+
+
+@pytest.fixture(scope="module")
+def computed() -> dict[int, list[dict[str, Any]]]:
+    return {ranks: start(ranks, cases(ranks)) for ranks in (2, 3)}
+
+
+@pytest.mark.parametrize(("ranks", "spread"), ALL, ids=str)
+def test_losses_and_gradients_are_those_of_one_device(ranks, spread, computed):
+    check(spread, [results[str(spread)] for results in computed[ranks]])
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="starts the interpreter in the ranks")
+def test_the_triton_kernels_spread_over_ranks_agree_with_one_device():
+    pytest.importorskip("triton")
+    spreads = [spread for spread in cases(2) if str(spread) in INTERPRETED]
+    assert len(spreads) == len(INTERPRETED)
+    got = start(2, spreads, TRITON_INTERPRET="1")
+    for spread in spreads:
+        check(spread, [results[str(spread)] for results in got])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus_losses_and_gradients_are_those_of_one_device():
+    got = start(2, cases(2), device="cuda")
+    for spread in cases(2):
+        check(spread, [results[str(spread)] for results in got])
+
+
+def check(spread: Spread, ranks: list[dict[str, torch.Tensor]], floor: float = 1e-6) -> None:
+    """Within twice the error of torch's path (cases.check) or of one device, and bit for bit the same on all ranks."""
+    case = spread.case
+    e, c, targets, bias = draw(case, "cpu")
+    options = {k: v for k, v in case.options.items() if k not in ("workspace_mib", "accumulate")}
+    e64, c64, bias64 = in_fp64(e, c, bias)
+    truth, lse = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **options)
+    want = dict(zip(("e", "c", "bias"), gradients(truth, (e64, c64, bias64)), strict=False))
+    allowed = _errors(torch_path(e, c, targets, bias, **options), truth, want, (e, c, bias))
+    alone = _errors(linear_cross_entropy(e, c, targets, bias=bias, **case.options), truth, want, (e, c, bias))
+    whole = _assembled(spread, ranks)
+    assert whole["loss"].shape == truth.shape
+    assert whole["loss"].dtype == torch.float32
+    for name, x in {"loss": truth, **want}.items():
+        assert whole[name].shape == x.shape
+        assert error(whole[name], x) <= 2 * max(allowed[name], alone[name]) + floor, name
+    for name, x in (("e", e), ("c", c), ("bias", bias)):
+        if x is not None:
+            assert whole[name].dtype == (torch.float32 if spread.main_grad and name == "c" else x.dtype)
+    if spread.extras:
+        loss, *extras = linear_cross_entropy(e, c, targets, bias=bias, **spread.extras, **case.options)
+        loss.sum().backward()
+        if "return_lse" in spread.extras:
+            assert error(whole["lse"], lse) < 1e-5
+        for name in extras[-1].keys() & whole.keys():
+            assert whole[name].item() == pytest.approx(extras[-1][name].item(), rel=1e-4), name
+
+
+def _errors(loss: torch.Tensor, truth: torch.Tensor, want: dict[str, torch.Tensor], inputs: tuple) -> dict[str, float]:
+    """Errors of a loss and its gradients."""
+    grads = dict(zip(want, gradients(loss, inputs), strict=True))
+    return {"loss": error(loss, truth), **{name: error(grad, want[name]) for name, grad in grads.items()}}
+
+
+def _assembled(spread: Spread, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What the ranks have together; what all have, they have bit for bit."""
+    first = ranks[0]
+    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ("c", "bias") if name in first}
+    for name in first.keys() - whole.keys():
+        parts = [rank[name] for rank in ranks]
+        if spread.rows == "own" and name in ("loss", "e", "lse"):
+            whole[name] = torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
+        elif name != "tiles_kept":  # a tile of one device may be two tiles here
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+            whole[name] = parts[0]
+    return whole
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_does_not_fit_together_is_refused(alone):
+    e, c, targets = torch.randn(4, 8), torch.randn(10, 8), torch.full((4,), IGNORE)
+
+    def call(**options: Any) -> Any:
+        return vocabulary_parallel_linear_cross_entropy(e, c, targets, **{"shards": [10], **options})
+
+    assert call() == 0
+    for options, message in (
+        ({"shards": [5, 5]}, "shards: must be 1 positive numbers"),
+        ({"shards": [0]}, "shards: must be 1 positive numbers"),
+        ({"shards": [9]}, "c: has 10 rows"),
+        ({"rows": "some"}, "rows: must be one of same, own"),
+        ({"preset": "cce_filter", "filter_eps": 0.1}, "filter_eps: comes from preset"),
+        ({"softcap": -1.0}, "softcap: must be positive"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(**options)
+    targets[0] = 10
+    with pytest.raises(ValueError, match=r"^targets: 10 lies outside \[0, 10\)"):
+        call()
+
+
+def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
+    assert vocabulary_shards(10, 4) == [3, 3, 3, 1]
+    assert vocabulary_shards(128256, 4) == [32064] * 4
+    with pytest.raises(ValueError, match=r"^vocab: 5 entries"):
+        vocabulary_shards(5, 4)

@@ -1,0 +1,151 @@
+"""Ranks that compute the loss with a vocabulary spread over them: one process each, all cases in one go.
+
+`python vocab_parallel_ranks.py RANK RANKS STORE OUTPUT DEVICE CASE…` writes what the rank got to OUTPUT.RANK.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import BF16, FP32, IGNORE, Case, draw
+from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
+from torch import Tensor
+
+EXTRAS = {"return_lse": True, "return_metrics": True}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A case, and how it is spread: leading dimensions are (ranks, …) where each rank has rows of its own."""
+
+    case: Case
+    rows: str = "same"
+    shards: tuple[int, ...] | None = None  # None: as torch.chunk
+    main_grad: bool = False
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.rows}"
+
+
+def cases(ranks: int) -> list[Spread]:
+    """Every option alone and all together, on a vocabulary that the ranks do not divide."""
+    plain = {
+        "plain": {},
+        "bias": {},
+        "sum": {"reduction": "sum"},
+        "softcap": {"softcap": 15.0, "logit_scale": 1.3},
+        "label_smoothing": {"label_smoothing": 0.1},
+        "z_loss": {"z_loss": 1e-2},
+        "shift": {"shift": 1, "reduction": "none"},
+        "many_chunks": {"workspace_mib": 0.5},
+        "everything": {
+            "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
+            "reduction": "none",
+        },
+    }  # fmt: skip
+    found = []
+    for dtype in (FP32, BF16):
+        for rows in ("same", "own"):
+            for name, options in plain.items():
+                case = Case(
+                    f"{name}-{str(dtype)[6:]}", shape=(ranks, 43), vocab=777, dtype=dtype, options=options,
+                    bias=name in ("bias", "everything"), peak=12 if name == "softcap" else 0,
+                )  # fmt: skip
+                found.append(Spread(case, rows, extras=EXTRAS if name in ("plain", "everything") else {}))
+    uneven = (700, *[1] * (ranks - 2), 77 - (ranks - 2))
+    found += [
+        Spread(Case("uneven-bf16", shape=(ranks, 43), vocab=777, dtype=BF16, peak=6), shards=uneven, main_grad=True),
+        Spread(Case("all_ignored-fp32", shape=(ranks, 5), ignored=1)),
+        Spread(Case("sure-fp32", shape=(ranks, 43), vocab=97, peak=40, ignored=0)),
+        Spread(Case("mixed-bf16_fp32", shape=(ranks, 43), dtype=BF16, dtype_c=FP32), "own"),
+    ]
+    filtered = {"filter_eps": 2.0**-8, "workspace_mib": 0.75}
+    found.append(
+        Spread(
+            Case("filter-fp32", shape=(ranks, 75), vocab=1300, peak=9, options=filtered), extras={"return_stats": True}
+        )
+    )
+    return found
+
+
+def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment: str) -> list[dict[str, Any]]:
+    """What every rank got for these cases of `cases(ranks)`: by its name, results and gradients."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = [str(ranks), f"{folder}/store", f"{folder}/output", device, *(str(spread) for spread in spreads)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), *common],
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]
+        printed = [process.communicate()[0].decode() for process in processes]
+        assert not any(process.returncode for process in processes), "\n".join(printed)[-5000:]
+        return [torch.load(f"{folder}/output.{rank}", weights_only=True) for rank in range(ranks)]
+
+
+def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Tensor]:
+    """Results and gradients of one rank."""
+    case = spread.case
+    whole = draw(case, device)
+    shards = spread.shards or vocabulary_shards(case.vocab, ranks)
+    first = sum(shards[:rank])
+    here = slice(first, first + shards[rank])
+    mine = slice(rank, rank + 1) if spread.rows == "own" else slice(None)
+    e, targets = whole[0].detach()[mine].requires_grad_(), whole[2][mine]
+    c = whole[1].detach()[here].requires_grad_()
+    bias = None if whole[3] is None else whole[3].detach()[here].requires_grad_()
+    buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
+    loss, *extras = _as_tuple(
+        vocabulary_parallel_linear_cross_entropy(
+            e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
+            **spread.extras,
+        )
+    )  # fmt: skip
+    upstream = None
+    if loss.dim():  # as cases.gradients has it
+        shape = whole[2][..., case.options.get("shift", 0) :].shape
+        upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(loss)[mine]
+    inputs = [x for x in (e, c, bias) if x is not None]
+    grads = torch.autograd.grad(loss, inputs, upstream, allow_unused=spread.main_grad)
+    got = {"loss": loss, "e": grads[0], "c": grads[1] if buffer is None else buffer}
+    if bias is not None:
+        got["bias"] = grads[2]
+    for extra in extras:
+        got |= extra if isinstance(extra, dict) else {"lse": extra}
+    return {name: tensor.detach().cpu() for name, tensor in got.items()}
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def main(rank: int, ranks: int, store: str, output: str, device: str, names: list[str]) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
+    )
+    results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in names}
+    torch.save(results, Path(f"{output}.{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank, ranks, store, output, device, *names = sys.argv[1:]
+    main(int(rank), int(ranks), store, output, device, names)
+
+
+__all__ = ["IGNORE", "Spread", "cases", "compute", "start"]
