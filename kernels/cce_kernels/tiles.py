@@ -53,6 +53,7 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
+@lru_cache
 def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
     """Tiles for operands of `dtype`; `cols` narrows the tile for outputs of few columns.
 
@@ -66,6 +67,7 @@ def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
     return Tiles(TILE, width, 64, 8 if width > 64 else 4, 4)
 
 
+@lru_cache
 def logits_tiles(dtype: torch.dtype, dim: int) -> Tiles:
     """Tiles of a product that is short (`dim` long) and followed by exponentials.
 
@@ -77,6 +79,7 @@ def logits_tiles(dtype: torch.dtype, dim: int) -> Tiles:
     return Tiles(TILE, 128, 64, 4, 3, resident=2) if dim <= 1024 else Tiles(TILE, 256, 64, 8, 3)
 
 
+@lru_cache
 def gradient_tiles(dtype: torch.dtype, filtered: bool = False) -> Tiles:
     """Tiles of dL/dz: one stage fewer, as the result leaves through shared memory; square ones for the filter."""
     if dtype == torch.float32:
