@@ -63,6 +63,17 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def files(self) -> dict[str, str]:
+        """Contents of the files by which :func:`load_tokenizer` and transformers' AutoTokenizer know it, by name."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if self.eos_token is not None:
+            settings |= {"eos_token": self.eos_token}
+        return {"tokenizer.json": self.json, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text."""
+        return self.encode_batch([text])[0]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 

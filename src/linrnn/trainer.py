@@ -169,6 +169,8 @@ class Trainer:
         with contextlib.ExitStack() as closing:
             closing.callback(self.directory.close)
             self.directory.write_json(ENVIRONMENT, describe_environment())
+            for name, text in (self.data.tokenizer.files() if self.data.tokenizer else {}).items():
+                self.directory.write_text(name, text)
             self.console = console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
             closing.callback(console.close)
             self.metrics = JsonlWriter(self.directory.metrics)

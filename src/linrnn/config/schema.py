@@ -319,6 +319,31 @@ class EvaluateConfig:
 
 
 @dataclass
+class ExportConfig:
+    """scripts/export.py: keys are explained in configs/export.yaml."""
+
+    checkpoint: str
+    output: str
+
+
+@dataclass
+class GenerateConfig:
+    """scripts/generate.py: keys are explained in configs/generate.yaml."""
+
+    checkpoint: str
+    prompt: str | None
+    prompt_tokens: list[int] | None
+    max_new_tokens: int = at_least(1)
+    n_samples: int = at_least(1)
+    temperature: float = at_least(0)
+    top_k: int | None = at_least(1)
+    top_p: float | None = between(0, 1)
+    seed: int = at_least(0)
+    use_state: bool
+    device: str = one_of("auto", "cpu", "cuda")
+
+
+@dataclass
 class ReportConfig:
     """scripts/report.py: keys are explained in configs/report.yaml."""
 
@@ -364,6 +389,8 @@ class BenchLossConfig:
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+    "generate": GenerateConfig,
     "report": ReportConfig,
     "bench_loss": BenchLossConfig,
     "run_sweep": RunSweepConfig,

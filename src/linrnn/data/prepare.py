@@ -60,6 +60,7 @@ class PreparedData:
         entropy_floor_nats: the lowest mean loss that any model can reach; None where that is unknown.
         description: one line for humans.
         directory: where it all lies.
+        tokenizer: None for generated data.
     """
 
     train: ShardSet
@@ -71,6 +72,7 @@ class PreparedData:
     entropy_floor_nats: float | None
     description: str
     directory: Path
+    tokenizer: Tokenizer | None
 
     def verify(self, progress: ProgressCallback | None = None) -> None:
         """Read everything and compare with the recorded hashes; raises a DataError naming what differs."""
@@ -140,6 +142,7 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
         entropy_floor_nats=None,
         description=f"{source.description}: {_sizes(train, valid)}; tokenizer {tokenizer.name}, {ends}",
         directory=directory,
+        tokenizer=tokenizer,
     )
 
 
@@ -227,6 +230,7 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         description=f"generated text of {config.vocab_size:,} tokens' vocabulary: {_sizes(train, valid)}; "
         f"no model can go below {floor:.4f} nats",
         directory=directory,
+        tokenizer=None,
     )
 
 

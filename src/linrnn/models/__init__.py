@@ -2,7 +2,8 @@
 
 from linrnn.models.build import build_model
 from linrnn.models.language_model import LanguageModel
+from linrnn.models.pretrained import open_pretrained
 from linrnn.models.support import check_supported, explain_resources
 from linrnn.models.weights import load_weights
 
-__all__ = ["LanguageModel", "build_model", "check_supported", "explain_resources", "load_weights"]
+__all__ = ["LanguageModel", "build_model", "check_supported", "explain_resources", "load_weights", "open_pretrained"]

@@ -1,0 +1,23 @@
+"""A trained model as a Hugging Face directory: `python scripts/export.py checkpoint=results/… output=my_model`."""
+
+from pathlib import Path
+
+from linrnn.config.cli import run
+from linrnn.config.schema import ExportConfig
+
+
+def main(config: ExportConfig) -> None:
+    import torch
+
+    from linrnn.export import export
+    from linrnn.trained import load_trained
+
+    trained = load_trained(config.checkpoint, torch.device("cpu"))
+    export(trained, Path(config.output))
+    tokenizer = "with its tokenizer" if trained.tokenizer else "without a tokenizer (the run recorded none)"
+    print(f"wrote {config.output}, {tokenizer}, from {trained.source}; load it with")
+    print(f"  import fla, transformers; transformers.AutoModelForCausalLM.from_pretrained({config.output!r})")
+
+
+if __name__ == "__main__":
+    run(main, "export", __doc__)

@@ -1,0 +1,20 @@
+"""Text from a trained model: `python scripts/generate.py checkpoint=results/… prompt="Once upon a time"`."""
+
+from linrnn.config.cli import run
+from linrnn.config.schema import GenerateConfig
+
+
+def main(config: GenerateConfig) -> None:
+    from linrnn.generation import readable, samples
+    from linrnn.runtime import resolve_device
+    from linrnn.trained import load_trained
+
+    trained = load_trained(config.checkpoint, resolve_device(config.device))
+    for number, (prompt, tokens) in enumerate(samples(trained, config)):
+        if number:
+            print("---")
+        print(readable(trained, prompt + tokens if prompt != [trained.eos_id] else tokens), flush=True)
+
+
+if __name__ == "__main__":
+    run(main, "generate", __doc__)

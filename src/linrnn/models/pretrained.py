@@ -1,0 +1,45 @@
+"""A Hugging Face directory in FLA's format, through FLA's own `from_pretrained`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from linrnn import cpu_ops
+from linrnn.errors import ConfigError, DataError
+from linrnn.models.attention import install_sdpa
+from linrnn.models.fla_models import CLASSES, fla_classes
+
+
+def open_pretrained(directory: Path, device: torch.device) -> Any:
+    """The causal language model in `directory`, in fp32; safetensors alone are read, and no code.
+
+    Raises:
+        ConfigError: it is none of the architectures here.
+        DataError: it has no safetensors, is damaged, or lacks parameters.
+    """
+    try:
+        name = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
+    if name not in CLASSES:
+        raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(CLASSES)}")
+    if name == "transformer":
+        install_sdpa()
+    if device.type == "cpu":
+        cpu_ops.install()
+    try:
+        model, report = fla_classes(name)[0].from_pretrained(
+            directory, use_safetensors=True, local_files_only=True, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{directory} cannot be loaded ({first})", "export the model again") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(what):
+            raise DataError(
+                f"{directory} has {what.replace('_', ' ')}: {min(map(str, report[what]))}", "export it again"
+            )
+    return model.to(device)

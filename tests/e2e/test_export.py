@@ -1,0 +1,152 @@
+"""A trained model leaves as a Hugging Face directory with equal logits, and text comes out of both."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from linrnn.config import load_config
+from linrnn.config.schema import GenerateConfig
+from linrnn.errors import ConfigError, DataError
+from linrnn.export import export
+from linrnn.generation import prompt_of, readable, samples
+from linrnn.trained import load_trained
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+CPU = torch.device("cpu")
+MODELS = ("gla", "gated_deltanet", "kda", "transformer")
+
+
+def trained(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    trainer.fit()
+    return trainer
+
+
+def options(**changes: Any) -> GenerateConfig:
+    config = load_config(["checkpoint=unused"], "generate")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+@pytest.fixture
+def text(small: Small, tmp_path: Path) -> list[str]:
+    """Overrides of a run on text, with a tokenizer trained on it."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join(f"the cat number {i} sat on mat number {i * i % 97} again" for i in range(400)))
+    kept = [override for override in small() if not override.startswith("data.n_")]
+    return [*kept, "data=text", f"data.path={corpus}", "data.tokenizer_vocab_size=300", "data.valid_fraction=0.1"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
+    model: str, small: Small, tmp_path: Path
+) -> None:
+    trainer = trained(small(f"model={model}", f"size.tie_embeddings={str(model in MODELS[:2]).lower()}"))
+    run = load_trained(str(trainer.directory.path), CPU)
+    export(run, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(0, 512, (2, 70))
+    assert torch.equal(logits(loaded, ids), logits(trainer.model.hf, ids))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "linrnn_config.yaml"}
+
+    exported = load_trained(str(tmp_path / "out"), CPU)
+    greedy = {"temperature": 0.0, "max_new_tokens": 12, "prompt_tokens": [5, 6, 7, 0, 9]}
+    expected = list(samples(run, options(**greedy, use_state=False)))
+    assert len(expected[0][1]) == 12 or expected[0][1][-1] == 0
+    assert list(samples(run, options(**greedy))) == expected
+    assert list(samples(exported, options(**greedy))) == expected
+
+
+def test_sampling_follows_seed_temperature_top_k_and_top_p(small: Small) -> None:
+    run = load_trained(str(trained(small()).directory.path), CPU)
+
+    def drawn(**changes: Any) -> list[list[int]]:
+        defaults = {"prompt_tokens": [5, 6, 7], "max_new_tokens": 8, "n_samples": 3}
+        return [tokens for _, tokens in samples(run, options(**{**defaults, **changes}))]
+
+    first = drawn(seed=1)
+    assert first == drawn(seed=1)
+    assert first != drawn(seed=2)
+    assert len({tuple(tokens) for tokens in first}) == 3
+    greedy = drawn(temperature=0.0)
+    assert greedy[0] == greedy[1] == greedy[2]
+    assert drawn(top_k=1) == drawn(top_p=1e-6) == drawn(temperature=1e-4) == greedy
+    with torch.no_grad():
+        best = set(run.model(torch.tensor([[5, 6, 7]])).logits[0, -1].topk(4).indices.tolist())
+    firsts = {tokens[0] for tokens in drawn(top_k=4, max_new_tokens=1, n_samples=60)}
+    assert firsts == best
+
+
+def test_bf16_parameters_are_exported_in_fp32_without_loss(small: Small, tmp_path: Path) -> None:
+    trainer = trained(small("model=kda", "trainer.precision=bf16"))
+    export(load_trained(str(trainer.directory.path), CPU), tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    here = trainer.model.hf.state_dict()
+    assert {tensor.dtype for tensor in here.values()} == {torch.float32, torch.bfloat16}
+    assert all(torch.equal(tensor, here[name].float()) for name, tensor in loaded.state_dict().items())
+
+
+def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
+    text: list[str], tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    trainer = trained([*text, "trainer.max_steps=30", "trainer.batch_size=8"])
+    run = load_trained(str(trainer.directory.path), CPU)
+    export(run, tmp_path / "out")
+    exported = load_trained(str(tmp_path / "out"), CPU)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    sentence = "the cat number 7 sat"
+    assert tokenizer(sentence)["input_ids"] == prompt_of(run, options(prompt=sentence))
+    assert tokenizer.eos_token_id == run.eos_id == exported.eos_id == trainer.data.eos_id
+    [(prompt, tokens)] = samples(run, options(prompt=sentence, temperature=0.0, max_new_tokens=20))
+    assert readable(run, prompt + tokens).startswith(sentence)
+    assert tokenizer.decode(prompt) == sentence
+    [alone] = samples(exported, options(max_new_tokens=3, seed=3))
+    assert alone[0] == [run.eos_id], "without a prompt a document begins"
+    overrides = (f"checkpoint={tmp_path}/out", f"prompt={sentence}", "temperature=0", "max_new_tokens=20", "device=cpu")
+    done = command("scripts/generate.py", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == readable(run, prompt + tokens).strip()
+
+
+def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_path: Path) -> None:
+    run = load_trained(str(trained(small()).directory.path), CPU)
+    out = tmp_path / "out"
+    export(run, out)
+    with pytest.raises(ConfigError, match="is there already"):
+        export(run, out)
+    with pytest.raises(ConfigError, match="is a Hugging Face directory already"):
+        export(load_trained(str(out), CPU), tmp_path / "again")
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        load_trained(str(tmp_path), CPU)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        prompt_of(run, options(prompt="words"))
+    with pytest.raises(ConfigError, match="512 is no token"):
+        prompt_of(run, options(prompt_tokens=[1, 512]))
+    with pytest.raises(ConfigError, match="both given"):
+        prompt_of(run, options(prompt="words", prompt_tokens=[1]))
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
+    with pytest.raises(DataError, match="missing keys"):
+        load_trained(str(out), CPU)
+    (out / "config.json").write_text(json.dumps({**settings, "model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="holds a gpt2"):
+        load_trained(str(out), CPU)
+    (out / "config.json").write_text(json.dumps(settings))
+    (out / "model.safetensors").rename(out / "pytorch_model.bin")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_trained(str(out), CPU)
