@@ -74,7 +74,8 @@ def rows_kernel(
         sum_ptrs += N
     # From the target's own w, rounded as in the sum: −ln(w / S) keeps its relative precision down to a loss of 0.
     p_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM)) / total
-    lse = z_target - tl.log(p_target)
+    nll = -tl.log(p_target)
+    lse = z_target + nll
     largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target
     entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if metrics_ptr is not None:
@@ -85,7 +86,7 @@ def rows_kernel(
         for _ in range(splits):
             entropy += tl.load(partial_ptrs, mask=inside, other=0.0)
             partial_ptrs += N
-        entropy = -tl.log(p_target) - entropy / total
+        entropy = nll - entropy / total
     overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
     if tl.max(overflowed.to(tl.int32), axis=0) > 0:
         highest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
@@ -122,6 +123,7 @@ def rows_kernel(
                 w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
         lse = tl.where(overflowed, online, lse)
+        nll = tl.where(overflowed, online - z_target, nll)  # p may be too small for a number
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
         total = tl.where(overflowed, 1.0, total)
     tl.store(lse_ptr + rows, lse, mask=inside)
@@ -130,7 +132,7 @@ def rows_kernel(
         tl.store(metrics_ptr + N + rows, entropy, mask=inside)
 
     counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
-    tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, -tl.log(p_target) * counts), mask=inside)
+    tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, nll * counts), mask=inside)
 
     if factor_ptr is not None:
         b = counts * logit_scale

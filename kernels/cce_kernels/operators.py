@@ -34,6 +34,11 @@ INPUTS = (
     "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
 )
 
+USED_UP = (
+    "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
+    "had stored; compute the loss again instead of retaining the graph"
+)
+
 
 def backend_of(x: Tensor) -> ModuleType:
     """The implementation that runs x: a module with prepare, plan, forward, backward (and stored, if planned)."""
@@ -194,10 +199,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stored=_finish_stored_op):
     if ctx.finished:
-        raise RuntimeError(
-            "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
-            "had stored; compute the loss again instead of retaining the graph"
-        )
+        raise RuntimeError(USED_UP)
     e, c, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
     o = Options(*ctx.options)

@@ -19,6 +19,8 @@ smoothing, and one upstream gradient for all rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -35,9 +37,9 @@ from .schemes import splits_for
 from .tiles import cdiv, multiprocessors, power_of_2
 
 
-@triton.jit(do_not_specialize=["N", "splits", "c_stride"])
+@triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
 def hidden_kernel(
-    part_ptr,  # (splits, N, D): w C
+    part_ptr,  # (splits, N, D), splits part_stride apart: w C
     lost_ptr,  # (N, D) or None: what the rounding of the one part lost
     c_ptr,  # (V, D), rows c_stride apart
     columns_ptr,  # (N,) int64, negative for none
@@ -46,6 +48,7 @@ def hidden_kernel(
     scale_ptr,  # () fp32
     out_ptr,  # (N, D), written; may be the one part
     c_stride,
+    part_stride,
     N,
     D,
     splits,
@@ -61,7 +64,7 @@ def hidden_kernel(
     total = read_sum(part_ptr + offsets, lost_ptrs, mask)
     part_ptrs = part_ptr + offsets
     for _ in range(splits - 1):
-        part_ptrs += N.to(tl.int64) * D
+        part_ptrs += part_stride.to(tl.int64)
         total += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
     column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
     c_mask = mask & (column >= 0)[:, None]
@@ -146,6 +149,7 @@ def forward(
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     with_metrics: bool,
     o: Options,
+    settle: Callable[[slice, Rows, Gradient], None] | None = None,
 ) -> tuple[Rows, list[Tensor]]:
     """What the loss takes of each row, and the state that `backward` takes.
 
@@ -154,6 +158,7 @@ def forward(
         columns: (N,) int64, each row's target, or what rows.py has in its place.
         rows: per chunk.
         dtypes: of the gradients of e and c; None: not wanted.
+        settle: may change, in place, what has been found of a chunk's rows before they are multiplied.
     """
     n_rows = e.shape[0]
     state = empty_state(e, c, rows, dtypes, o)
@@ -169,8 +174,12 @@ def forward(
         w_i = w[:height, : c.shape[0]]
         scaled_i = None if scaled is None else scaled[:height, : e.shape[1]]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
-        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics))
-        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, Gradient(w_i, factor_i, coefficient_i, scaled_i))
+        largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
+        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics), largest)
+        gradient = Gradient(w_i, factor_i, coefficient_i, scaled_i)
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
+        if settle is not None:
+            settle(chunk, part, gradient)
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
@@ -186,16 +195,33 @@ def backward(
     rows: int,
     state: list[Tensor],
     main_grad_c: Tensor | None,
+    finished: Callable[[slice], None] | None = None,
 ) -> None:
     """Finish the gradients of e and c (state[GRAD_E], state[GRAD_C]) in place; with main_grad_c, that of c there.
 
     Args:
         scale: () fp32, dL/dloss.
         state: from `forward`; used up.
+        finished: told of rows whose gradient of e is there: of all but the last chunk's before its products.
     """
     _, _, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
     n_rows, dim = e.shape
     first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
+
+    def finish_e(part: slice) -> None:
+        if grad_e is None or part.start == part.stop:
+            return
+        parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
+        block_d = min(256, power_of_2(dim))
+        hidden_kernel[(cdiv(part.stop - part.start, 16), cdiv(dim, block_d))](
+            parts, None if lost_e is None else lost_e[part], c, columns[part], factor[part], coefficient[part], scale,
+            grad_e[part], c.stride(0), parts.stride(0), parts.shape[1], dim, parts.shape[0], 16, block_d,
+        )  # fmt: skip
+        if finished is not None:
+            finished(part)
+
+    if finished is not None:
+        finish_e(slice(0, first))
     if grad_c is not None:
         if first == 0:
             grad_c.zero_()
@@ -211,13 +237,7 @@ def backward(
         )  # fmt: skip
         spilled_targets_kernel[grid](keys, grad_c, lost_c, spill, n_rows, dim, PLACES, block_d)
     _add_products(c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
-    if grad_e is not None:
-        parts = grad_e[None] if parts_e is None else parts_e
-        block_d = min(256, power_of_2(dim))
-        hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
-            parts, lost_e, c, columns, factor, coefficient, scale, grad_e,
-            c.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
-        )  # fmt: skip
+    finish_e(slice(0 if finished is None else first, n_rows))
 
 
 KEYS, ORDER, GRAD_E, GRAD_C = 4, 5, 7, 9  # places in the state

@@ -5,13 +5,17 @@
 LSE^r is of the logits of rank r's rows of C, o the rank that holds row i's target, p^o the softmax over its rows alone:
 the forward pass of one device, on each rank. A row whose target is elsewhere has a stand-in, another entry in each row.
 One all-gather of 2 numbers a row then gives every rank every rank's: a sum over ranks would need a maximum first, and
-of a loss near 0 it would keep no digit. The backward pass is that of one device with the whole LSE: dC is complete
-where it is, dE is summed over the ranks in fp32 and rounded once.
+of a loss near 0 it would keep no digit.
+
+The backward pass is that of one device with the whole LSE: dC is complete where it is, dE is summed over the ranks in
+fp32 and rounded once. With stored exponentials (stored.py) each chunk of rows is settled, one all-gather, before it is
+multiplied: exp(LSE^r − LSE) goes into the rows' factors. dE of all but the last chunk is summed over the ranks while
+the last one is multiplied.
 
 `rows="same"`: every rank has all rows of E, as in tensor parallelism; dE by an all-reduce. `rows="own"`: every rank has
 rows of its own, as in sequence and data parallelism; E is gathered, dE reduced and scattered.
 
-Cost on each of W ranks: a W-th of four products. Sent, for N rows in all: 8 N bytes for the sums (a row's metrics and
+Cost on each of W ranks: a W-th of the products. Sent, for N rows in all: 8 N bytes for the sums (a row's metrics and
 smoothing: 4 each), N D × 4 bytes for dE, and with rows="own" N D × 2 for E in 16 bits.
 """
 
@@ -29,10 +33,10 @@ from torch.nn.functional import softplus
 
 from .filtered import FilterStats
 from .linear_cross_entropy import check_inputs, make_options, product_dtype
-from .operators import backend_of
+from .operators import USED_UP, backend_of
 from .options import Options
-from .rows import IGNORED, Rows, assemble_loss, mean_metrics, row_coefficients, target_columns, where_it_counts
-from .schemes import Problem
+from .rows import IGNORED, Rows, assemble_loss, row_coefficients, target_columns, where_it_counts
+from .schemes import Plan, Problem
 
 ROWS = ("same", "own")
 
@@ -110,17 +114,21 @@ def vocabulary_parallel_linear_cross_entropy(
     stats = FilterStats.empty(e.device) if return_stats else None
     row_losses, lse, metrics = _VocabularyParallel.apply(
         e.reshape(-1, e.shape[-1]), c, bias, flat, main_grad_c, stats, spread, ignore_index, product_dtype(e, c),
-        return_metrics, o,
+        reduction != "none" and not return_lse, return_metrics, o,
     )  # fmt: skip
 
     last = shape[-1] - shift if shift else None
     loss = row_losses.reshape(shape)[..., :last] if reduction == "none" else row_losses.sum()
-    all_flat = spread.gather(flat) if spread.own and (return_metrics or reduction == "mean") else flat
-    if reduction == "mean":
-        loss = loss / (all_flat != ignore_index).sum().clamp(min=1)
+    if reduction == "mean" or return_metrics:
+        kept = flat != ignore_index
+        sums = [torch.where(kept, x, 0).sum(dtype=torch.float64) for x in (kept, *metrics.T)]
+        n_kept, *sums = spread.total(torch.stack(sums)).float()
+        if reduction == "mean":
+            loss = loss / n_kept.clamp(min=1)
     extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
     if return_metrics:
-        extras = (*extras, mean_metrics(metrics, all_flat, ignore_index))
+        accuracy, entropy = (x / n_kept.clamp(min=1) for x in sums)
+        extras = (*extras, {"accuracy": accuracy, "entropy": entropy})
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))
     return (loss, *extras) if extras else loss
@@ -128,12 +136,17 @@ def vocabulary_parallel_linear_cross_entropy(
 
 @dataclass(frozen=True)
 class Spread:
-    """Which rows of C this rank of a group has, and whose rows of E."""
+    """Which rows of C this rank of a group has, and whose rows of E.
+
+    With rows="own" all ranks' rows stand in chunks of `chunk` rows (0: one of all), each of them in order of rank: a
+    chunk can be gathered, and its gradient reduced and scattered, by itself.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     shards: tuple[int, ...]
     own: bool
+    chunk: int = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, shards: Sequence[int], rows: str) -> Spread:
@@ -144,6 +157,14 @@ class Spread:
             raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")
         return cls(group, dist.get_rank(group), tuple(shards), rows == "own")
 
+    def by_chunks(self, rows: int) -> Spread:
+        """The same in chunks of `rows` rows, or as few less as all ranks have the same number."""
+        return replace(self, chunk=max(rows // self.ranks, min(rows, 1)) * self.ranks if self.own else rows)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shards)
+
     @property
     def size(self) -> int:
         return self.shards[self.rank]
@@ -152,113 +173,160 @@ class Spread:
     def vocab(self) -> int:
         return sum(self.shards)
 
-    @property
-    def first(self) -> int:
-        return sum(self.shards[: self.rank])
+    def columns(self, columns: Tensor) -> Tensor:
+        """Places in this rank's shard; IGNORED where the target is elsewhere or there is none."""
+        here = columns - sum(self.shards[: self.rank])
+        return torch.where((here >= 0) & (here < self.size), here, IGNORED)
 
     def owners(self, columns: Tensor) -> Tensor:
-        """The rank that has each column (N,); 0 for those that are none."""
+        """The rank that has each column (N,); some rank for those that are none."""
         ends = torch.tensor(self.shards, device=columns.device).cumsum(0)
-        return torch.bucketize(columns, ends, right=True).clamp(max=len(self.shards) - 1)
+        return torch.bucketize(columns, ends, right=True).clamp(max=self.ranks - 1)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...), in order of rank (W n, ...)."""
-        out = x.new_empty(len(self.shards) * x.shape[0], *x.shape[1:])
+        out = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
         return out
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x (N, ...), with rows="own" of this rank's rows."""
-        if not self.own:
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks have found of their rows."""
+        if self.own:
             dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All rows (N, ...) of a tensor of which this rank has its own (n, ...)."""
+        if not self.own:
             return x
-        out = x.new_empty(x.shape[0] // len(self.shards), *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x, group=self.group)
-        return out
+        pieces = [self.all_gather(piece) for piece in x.split(self.chunk // self.ranks or len(x))]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def mine(self, x: Tensor) -> Tensor:
-        """This rank's rows of x (..., N)."""
-        return x.chunk(len(self.shards), dim=-1)[self.rank] if self.own else x
+        """This rank's rows of x (N, ...)."""
+        if not self.own:
+            return x
+        return torch.cat([piece.chunk(self.ranks)[self.rank] for piece in x.split(self.chunk or len(x))])
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Row losses and LSE, (N,) fp32, differentiable in e, c and bias, and metrics (2, N) of all rows."""
+    """Row losses and LSE, (N,) fp32, differentiable in e, c and bias, and metrics (N, 2), if asked for."""
 
     @staticmethod
-    def forward(ctx, e, c, bias, targets, main_grad_c, stats, spread, ignore_index, dtype, with_metrics, o):
+    def forward(ctx, e, c, bias, targets, main_grad_c, stats, spread, ignore_index, dtype, uniform, with_metrics, o):
         backend = backend_of(e)
+        needs = ctx.needs_input_grad[:3]
         with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-            ctx.dtypes = [
-                x.dtype if need else None for x, need in zip((e, c, bias), ctx.needs_input_grad, strict=False)
-            ]
-            e = e.to(dtype)
-            if spread.own:
-                e, targets = spread.gather(e), spread.gather(targets)
-            ctx.width = _width(e, dtype, ctx.dtypes, bias, main_grad_c, stats, spread, o)
-            columns = target_columns(targets, ignore_index, spread.vocab)
-            e_as, c_as = backend.prepare(e), backend.prepare(c.to(dtype))
+            ctx.dtypes = [x.dtype if need else None for x, need in zip((e, c, bias), needs, strict=True)]
+            plan = _plan(e, dtype, ctx.dtypes, bias, main_grad_c, stats, uniform, spread, o)
+            spread = spread.by_chunks(plan.rows)
+            columns = target_columns(spread.gather(targets), ignore_index, spread.vocab)
+            here = spread.columns(columns)
+            e, c = backend.prepare(spread.gather(e.to(dtype))), backend.prepare(c.to(dtype))
             bias = None if bias is None else bias.contiguous()
-            rows = _whole(*_of_shard(e_as, c_as, bias, columns, with_metrics, spread, o), columns, spread, o)
+            # Every row has a target on every rank: another entry stands in for one that is elsewhere.
+            standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
+            state: list[Tensor] = []
+            if plan.rows:
+                here = standing
+
+                def settle(chunk, rows, gradient):
+                    _settle(e[chunk], rows, gradient, columns[chunk], spread, o)
+
+                dtype_c = torch.bfloat16 if main_grad_c is not None else ctx.dtypes[1]
+                dtypes = (ctx.dtypes[0] and torch.float32, ctx.dtypes[1] and dtype_c)
+                rows, state = backend.stored.forward(
+                    e, c, standing, spread.chunk, dtypes, with_metrics, replace(o, z_loss=0.0), settle
+                )
+            else:
+                rows = _whole(backend.forward(e, c, bias, standing, with_metrics, o), columns, spread, o)
             losses = assemble_loss(rows, columns, o)
-        ctx.spread, ctx.options, ctx.written = spread, o, (main_grad_c, stats)
-        ctx.save_for_backward(e_as, c_as, bias, columns, rows.lse)
+        ctx.plan, ctx.spread, ctx.options, ctx.written = plan, spread, o, (main_grad_c, stats)
+        ctx.save_for_backward(e, c, bias, columns, here, rows.lse, *state)
         ctx.set_materialize_grads(False)
-        metrics = losses.new_empty(2, 0) if rows.metrics is None else rows.metrics
+        ctx.finished = False
+        metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T)
         ctx.mark_non_differentiable(metrics)
-        return spread.mine(losses).clone(), spread.mine(rows.lse).clone(), metrics
+        return spread.mine(losses), spread.mine(rows.lse), metrics
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_rows, grad_lse, _):
-        e, c, bias, columns, lse = ctx.saved_tensors
-        spread, o = ctx.spread, ctx.options
-        main_grad_c, stats = ctx.written
-        recorder = None if stats is None else FilterStats(stats)
+        if ctx.finished:
+            raise RuntimeError(USED_UP)
+        e, c, bias, columns, here, lse, *state = ctx.saved_tensors
+        spread, main_grad_c = ctx.spread, ctx.written[0]
+        dtype_e, dtype_c, _ = ctx.dtypes
         with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-            upstream = [None if x is None else x.float() for x in (grad_rows, grad_lse)]
-            if spread.own:  # all ranks have the same ones
-                upstream = [None if x is None else spread.gather(x) for x in upstream]
-            grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
-            a, b = row_coefficients(grad_rows, upstream[1], lse, columns, o)
-            # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
-            elsewhere = o.label_smoothing * spread.size / spread.vocab
-            share = 1 - o.label_smoothing + elsewhere
-            here = replace(o, label_smoothing=elsewhere / share) if o.label_smoothing else o
-            if recorder is not None:
-                recorder.start(e.shape[0])
-            dtype_e, dtype_c, dtype_bias = ctx.dtypes
-            grad_e, grad_c, grad_bias = backend_of(e).backward(
-                e, c, bias, spread_columns(columns, spread), lse, a, b * share, ctx.width, here,
-                (None if dtype_e is None else torch.float32, None if main_grad_c is not None else dtype_c, dtype_bias),
-                main_grad_c, recorder,
-            )  # fmt: skip
-            if recorder is not None:
-                recorder.add_up(lambda x: dist.all_reduce(x, group=spread.group))
-                recorder.finish(b, spread.vocab)
-            if grad_e is not None:
-                grad_e = spread.sum(grad_e).to(dtype_e)
-        return grad_e, grad_c, grad_bias, *[None] * 8
+            reduced = Reduced(spread)
+            if state:
+                ctx.finished = True
+                stored = backend_of(e).stored
+                grad_e, grad_c = state[stored.GRAD_E], state[stored.GRAD_C]
+                stored.backward(
+                    e, c, here, grad_rows[0].float(), spread.chunk, state, main_grad_c,
+                    lambda part: reduced.add(grad_e, part),
+                )  # fmt: skip
+                grad_bias = None
+                grad_c = None if dtype_c is None or main_grad_c is not None else grad_c.to(dtype_c)
+            else:
+                grad_e, grad_c, grad_bias = _recompute(ctx, grad_rows, grad_lse, e, c, bias, columns, here, lse)
+                if grad_e is not None:
+                    reduced.add(grad_e, slice(0, len(grad_e)))
+            grad_e = None if dtype_e is None else reduced.result().to(dtype_e)
+        return grad_e, grad_c, grad_bias, *[None] * 9
 
 
-def spread_columns(columns: Tensor, spread: Spread) -> Tensor:
-    """Places in this rank's shard; IGNORED where the target is elsewhere or there is none."""
-    here = columns - spread.first
-    return torch.where((here >= 0) & (here < spread.size), here, IGNORED)
+def _recompute(ctx, grad_rows, grad_lse, e, c, bias, columns, here, lse):
+    """Gradients of e (this rank's part of the sum, fp32), c and bias from recomputed logits."""
+    spread, o = ctx.spread, ctx.options
+    main_grad_c, stats = ctx.written
+    dtype_e, dtype_c, dtype_bias = ctx.dtypes
+    upstream = [None if x is None else spread.gather(x.float()) for x in (grad_rows, grad_lse)]
+    grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
+    a, b = row_coefficients(grad_rows, upstream[1], lse, columns, o)
+    # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
+    elsewhere = o.label_smoothing * spread.size / spread.vocab
+    share = 1 - o.label_smoothing + elsewhere
+    recorder = None if stats is None else FilterStats(stats)
+    if recorder is not None:
+        recorder.start(e.shape[0])
+    grads = backend_of(e).backward(
+        e, c, bias, here, lse, a, b * share, ctx.plan.columns, replace(o, label_smoothing=elsewhere / share),
+        (dtype_e and torch.float32, None if main_grad_c is not None else dtype_c, dtype_bias), main_grad_c, recorder,
+    )  # fmt: skip
+    if recorder is not None:
+        recorder.add_up(lambda x: dist.all_reduce(x, group=spread.group))
+        recorder.finish(b, spread.vocab)
+    return grads
 
 
-def _of_shard(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, spread: Spread, o: Options
-) -> tuple[Rows, Tensor]:
-    """What one device finds with the shard as its vocabulary; whether each row's target is here, else it has a
-    stand-in."""
-    here = spread_columns(columns, spread)
-    stand_in = torch.arange(len(columns), device=columns.device) % spread.size
-    standing = torch.where(here == IGNORED, stand_in, here)
-    return backend_of(e).forward(e, c, bias, standing, with_metrics, o), here != IGNORED
+def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Spread, o: Options) -> None:
+    """Turn what stored.py finds of a chunk's rows in the shard alone into what they are in the whole vocabulary.
+
+    w_iv / S_i is a softmax over the shard: exp(LSE^r − LSE) makes p of it. The row's target here, a stand-in or its
+    own, has its gradient apart.
+    """
+    lse_here, z = rows.lse.clone(), rows.lse - rows.nll
+    is_target = spread.columns(columns) != IGNORED
+    whole = _whole(rows, columns, spread, o)
+    rows.lse.copy_(whole.lse)
+    rows.nll.copy_(whole.nll)
+    if rows.metrics is not None and whole.metrics is not None:
+        rows.metrics.copy_(whole.metrics)
+    b = where_it_counts(torch.ones_like(z), columns)
+    a = b * (1 + 2 * o.z_loss * whole.lse)
+    p = torch.where(is_target, -whole.nll, z - whole.lse).exp()
+    slope = 1.0 if o.softcap is None else 1 - (z / o.softcap).square()
+    gradient.factor.mul_(a * (lse_here - whole.lse).exp())
+    gradient.coefficient.copy_(o.logit_scale * (a * p - b * is_target) * slope)
+    if gradient.scaled is not None:
+        torch.mul(e, gradient.factor[:, None], out=gradient.scaled)
 
 
-def _whole(rows: Rows, is_here: Tensor, columns: Tensor, spread: Spread, o: Options) -> Rows:
+def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
     """The rows of the whole vocabulary from those of every shard: one all-gather."""
+    is_here = spread.columns(columns) != IGNORED
     z_target = rows.lse - rows.nll  # or of the stand-in
     parts = [rows.lse, torch.where(is_here, rows.nll, 0)]
     if rows.z_above_mean is not None:
@@ -266,7 +334,7 @@ def _whole(rows: Rows, is_here: Tensor, columns: Tensor, spread: Spread, o: Opti
     if rows.metrics is not None and rows.largest is not None:
         largest = torch.where(is_here, rows.largest, torch.maximum(rows.largest, z_target))
         parts += [rows.lse - rows.metrics[1], largest]  # Σ p z, largest z but the target's
-    every = spread.gather(torch.stack(parts)[None])  # (W, parts, N)
+    every = spread.all_gather(torch.stack(parts)[None])  # (W, parts, N)
     lses, nlls = every[:, 0], every[:, 1]
     lse = lses.logsumexp(dim=0)
     owner = spread.owners(columns)[None]
@@ -283,21 +351,53 @@ def _whole(rows: Rows, is_here: Tensor, columns: Tensor, spread: Spread, o: Opti
     return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics)
 
 
-def _width(
+def _plan(
     e: Tensor,
     dtype: torch.dtype,
     dtypes: list[torch.dtype | None],
     bias: Tensor | None,
     main_grad_c: Tensor | None,
     stats: Tensor | None,
+    uniform: bool,
     spread: Spread,
     o: Options,
-) -> int:
-    """Vocabulary entries per chunk of the backward pass; the same on all ranks, so that all refuse a workspace."""
+) -> Plan:
+    """How the largest shard goes about the backward pass, which all ranks then do: they have the same chunks."""
     if not any(dtypes):
-        return 0
+        return Plan(0, 0)
     problem = Problem(
-        int(e.shape[0]), int(e.shape[1]), max(spread.shards), dtype, None if dtypes[0] is None else torch.float32,
-        dtypes[1], main_grad_c is not None, False, bias is not None, stats is not None,
+        int(e.shape[0]) * (spread.ranks if spread.own else 1), int(e.shape[1]), max(spread.shards), dtype,
+        dtypes[0] and torch.float32, dtypes[1], main_grad_c is not None, uniform, bias is not None, stats is not None,
     )  # fmt: skip
-    return backend_of(e).plan(problem, e, o).columns
+    return backend_of(e).plan(problem, e, o)
+
+
+class Reduced:
+    """Sums over the ranks of a gradient's rows (N, D) fp32, each begun as soon as its rows are there."""
+
+    def __init__(self, spread: Spread) -> None:
+        self._spread = spread
+        self._begun: list[dist.Work] = []
+        self._sum: Tensor | None = None
+
+    def add(self, grad: Tensor, part: slice) -> None:
+        """Begin the sum of all ranks' grad[part], whole chunks of rows."""
+        spread = self._spread
+        if not spread.own:
+            self._sum = grad
+            self._begun.append(dist.all_reduce(grad[part], group=spread.group, async_op=True))
+            return
+        if self._sum is None:
+            self._sum = grad.new_empty(len(grad) // spread.ranks, *grad.shape[1:])
+        for chunk in grad[part].split(spread.chunk or len(grad)):
+            first = part.start // spread.ranks
+            out = self._sum[first : first + len(chunk) // spread.ranks]
+            self._begun.append(dist.reduce_scatter_tensor(out, chunk, group=spread.group, async_op=True))
+            part = slice(part.start + len(chunk), part.stop)
+
+    def result(self) -> Tensor:
+        """The whole sum, with rows="own" of this rank's rows."""
+        for work in self._begun:
+            work.wait()
+        assert self._sum is not None
+        return self._sum

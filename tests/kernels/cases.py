@@ -327,6 +327,9 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     truth = gradients(0.3 * loss, (e64, c64))
     check_metrics(result.metrics, e64.detach(), c64.detach(), targets, o)
     assert error(result.lse, truth_lse) < 1e-5  # logits beyond a thousand
+    plain = {**options, "z_loss": 0.0}
+    of_rows, _ = reference_linear_cross_entropy(e64, c64, targets, ignore_index=-1, reduction="none", **plain)
+    assert error(result.nll, of_rows) < 1e-5
     baseline = _rounded_gradients(e64, c64, targets, truth_lse.detach(), o)
     for got, base, want in zip((grad_e, grad_c), baseline, truth, strict=True):
         allowed = error((0.3 * base).to(got.dtype), want)

@@ -16,7 +16,10 @@ from torch import distributed as dist
 from vocab_parallel_ranks import Spread, cases, start
 
 ALL = [(ranks, spread) for ranks in (2, 3) for spread in cases(ranks)]
-INTERPRETED = ("plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same")
+INTERPRETED = (
+    "plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
+    "stored_softcap-bf16-same", "improbable-bf16-same",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

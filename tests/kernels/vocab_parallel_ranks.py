@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from cases import BF16, FP32, IGNORE, Case, draw
 from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
+from cce_kernels.interpreter import INTERPRETED
+from cce_kernels.schemes import Plan
 from torch import Tensor
 
 EXTRAS = {"return_lse": True, "return_metrics": True}
@@ -30,6 +35,7 @@ class Spread:
     rows: str = "same"
     shards: tuple[int, ...] | None = None  # None: as torch.chunk
     main_grad: bool = False
+    stored_rows: int = 0  # per chunk, where the Triton kernels are to store exponentials
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -68,6 +74,20 @@ def cases(ranks: int) -> list[Spread]:
         Spread(Case("sure-fp32", shape=(ranks, 43), vocab=97, peak=40, ignored=0)),
         Spread(Case("mixed-bf16_fp32", shape=(ranks, 43), dtype=BF16, dtype_c=FP32), "own"),
     ]
+    softcap = {"softcap": 30.0, "logit_scale": 1.4, "z_loss": 1e-3, "reduction": "sum"}
+    found += [
+        Spread(
+            Case("stored-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8),
+            rows, stored_rows=64, main_grad=rows == "own", extras=EXTRAS,
+        )
+        for rows in ("same", "own")
+    ]  # fmt: skip
+    found.append(
+        Spread(Case("stored_softcap-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, options=softcap), stored_rows=64)
+    )
+    found.append(  # losses beyond what the kernels' offset allows for
+        Spread(Case("improbable-bf16", shape=(ranks, 43), vocab=391, dtype=BF16, peak=-90), stored_rows=64)
+    )
     filtered = {"filter_eps": 2.0**-8, "workspace_mib": 0.75}
     found.append(
         Spread(
@@ -107,12 +127,13 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Ten
     c = whole[1].detach()[here].requires_grad_()
     bias = None if whole[3] is None else whole[3].detach()[here].requires_grad_()
     buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
-    loss, *extras = _as_tuple(
-        vocabulary_parallel_linear_cross_entropy(
-            e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
-            **spread.extras,
-        )
-    )  # fmt: skip
+    with stored(spread.stored_rows):
+        loss, *extras = _as_tuple(
+            vocabulary_parallel_linear_cross_entropy(
+                e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
+                **spread.extras,
+            )
+        )  # fmt: skip
     upstream = None
     if loss.dim():  # as cases.gradients has it
         shape = whole[2][..., case.options.get("shift", 0) :].shape
@@ -125,6 +146,18 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Ten
     for extra in extras:
         got |= extra if isinstance(extra, dict) else {"lse": extra}
     return {name: tensor.detach().cpu() for name, tensor in got.items()}
+
+
+@contextlib.contextmanager
+def stored(rows: int) -> Iterator[None]:
+    """The Triton kernels store exponentials, in chunks of so many rows (0: they do as they like)."""
+    if not rows or not (INTERPRETED or torch.cuda.is_available()):
+        yield
+        return
+    from cce_kernels import fused
+
+    with patch.object(fused, "plan", lambda *_: Plan(rows, 0)):
+        yield
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:
