@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig
+from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig, VocabConfig
 from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
 from linrnn.interrupts import SIGNALS
-from linrnn.sharding import make_mesh, shard
+from linrnn.sharding import make_mesh, shard, vocabulary_shards
 
 POLL_SECONDS = 0.2  # between looks at the store and the processes of this machine
 NOTICE_SECONDS = 5 * POLL_SECONDS  # in which every rank has learnt of a failure
@@ -111,6 +111,10 @@ class Ranks:
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of a step."""
         optimizer.zero_grad(set_to_none=True)
+
+    def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
+        """The ranks that hold rows of the head of a model that was `spread`, and how many; None if each has all."""
+        return None
 
     def share(self, items: Iterable[T], blank: Callable[[T], T]) -> Iterator[T]:
         """This rank's items, of which all ranks have the same number: in the last round some get a `blank` one."""
@@ -226,15 +230,21 @@ class ReplicatedRanks(DistributedRanks):
 
 
 class ShardedRanks(DistributedRanks):
-    """Ranks that hold one model between them: parallel=fsdp."""
+    """Ranks that hold one model between them: parallel=fsdp and parallel=vocab."""
 
     def __init__(self, *arguments: Any, parallel: FsdpConfig) -> None:
         super().__init__(*arguments)
         self._parallel = parallel
 
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        shard(model, make_mesh(self._parallel, next(model.parameters()).device.type), compute)
+        self._mesh = make_mesh(self._parallel, next(model.parameters()).device.type)
+        shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
         return model
+
+    def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
+        if not isinstance(self._parallel, VocabConfig):
+            return None
+        return self._mesh.get_group("shard"), vocabulary_shards(vocab_size, self._mesh)
 
 
 class _Replica(DistributedDataParallel):

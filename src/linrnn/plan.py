@@ -8,12 +8,12 @@ import torch
 
 from linrnn import accounting, checkpoint
 from linrnn.architecture import Architecture, resolve
-from linrnn.config.schema import Config
+from linrnn.config.schema import Config, FsdpConfig, VocabConfig
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
 from linrnn.errors import ConfigError, UnsupportedError
 from linrnn.loggers import check_wandb
-from linrnn.losses import check_loss
+from linrnn.losses import check_loss, check_vocabulary_parallel
 from linrnn.models import LanguageModel, check_supported, load_weights
 from linrnn.runtime import compute_dtype, resolve_device, resolve_precision
 
@@ -30,7 +30,13 @@ class Plan:
     @property
     def sequences_per_step(self) -> int:
         """Sequences of one optimizer step, all ranks and micro-steps."""
-        return self.config.trainer.batch_size * self.config.trainer.accumulation_steps * self.world_size
+        trainer = self.config.trainer
+        return trainer.batch_size * trainer.accumulation_steps * self.config.parallel.data_ranks(self.world_size)
+
+    @property
+    def sequences_of_rank(self) -> int:
+        """Sequences of one rank's micro-step."""
+        return self.config.trainer.batch_size * self.config.parallel.data_ranks(self.world_size) // self.world_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -70,7 +76,7 @@ class Plan:
         trainer = self.config.trainer
         return accounting.memory_estimate(
             arch,
-            batch_size=trainer.batch_size,
+            batch_size=self.sequences_of_rank,
             seq_len=trainer.seq_len,
             precision=self.precision,
             loss=self.config.loss,
@@ -112,8 +118,30 @@ def make_training_plan(config: Config) -> Plan:
             "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
             "use trainer.memory_snapshot=false or device=cuda",
         )
+    _check_parallel(plan)
     _ = plan.total_steps  # refuses a run without an end
     return plan
+
+
+def _check_parallel(plan: Plan) -> None:
+    """Refuse what does not go with the number of ranks."""
+    parallel, world_size = plan.config.parallel, plan.world_size
+    if world_size == 1 or not isinstance(parallel, FsdpConfig):
+        return
+    shard_ranks = parallel.shard_ranks or world_size
+    if world_size % shard_ranks:
+        raise ConfigError(
+            f"parallel.shard_ranks={shard_ranks} does not divide {world_size} ranks",
+            "use a divisor of the number of ranks (that of a machine's GPUs, for several machines), or null for all",
+        )
+    if isinstance(parallel, VocabConfig):
+        check_vocabulary_parallel(plan.config.loss)
+        batch_size = plan.config.trainer.batch_size
+        if batch_size % shard_ranks:
+            raise ConfigError(
+                f"parallel=vocab: {shard_ranks} ranks cannot share {batch_size} sequences out evenly",
+                f"use a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
+            )
 
 
 def _total_steps(config: Config, tokens_per_step: int) -> int:

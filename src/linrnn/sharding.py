@@ -6,7 +6,8 @@ Gradients are summed over all ranks, in fp32.
 
 The blocks are gathered one by one as they are needed, forward and backward (`fully_shard`). Embedding and head, which
 are as large as many blocks, are kept out of that: the head is gathered once in the dtype that the loss multiplies in,
-its gradient reduced and scattered; the embedding is gathered for a lookup, and not again for its backward pass.
+its gradient reduced and scattered; the embedding is gathered for a lookup, and not again for its backward pass. With
+parallel=vocab neither is: hidden states and token ids go to the rows instead.
 """
 
 from typing import Any
@@ -24,31 +25,25 @@ from linrnn.errors import ConfigError, UnsupportedError
 
 
 def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
-    """The ranks as rows of `shard_ranks` that hold a model between them.
-
-    Raises:
-        ConfigError: `shard_ranks` does not divide the number of ranks.
-    """
+    """The ranks as rows of `shard_ranks`, which divides their number, that hold a model between them."""
     ranks = dist.get_world_size()
     shard_ranks = parallel.shard_ranks or ranks
-    if ranks % shard_ranks:
-        raise ConfigError(
-            f"parallel.shard_ranks={shard_ranks} does not divide {ranks} ranks",
-            "use a divisor of the number of ranks (that of a machine's GPUs, for several machines), or null for all",
-        )
     if shard_ranks == ranks:
         return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype) -> None:
+def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> None:
     """Cut `model` (a LanguageModel) over the mesh, in place; its parameters are then DTensors.
 
     Args:
         compute: what products are computed in. The blocks' weights are gathered in it, unless FLA's kernels need
             some of them in fp32: then all are gathered as they are kept.
+        by_vocabulary: embedding and head are not gathered: see :class:`VocabularyParallelEmbedding`, and the head that
+            a loss takes is the rank's rows.
 
     Raises:
+        ConfigError: a rank would have no row of the vocabulary, if by_vocabulary.
         UnsupportedError: parameters of two dtypes in one block, which FSDP2 does not take.
     """
     marked = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
@@ -58,7 +53,7 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype) -> None:
             f"trainer.precision=bf16: FLA keeps some parameters of {model.arch.model} in fp32, FSDP2 takes one dtype",
             "use trainer.precision=bf16_autocast, or parallel=ddp",
         )
-    _shard_vocabulary(model, mesh)
+    _shard_vocabulary(model, mesh, by_vocabulary)
     gathered = None if model.keeps_fp32 else compute
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
@@ -74,12 +69,32 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype) -> None:
             parameter._no_weight_decay = True
 
 
-def _shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
+def _shard_vocabulary(model: Any, mesh: DeviceMesh, by_vocabulary: bool) -> None:
     """Cut embedding and head (one parameter, where tied) by rows; what they compute stays the same."""
     embedding, tied = model.embedding, model.head_weight is model.embedding.weight
+    if by_vocabulary:
+        vocabulary_shards(len(embedding.weight), mesh)  # refuses one that is too small
+    kind = VocabularyParallelEmbedding if by_vocabulary else GatheredEmbedding
     weight = _cut(embedding.weight, mesh)
-    model.set_embedding(GatheredEmbedding(weight, embedding.padding_idx))
-    model.set_head(weight if tied else _cut(model.head_weight, mesh), gathered)
+    model.set_embedding(kind(weight, embedding.padding_idx))
+    model.set_head(weight if tied else _cut(model.head_weight, mesh), rows_here if by_vocabulary else gathered)
+
+
+def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
+    """Rows of embedding and head on each rank of a group.
+
+    Raises:
+        ConfigError: there would be none on some.
+    """
+    ranks = mesh["shard"].size()
+    each = shard_rows(vocab_size, ranks)
+    shards = [min(each, max(0, vocab_size - rank * each)) for rank in range(ranks)]
+    if shards[-1] == 0:
+        raise ConfigError(
+            f"parallel=vocab: {vocab_size} vocabulary entries in shards of {each} leave some of {ranks} ranks without",
+            "use less parallel.shard_ranks, a larger size.vocab_size, or parallel=fsdp",
+        )
+    return shards
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -142,6 +157,71 @@ class _Gather(torch.autograd.Function):
             whole[: len(grad)] = grad
         part = whole.new_empty(each, grad.shape[1])
         dist.reduce_scatter_tensor(part, whole, group=group)
-        if ctx.mesh.ndim > 1:
-            dist.all_reduce(part, group=ctx.mesh.get_group("replicate"))
-        return part[: ctx.local_rows].to(ctx.dtype), None, None, None
+        return _sum_over_replicas(part, ctx.mesh)[: ctx.local_rows].to(ctx.dtype), None, None, None
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """An embedding (V, D) cut by rows that stay where they are: every rank looks up what the group's ranks ask for."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) ids, as many on every rank, to (…, D)."""
+        assert isinstance(self.weight, DTensor)
+        local, mesh = self.weight.to_local(), self.weight.device_mesh
+        return _LookUp.apply(local, ids.flatten(), len(self.weight), self.padding_idx, mesh).view(*ids.shape, -1)
+
+
+class _LookUp(torch.autograd.Function):
+    """All-gather of ids, reduce-scatter of vectors (of which one is not 0: exact in any dtype); and back."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, ids: Tensor, rows: int, padding_idx: int | None, mesh: DeviceMesh) -> Tensor:
+        group = mesh.get_group("shard")
+        every = ids.new_empty(group.size() * len(ids))
+        dist.all_gather_into_tensor(every, ids.contiguous(), group=group)
+        here = every - group.rank() * shard_rows(rows, group.size())
+        elsewhere = (here < 0) | (here >= len(local))
+        vectors = F.embedding(here.masked_fill(elsewhere, 0), local).masked_fill_(elsewhere[:, None], 0)
+        mine = vectors.new_empty(len(ids), local.shape[1])
+        dist.reduce_scatter_tensor(mine, vectors, group=group)
+        nowhere = elsewhere if padding_idx is None else elsewhere | (every == padding_idx)
+        ctx.save_for_backward(here.masked_fill(nowhere, len(local)))
+        ctx.mesh, ctx.rows = mesh, len(local)
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        group, (places,) = ctx.mesh.get_group("shard"), ctx.saved_tensors
+        every = grad.new_empty(len(places), grad.shape[1])
+        dist.all_gather_into_tensor(every, grad.contiguous(), group=group)
+        local = torch.ops.aten.embedding_dense_backward(every, places, ctx.rows + 1, -1, False)[: ctx.rows]
+        return _sum_over_replicas(local, ctx.mesh), None, None, None, None
+
+
+def rows_here(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a matrix, in `dtype`; their gradient, which has all of the group's, is summed over groups."""
+    assert isinstance(weight, DTensor)
+    return _RowsHere.apply(weight.to_local(), weight.device_mesh).to(dtype)
+
+
+class _RowsHere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _sum_over_replicas(grad, ctx.mesh), None
+
+
+def _sum_over_replicas(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+    if mesh.ndim == 1:
+        return grad
+    grad = grad.clone()
+    dist.all_reduce(grad, group=mesh.get_group("replicate"))
+    return grad

@@ -132,7 +132,6 @@ class Trainer:
 
     def _build(self) -> None:
         config = self.config
-        self.loss = build_loss(config.loss, device=self.device)
         dtype = parameter_dtype(self.precision)
         self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
         if config.init_from:
@@ -141,12 +140,14 @@ class Trainer:
         if config.trainer.compile_blocks:
             self.model.compile_blocks()
         self.replica = self.ranks.spread(self.model, compute_dtype(self.precision))
+        vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
+        self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.total_steps)
         self.loader = BatchLoader(
             self.data.train,
             seq_len=config.trainer.seq_len,
-            batch_size=config.trainer.batch_size,
+            batch_size=self.plan.sequences_of_rank,
             seed=config.seed,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -368,7 +369,7 @@ class Trainer:
         trainer = self.config.trainer
         batches = self.data.valid.batches_once(
             seq_len=trainer.seq_len,
-            batch_size=trainer.batch_size,
+            batch_size=self.plan.sequences_of_rank,
             max_tokens=trainer.valid_tokens,
             reset_at_document=self.config.data.reset_at_document,
         )

@@ -1,4 +1,4 @@
-"""parallel=fsdp on gloo: ranks that hold one model between them train as one process does."""
+"""parallel=fsdp and parallel=vocab on gloo: ranks that hold one model between them train as one process does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,14 @@ from rank_process import curve, ended, output, start_ranks, summary_of, trained
 
 from linrnn.checkpoint import found, load_model
 from linrnn.config import load_config
+from linrnn.errors import LinrnnError
+from linrnn.plan import make_training_plan
 from linrnn.trainer import Trainer
 
 Small = Callable[..., list[str]]
 ROUNDING = 5e-5  # losses and gradient norms over three steps of AdamW, summed in another order
 FSDP = ("parallel=fsdp", "group=fsdp")
+VOCAB = ("parallel=vocab", "group=vocab")
 
 
 def one_process(overrides: list[str]) -> tuple[Trainer, dict[str, Any]]:
@@ -31,9 +34,20 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
 @pytest.mark.parametrize(
     ("world_size", "cut", "more"),
     [
-        (2, ("trainer.batch_size=1", "trainer.accumulation_steps=2"), ("loss=standard", "size.tie_embeddings=false")),
-        (4, ("trainer.batch_size=1",), ("loss=cce_kahan", "optimizer.max_grad_norm=null")),
-        (4, ("trainer.batch_size=1", "parallel.shard_ranks=2"), ("model=transformer", "loss=standard")),
+        (
+            2,
+            (*FSDP, "trainer.batch_size=1", "trainer.accumulation_steps=2"),
+            ("loss=standard", "size.tie_embeddings=false"),
+        ),
+        (4, (*FSDP, "trainer.batch_size=1"), ("loss=cce_kahan", "optimizer.max_grad_norm=null")),
+        (4, (*FSDP, "trainer.batch_size=1", "parallel.shard_ranks=2"), ("model=transformer", "loss=standard")),
+        (
+            2,
+            (*VOCAB, "trainer.batch_size=2", "trainer.accumulation_steps=2"),
+            ("loss=cce_kahan", "size.tie_embeddings=false"),
+        ),
+        (4, (*VOCAB, "trainer.batch_size=4"), ("loss=cce_filter", "loss.filter_eps=0.001")),
+        (4, (*VOCAB, "trainer.batch_size=2", "parallel.shard_ranks=2"), ("model=transformer", "loss=cce_kahan")),
     ],
 )
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
@@ -43,7 +57,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     ranks; the checkpoint is that of one process."""
     common = (*more, "data.reset_at_document=true", "trainer.valid_every=2", "size.vocab_size=515")
     one, reference = one_process(small(*common, "trainer.batch_size=4"))
-    directory = trained(small(*common, *cut, *FSDP), world_size, tmp_path)
+    directory = trained(small(*common, *cut), world_size, tmp_path)
     assert_same_curve(directory, one)
     summary = summary_of(directory)
     assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
@@ -59,9 +73,9 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
 def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Path) -> None:
-    options = (f"model={model}", "trainer.activation_checkpointing=full")
-    one, _ = one_process(small(*options, "trainer.batch_size=2"))
-    assert_same_curve(trained(small(*options, *FSDP, "trainer.batch_size=1"), 2, tmp_path), one)
+    options = (f"model={model}", "trainer.activation_checkpointing=full", "trainer.batch_size=2")
+    one, _ = one_process(small(*options))
+    assert_same_curve(trained(small(*options, *VOCAB), 2, tmp_path), one)
 
 
 def test_in_mixed_precision_the_losses_differ_by_its_rounding(small: Small, tmp_path: Path) -> None:
@@ -85,16 +99,26 @@ def test_a_run_continues_with_another_number_of_ranks(small: Small, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "words"),
+    ("overrides", "words"),
     [
-        (("parallel.shard_ranks=3",), 2, "parallel.shard_ranks=3 does not divide 2 ranks"),
-        (("model=kda", "trainer.precision=bf16"), 4, "FLA keeps some parameters of kda in fp32"),
+        ((*FSDP, "parallel.shard_ranks=3"), "parallel.shard_ranks=3 does not divide 2 ranks"),
+        ((*VOCAB, "loss=standard"), "choose loss=cce_kahan or loss=cce_filter, or parallel=fsdp"),
+        ((*VOCAB, "trainer.batch_size=3"), "2 ranks cannot share 3 sequences out evenly"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_once(
-    overrides: tuple[str, ...], code: int, words: str, small: Small, tmp_path: Path
+def test_what_does_not_go_together_is_refused_before_anything_is_built(
+    overrides: tuple[str, ...], words: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LinrnnError) as refusal:
+        make_training_plan(load_config(small(*overrides)))
+    assert words in str(refusal.value)
+
+
+def test_what_fsdp_cannot_cut_is_refused_once(small: Small, tmp_path: Path) -> None:
     log = tmp_path / "ranks"
-    assert ended(start_ranks(small(*FSDP, *overrides), 2, log)) == [code] * 2, output(log, 2)
+    overrides = small(*FSDP, "model=kda", "trainer.precision=bf16")
+    assert ended(start_ranks(overrides, 2, log)) == [4] * 2, output(log, 2)
     assert output(log, 2).count("error: ") == 1
-    assert words in output(log, 2)
+    assert "FLA keeps some parameters of kda in fp32" in output(log, 2)

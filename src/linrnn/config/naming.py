@@ -53,7 +53,7 @@ def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
     values = _identity(dataclasses.asdict(config))
     if config.parallel.name != "none":
         rows = values.pop("trainer.batch_size") * values.pop("trainer.accumulation_steps")
-        values["sequences_per_step"] = rows * world_size
+        values["sequences_per_step"] = rows * config.parallel.data_ranks(world_size)
     return values
 
 

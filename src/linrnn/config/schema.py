@@ -218,6 +218,10 @@ class ParallelConfig:
 
     name: str
 
+    def data_ranks(self, world_size: int) -> int:
+        """How many times `trainer.batch_size` sequences `world_size` processes read in a micro-step."""
+        return world_size
+
 
 @dataclass
 class DistributedConfig(ParallelConfig):
@@ -236,6 +240,14 @@ class FsdpConfig(DistributedConfig):
     """Parameters, gradients and optimizer state cut over ranks, blocks gathered as they are needed (torch's FSDP2)."""
 
     shard_ranks: int | None = at_least(1)
+
+
+@dataclass
+class VocabConfig(FsdpConfig):
+    """The same, and every rank keeps its rows of embedding and head: the loss is computed where they are."""
+
+    def data_ranks(self, world_size: int) -> int:
+        return world_size // (self.shard_ranks or world_size)
 
 
 @dataclass
@@ -426,6 +438,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "none": ParallelConfig,
         "ddp": DdpConfig,
         "fsdp": FsdpConfig,
+        "vocab": VocabConfig,
     },
     "sweep": {"": SweepConfig},
 }

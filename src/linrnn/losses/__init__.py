@@ -6,7 +6,7 @@ library behind a backend is imported only when that backend is checked or built.
 
 from linrnn.losses.base import IGNORE_INDEX, LossBackend, LossOutput
 from linrnn.losses.cce_apple import apple_variants
-from linrnn.losses.registry import build_loss, check_loss, loss_names, rival_names
+from linrnn.losses.registry import build_loss, check_loss, check_vocabulary_parallel, loss_names, rival_names
 
 __all__ = [
     "IGNORE_INDEX",
@@ -15,6 +15,7 @@ __all__ = [
     "apple_variants",
     "build_loss",
     "check_loss",
+    "check_vocabulary_parallel",
     "loss_names",
     "rival_names",
 ]

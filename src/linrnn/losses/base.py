@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from linrnn.config.schema import LossConfig
@@ -38,10 +39,12 @@ class LossBackend(ABC):
         autocasts: under autocast, `compute` takes fp32 tensors, multiplies in autocast's dtype and returns gradients in
             fp32 that were never rounded to that dtype; see `mixed`.
         capturable: its forward and backward pass never wait for the device, so that a CUDA graph can hold them.
+        vocabulary_parallel: it can `spread` over ranks that hold some rows of the weight each.
     """
 
     autocasts: ClassVar[bool] = False
     capturable: ClassVar[bool] = False
+    vocabulary_parallel: ClassVar[bool] = False
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         self.config = config
@@ -55,6 +58,13 @@ class LossBackend(ABC):
     @abstractmethod
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss (a scalar, any floating dtype) and the statistics."""
+
+    def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
+        """From now on the weight is `shards[rank]` rows of a whole that the ranks of `group` hold, and labels are
+        places in the whole; all ranks call the loss together, each with hidden states and labels of its own.
+
+        Only where `vocabulary_parallel`."""
+        raise NotImplementedError(f"loss={self.config.name} is not vocabulary-parallel")
 
     def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
         """Evaluate the loss.

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LossConfig
@@ -23,17 +24,22 @@ class CceKahan(LossBackend):
     config: CceKahanLossConfig
     autocasts = True
     capturable = True
+    vocabulary_parallel = True
 
     def __init__(self, config: CceKahanLossConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._kernels = import_module("cce_kernels")
-        self._loss = partial(
-            self._kernels.linear_cross_entropy,
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-            accumulate=config.accumulate,
-            workspace_mib=config.workspace_mib,
-        )
+        self._options = {
+            "ignore_index": IGNORE_INDEX,
+            "reduction": "sum",
+            "accumulate": config.accumulate,
+            "workspace_mib": config.workspace_mib,
+        }
+        self._loss = partial(self._kernels.linear_cross_entropy, **self._options)
+
+    def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
+        function = self._kernels.vocabulary_parallel_linear_cross_entropy
+        self._loss = partial(function, group=group, shards=shards, rows="own", **self._options)
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:

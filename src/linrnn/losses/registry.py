@@ -3,9 +3,10 @@
 import difflib
 
 import torch
+import torch.distributed as dist
 
 from linrnn.config.schema import LossConfig
-from linrnn.errors import ConfigError
+from linrnn.errors import ConfigError, UnsupportedError
 from linrnn.losses.base import LossBackend
 from linrnn.losses.cce import CceFilter, CceKahan
 from linrnn.losses.cce_apple import CceApple
@@ -52,10 +53,42 @@ def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | No
     _find(config.name).check(config, device, dtype)
 
 
-def build_loss(config: LossConfig, *, device: torch.device, dtype: torch.dtype | None = None) -> LossBackend:
-    """The backend that `config` names. Arguments and errors as :func:`check_loss`."""
+def check_vocabulary_parallel(config: LossConfig) -> None:
+    """Refuse a loss that needs all rows of the head in one place.
+
+    Raises:
+        UnsupportedError: it does; names those that do not.
+    """
+    if not _find(config.name).vocabulary_parallel:
+        able = [name for name, backend in _BACKENDS.items() if backend.vocabulary_parallel]
+        raise UnsupportedError(
+            f"loss={config.name} needs the whole head on every rank, and parallel=vocab spreads its rows over them",
+            f"choose loss={' or loss='.join(able)}, or parallel=fsdp",
+        )
+
+
+def build_loss(
+    config: LossConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    vocabulary: tuple[dist.ProcessGroup, list[int]] | None = None,
+) -> LossBackend:
+    """The backend that `config` names. Arguments and errors as :func:`check_loss`.
+
+    Args:
+        vocabulary: ranks that hold some rows of the head each, and how many. The backend then takes a rank's own hidden
+            states and labels and its rows of the head, and gives the loss of its own labels; all ranks call it.
+
+    Raises:
+        UnsupportedError: also as :func:`check_vocabulary_parallel`.
+    """
     check_loss(config, device, dtype)
-    return _find(config.name)(config, device)
+    backend = _find(config.name)(config, device)
+    if vocabulary is not None:
+        check_vocabulary_parallel(config)
+        backend.spread(*vocabulary)
+    return backend
 
 
 def _find(name: str) -> type[LossBackend]:
