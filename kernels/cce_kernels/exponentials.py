@@ -5,7 +5,8 @@
 The offset k_i = z_i,target log2 e + 60 is known before the product: no running maximum, no second look at the
 logits for p_iv = w_iv / S_i. bf16 has the exponents of fp32, so w keeps its relative precision at any size. S_i
 lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that are seen on the device and
-done again, slowly (finish.py).
+done again, slowly (finish.py). For fp32 operands the offset is z_i,target alone, subtracted first: the 60 would cost
+bits that count there, and 42 nats are enough.
 
 `target_logits_kernel` takes the target's logit from the tensor cores, as the sums do: a logit from plain
 multiply-adds differs from them by the tensor cores' rounding, 2e-5 of the loss.
@@ -113,6 +114,7 @@ def exponentials_kernel(
     row_tiles = tl.cdiv(N, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
+    PRECISE: tl.constexpr = e_desc.dtype == tl.float32
     for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
@@ -134,11 +136,11 @@ def exponentials_kernel(
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
                 total, z_total, largest, wz_total = _exponentials(
                     left, row, col, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale, softcap,
-                    total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V,
+                    total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V, PRECISE,
                 )  # fmt: skip
                 total, z_total, largest, wz_total = _exponentials(
                     right, row, col + HALF, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale,
-                    softcap, total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V,
+                    softcap, total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V, PRECISE,
                 )  # fmt: skip
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         partial = split.to(tl.int64) * N + rows
@@ -154,12 +156,15 @@ def exponentials_kernel(
 def _exponentials(
     acc, row, col, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale, softcap,
     total, z_total, largest, wz_total, WIDTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Store w of one half tile; return the rows' sums, with this half's share added as far as they are asked for."""
     cols = col + tl.arange(0, WIDTH)
     offset = z_target * LOG2E + HEADROOM
     z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
-    if HAS_SOFTCAP or bias_ptr is not None:
+    if PRECISE:  # the target's w is 1
+        w = tl.exp2((z - z_target[:, None]) * LOG2E)
+    elif HAS_SOFTCAP or bias_ptr is not None:
         w = tl.exp2(z * LOG2E - offset[:, None])
     else:  # one multiply-add an entry
         w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])

@@ -73,7 +73,10 @@ def rows_kernel(
         total += tl.load(sum_ptrs, mask=inside, other=1.0)
         sum_ptrs += N
     # From the target's own w, rounded as in the sum: −ln(w / S) keeps its relative precision down to a loss of 0.
-    p_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM)) / total
+    w_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM))
+    if e_ptr.dtype.element_ty == tl.float32:
+        w_target = 1.0
+    p_target = w_target / total
     nll = -tl.log(p_target)
     lse = z_target + nll
     largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target

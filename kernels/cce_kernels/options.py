@@ -52,8 +52,11 @@ class Options:
             raise ValueError(f"workspace_mib: must be positive or None, got {self.workspace_mib}")
 
     def values(self) -> tuple:
-        """Of all fields, in order."""
-        return tuple(vars(self).values())
+        """Of all fields, in order (dataclasses.astuple copies, which takes 40 µs)."""
+        return (
+            self.softcap, self.logit_scale, self.label_smoothing, self.z_loss, self.filter_eps, self.filter_e,
+            self.filter_c, self.accumulate, self.workspace_mib,
+        )  # fmt: skip
 
     @property
     def eps_e(self) -> float | None:

@@ -68,6 +68,7 @@ def gradient_kernel(
     """dz of a chunk; units of work and the one loop over them as in exponentials.py."""
     row_tiles, col_tiles, depth = tl.cdiv(N, BLOCK_N), tl.cdiv(W, BLOCK_V), tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
+    PRECISE: tl.constexpr = e_desc.dtype == tl.float32
     for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
@@ -91,7 +92,7 @@ def gradient_kernel(
                     cols = col + tl.arange(0, HALF)
                     dz, _, _ = _gradient_of(
                         left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                        HAS_SOFTCAP,
+                        HAS_SOFTCAP, PRECISE,
                     )  # fmt: skip
                     dz_desc.store([row, col], dz.to(dz_desc.dtype))
                     if dbias_ptr is not None:
@@ -99,7 +100,7 @@ def gradient_kernel(
                     cols += HALF
                     dz, _, _ = _gradient_of(
                         right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                        HAS_SOFTCAP,
+                        HAS_SOFTCAP, PRECISE,
                     )  # fmt: skip
                     dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
                     if dbias_ptr is not None:
@@ -108,7 +109,7 @@ def gradient_kernel(
                     cols = col + tl.arange(0, BLOCK_V)
                     dz, p, is_target = _gradient_of(
                         acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                        HAS_SOFTCAP,
+                        HAS_SOFTCAP, PRECISE,
                     )  # fmt: skip
                     is_entry = inside[:, None] & (cols < W)[None, :]
                     counts = (b != 0)[:, None] & is_entry
@@ -130,12 +131,13 @@ def gradient_kernel(
 
 @triton.jit
 def _gradient_of(
-    acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere, HAS_SOFTCAP: tl.constexpr,
+    acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+    HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """dz, p and whether an entry is its row's target, of one (half) tile of products."""
     z = finish_logits(acc, cols, bias_ptr, W, logit_scale, softcap, HAS_SOFTCAP)
-    if HAS_SOFTCAP or bias_ptr is not None:
-        p = tl.exp2(z * LOG2E - (lse * LOG2E)[:, None])
+    if PRECISE or HAS_SOFTCAP or bias_ptr is not None:
+        p = tl.exp2((z - lse[:, None]) * LOG2E)
     else:  # one multiply-add an entry
         p = tl.exp2(acc * (logit_scale * LOG2E) - (lse * LOG2E)[:, None])
     is_target = cols[None, :] == column[:, None]
