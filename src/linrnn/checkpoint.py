@@ -112,7 +112,7 @@ def damaged(path: Path) -> str | None:
 def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Restore model, optimizer and generators in place; returns the progress to continue from."""
     load_model(path, model)
-    _restore_optimizer(load_file(path / OPTIMIZER), model, optimizer)
+    _restore_optimizer(_load_tensors(path / OPTIMIZER), model, optimizer)
     _restore_rng(path)
     state = json.loads((path / STATE).read_text())
     return Progress(**{field: state[field] for field in ("step", "data", "recent_losses")})
@@ -124,7 +124,7 @@ def load_model(path: Path, model: torch.nn.Module) -> None:
     Raises:
         ConfigError: names or shapes differ from the model's.
     """
-    tensors = load_file(path / MODEL)
+    tensors = _load_tensors(path / MODEL)
     expected = _model_tensors(model)
     for name in sorted(tensors.keys() | expected.keys()):
         ours, theirs = expected.get(name), tensors.get(name)
@@ -216,7 +216,7 @@ def _rng_tensors() -> dict[str, torch.Tensor]:
 
 
 def _restore_rng(path: Path) -> None:
-    tensors = load_file(path / RNG)
+    tensors = _load_tensors(path / RNG)
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(tensors["cuda"])
@@ -235,6 +235,13 @@ def _generators() -> dict[str, Any]:
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} is no safetensors file ({error})", "name another checkpoint") from error
 
 
 def _sha256(path: Path) -> str:

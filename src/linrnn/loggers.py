@@ -10,6 +10,7 @@ from typing import Any, Literal, TextIO
 
 from linrnn.config.schema import WandbConfig
 from linrnn.errors import UnsupportedError
+from linrnn.redaction import scrub
 
 CONNECTION_SECONDS = 60  # that a run waits for wandb's server at its start, and again at its end
 _SERVICE_SECONDS = 120  # for wandb's own process to start: a loaded machine takes longer than its 30
@@ -64,6 +65,7 @@ class Console(Silence):
         self._last = float("-inf")
 
     def line(self, text: str = "") -> None:
+        text = scrub(text)
         print(text, flush=True)
         self._record(text)
 
@@ -160,6 +162,7 @@ class WandbMirror:
                 silent=True,
                 x_disable_machine_info=True,
                 save_code=False,
+                disable_git=True,  # a remote's address may hold a password; environment.json has the commit
                 x_service_wait=_SERVICE_SECONDS,
                 init_timeout=CONNECTION_SECONDS,
                 finish_timeout=CONNECTION_SECONDS,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.errors import ConfigError, StorageError
+from linrnn.redaction import scrub
 
 CONFIG = "config.yaml"
 IDENTITY = "identity.json"
@@ -115,14 +116,14 @@ class RunDirectory:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write aside, then rename: a reader never sees half a file.
+        """Write aside, then rename: a reader never sees half a file. Secrets of the environment are left out.
 
         Raises:
             StorageError: it cannot be written.
         """
         partial = self.path / f".{name}.partial"
         try:
-            partial.write_text(text)
+            partial.write_text(scrub(text))
             partial.replace(self.path / name)
         except OSError as error:
             with contextlib.suppress(OSError):

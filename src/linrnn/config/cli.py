@@ -12,44 +12,35 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
-from linrnn.config.compose import CONFIG_DIR, compose_config, load_config, register_schemas, to_config
+from linrnn.config.compose import CONFIG_DIR, compose_config, load_config
 from linrnn.config.schema import COMMANDS
 from linrnn.errors import EXIT_CODES, ConfigError, LinrnnError, StorageError
+from linrnn.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _HELP_FLAGS = {"--help", "-h"}
-_MULTIRUN_FLAGS = {"--multirun", "-m"}
 
 
-def run(main: Callable[..., int | None], config_name: str = "train", description: str = "") -> None:
+def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
     """Parse `sys.argv` as Hydra overrides of `configs/<config_name>.yaml`, call `main(config)`, exit with its code.
 
     Every :class:`LinrnnError` ends in one line of cause, one of remedy and its exit code; so do a full disk and a
-    file that may not be written. Anything else is a bug: one line, exit code 1.
+    file that may not be written. Anything else is a bug: one line, exit code 1. Hydra composes the configuration and
+    does no more: it makes no directory, sets no variable and calls nothing that a configuration names.
     """
-
-    def check(overrides: Sequence[str]) -> None:
-        to_config(compose_config(overrides, config_name))
-
     arguments = sys.argv[1:]
     if _HELP_FLAGS & set(arguments):
         print(help_text(config_name, description))
         raise SystemExit(0)
-    if not _MULTIRUN_FLAGS & set(arguments):
-        # Compose once ahead of Hydra's own pass, whose error messages offer no nearest names.
-        overrides = [argument for argument in arguments if not argument.startswith("-")]
-        if code := _guarded(lambda: check(overrides)):
-            raise SystemExit(code)
-    register_schemas()
 
-    def task(composed: DictConfig) -> None:
-        if code := _guarded(lambda: main(to_config(composed))):
-            raise SystemExit(code)
+    def call() -> int | None:
+        refuse_flags(arguments)
+        return main(load_config(arguments, config_name))
 
-    hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)()
+    if code := _guarded(call):
+        raise SystemExit(code)
 
 
 def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_name: str, description: str) -> None:
@@ -65,12 +56,19 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
         raise SystemExit(0)
 
     def call() -> int | None:
-        if flags := [argument for argument in arguments if argument.startswith("-")]:
-            raise ConfigError(f"{flags[0]}: there is no such option", "give overrides alone; --help shows them")
+        refuse_flags(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
         return main(load_config(own, config_name), runs, launcher)
 
     raise SystemExit(_guarded(call))
+
+
+def refuse_flags(arguments: Sequence[str]) -> None:
+    """Raises ConfigError: one of Hydra's own options, which load files from elsewhere, unpickle or start many jobs."""
+    if flags := [argument for argument in arguments if argument.startswith("-")]:
+        raise ConfigError(
+            f"{flags[0]}: there is no such option", "give overrides alone (--help); scripts/sweep.py runs many"
+        )
 
 
 def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str], list[str]]:
@@ -104,22 +102,30 @@ def _guarded(action: Callable[[], int | None]) -> int:
 
 
 def _report(error: LinrnnError) -> int:
-    if os.environ.get("HYDRA_FULL_ERROR"):
-        traceback.print_exc()
-    print(f"error: {error.cause}\n  -> {error.remedy}", file=sys.stderr)
+    _traceback()
+    print(f"error: {one_line(error.cause)}\n  -> {one_line(error.remedy)}", file=sys.stderr)
     return error.exit_code
 
 
 def _report_bug(error: Exception) -> int:
-    if os.environ.get("HYDRA_FULL_ERROR"):
-        traceback.print_exc()
+    _traceback()
     first = (str(error).strip().splitlines() or [""])[0]
     print(
-        f"unexpected error: {type(error).__name__}: {first}\n"
+        f"unexpected error: {one_line(f'{type(error).__name__}: {first}')}\n"
         "  -> this is a bug in linrnn or a library; HYDRA_FULL_ERROR=1 shows the traceback",
         file=sys.stderr,
     )
     return 1
+
+
+def _traceback() -> None:
+    if os.environ.get("HYDRA_FULL_ERROR"):
+        print(scrub(traceback.format_exc()), file=sys.stderr)
+
+
+def one_line(text: str) -> str:
+    """Printable, in one line, without a secret of the environment."""
+    return "".join(c if c.isprintable() else " " for c in scrub(text).strip())
 
 
 def _first_options(config_name: str) -> list[str]:

@@ -15,8 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config
 from linrnn.errors import ConfigError
+from linrnn.redaction import holds_secret
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 
@@ -38,6 +40,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
     Raises:
         ConfigError: an unknown group option, key or value; the nearest valid names are offered.
     """
+    check_overrides(overrides)
     register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
@@ -81,13 +84,15 @@ def read_config(path: Path) -> Config:
         ConfigError: the file is missing, is no configuration, or was written by a version with other keys.
     """
     try:
-        raw: Any = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        check_text(text)
+        raw: Any = OmegaConf.create(text)
         typed = OmegaConf.structured(Config)
         for group in (field.name for field in dataclasses.fields(Config) if field.name in SCHEMAS):
             options = SCHEMAS[group]
             typed[group] = OmegaConf.structured(options.get("") or options[raw[group].name])
         return to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
-    except (OSError, KeyError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration ({_first_line(error)})",
             "name the directory of a run or of one of its checkpoints, written by this version",
@@ -122,7 +127,13 @@ def validate(config: Any) -> None:
     for key, field, value in fields_of(config):
         if value is None:
             continue
-        choices, low, high = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+        pattern, choices, low, high = (field.metadata.get(k) for k in ("pattern", "choices", "minimum", "maximum"))
+        if pattern and not re.fullmatch(pattern, str(value)):
+            raise ConfigError(
+                f"{key}={value} is no plain name", "use letters, digits, _, . and -, and no dot at its start"
+            )
+        if name := holds_secret(value):
+            raise ConfigError(f"{key} holds the value of {name}", "configurations are kept in clear: give no secret")
         if choices and value not in choices:
             hint = nearest(str(value), [str(choice) for choice in choices])
             raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")

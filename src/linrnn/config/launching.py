@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from linrnn.config.compose import CONFIG_DIR, register_schemas
+from linrnn.config.safety import check_launcher
 from linrnn.errors import ConfigError
 
 
@@ -31,15 +32,21 @@ def launch(
         directory: for the launcher's own files, seen by all machines.
 
     Raises:
-        ConfigError: there is no such launcher (not installed), or it has no such key.
+        ConfigError: there is no such launcher (not installed), or it has no such key, or the key names code.
     """
+    check_launcher(overrides)
     register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         try:
             config = compose(
                 "train",
-                overrides=[f"hydra.sweep.dir={directory}", "hydra.sweep.subdir=.", *overrides],
+                overrides=[
+                    f"hydra.sweep.dir={directory}",
+                    "hydra.sweep.subdir=.",
+                    "hydra.output_subdir=null",
+                    *overrides,
+                ],
                 return_hydra_config=True,
             )
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())

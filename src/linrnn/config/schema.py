@@ -18,6 +18,11 @@ def between(minimum: float, maximum: float) -> Any:
     return field(metadata={"minimum": minimum, "maximum": maximum})
 
 
+def plain_name() -> Any:
+    """A word that may be part of a file's name, and of nothing else: no separators, no leading dot."""
+    return field(metadata={"pattern": r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"})
+
+
 def one_of(*choices: Any) -> Any:
     """One of a closed set of values."""
     return field(metadata={"choices": choices})
@@ -28,7 +33,7 @@ def one_of(*choices: Any) -> Any:
 class ModelConfig:
     """The sequence mixer. Dimensions come from `size`; only the mixer's own options stand here."""
 
-    name: str
+    name: str = plain_name()
     chunk_size: int | None = at_least(1)
 
 
@@ -49,7 +54,7 @@ class SizeConfig:
     what it needs, the SwiGLU MLP's width fills the rest (see `linrnn.architecture`).
     """
 
-    name: str
+    name: str = plain_name()
     hidden_size: int = at_least(1)
     num_layers: int = at_least(1)
     layer_parameters_per_d2: float = at_least(0)
@@ -63,7 +68,7 @@ class SizeConfig:
 class LossConfig:
     """A loss backend; subclasses add the options of that backend only."""
 
-    name: str
+    name: str = plain_name()
 
 
 @dataclass
@@ -104,7 +109,7 @@ class CceAppleLossConfig(LossConfig):
 class DataConfig:
     """What every data source has in common."""
 
-    name: str
+    name: str = plain_name()
     cache_dir: str
     verify: bool
     reset_at_document: bool
@@ -216,7 +221,7 @@ class LoggerConfig:
 class ParallelConfig:
     """How one run is spread over processes; subclasses add the options of a way to do so."""
 
-    name: str
+    name: str = plain_name()
 
     def data_ranks(self, world_size: int) -> int:
         """How many times `trainer.batch_size` sequences `world_size` processes read in a micro-step."""
@@ -263,8 +268,8 @@ class Config:
     logger: LoggerConfig
     parallel: ParallelConfig
     seed: int = at_least(0)
-    group: str
-    run_name: str | None
+    group: str = plain_name()
+    run_name: str | None = plain_name()
     results_dir: str
     device: str = one_of("auto", "cpu", "cuda")
     memory_budget_gib: float | None = at_least(0)
@@ -279,7 +284,7 @@ class SweepConfig:
     A grid maps keys or groups to values; a key's values are crossed with every other key's.
     """
 
-    name: str
+    name: str = plain_name()
     overrides: list[str]
     grids: list[dict[str, list[Any]]]
 
@@ -303,7 +308,7 @@ class FindMaxBatchConfig:
     probe_steps: int = at_least(3)
     warmup_steps: int = at_least(1)
     max_probes: int = at_least(1)
-    group: str
+    group: str = plain_name()
     results_dir: str
 
 
@@ -359,10 +364,10 @@ class GenerateConfig:
 class ReportConfig:
     """scripts/report.py: keys are explained in configs/report.yaml."""
 
-    group: str
+    group: str = plain_name()
     results_dir: str
     output_dir: str | None
-    max_batch_group: str
+    max_batch_group: str = plain_name()
     breakdowns: str
 
 

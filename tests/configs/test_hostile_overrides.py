@@ -1,0 +1,252 @@
+"""Random and hostile command lines: each makes a configuration or ends in one line of cause; none does anything.
+
+250 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/configs/test_hostile_overrides.py
+"""
+
+import os
+import random
+import string
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linrnn.config import CONFIG_DIR, load_config, read_config, run_name, to_yaml
+from linrnn.config.cli import one_line, split_overrides
+from linrnn.config.compose import fields_of
+from linrnn.config.safety import check_launcher
+from linrnn.config.schema import SCHEMAS
+from linrnn.errors import ConfigError, LinrnnError
+from linrnn.plan import make_training_plan
+
+COUNT = int(os.environ.get("LINRNN_FUZZ", "250"))
+SEED = int(os.environ.get("LINRNN_FUZZ_SEED", "0"))
+FORBIDDEN = {
+    *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen"),
+    *("socket.connect", "pickle.find_class", "os.putenv", "os.unsetenv", "ctypes.dlopen", "urllib.Request"),
+    *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.chmod", "shutil.rmtree"),
+}
+
+
+class Watch:
+    """Records what Python is asked to do while `on` (an audit hook can never be removed)."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seen: list[tuple[str, Any]] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in FORBIDDEN or writes:
+            self.seen.append((event, arguments))
+
+    @contextmanager
+    def watching(self) -> Iterator[list[tuple[str, Any]]]:
+        self.seen, self.on = [], True
+        try:
+            yield self.seen
+        finally:
+            self.on = False
+
+
+WATCH = Watch()
+
+
+@pytest.fixture
+def hostile_values(tmp_path: Path) -> list[str]:
+    canary = tmp_path / "executed"
+    (tmp_path / "elsewhere.yaml").write_text("seed: 1\n")
+    call = f"__import__('os').system('touch {canary}')"
+    up = "../" * len(CONFIG_DIR.parts)
+    return [
+        f"{{_target_: os.system, _args_: [touch {canary}]}}",
+        f"{{_target_: subprocess.Popen, args: [touch, {canary}]}}",
+        "os.system",
+        call,
+        f'"{call}"',
+        f"lambda: {call}",
+        f"!!python/object/apply:os.system ['touch {canary}']",
+        f"'!!python/object/apply:os.system [touch {canary}]'",
+        f"$(touch {canary})",
+        f"`touch {canary}`",
+        f"; touch {canary} #",
+        f"| touch {canary}",
+        "${oc.env:HOME}",
+        "'${oc.env:WANDB_API_KEY}'",
+        "${oc.create:{a: 1}}",
+        f"${{eval:{call}}}",
+        "${hydra:runtime.cwd}",
+        "\\${oc.env:HOME}",
+        f"{up}{tmp_path}/elsewhere",
+        f"{tmp_path}/elsewhere",
+        "../train",
+        "..",
+        "/etc/passwd",
+        "~/x",
+        f"file://{tmp_path}/elsewhere.yaml",
+        "pkg://os",
+        "\x00",
+        "a\x00b",
+        "a\nerror: b",
+        "\x1b[2J",
+        "\u202egnp.exe",
+        "{}",
+        "[]",
+        "[[[[[[]]]]]]",
+        "[" * 1500,
+        "{a:" * 400,
+        "1" * 6000,
+        "x" * 5000,
+        "nan",
+        "inf",
+        "-inf",
+        "1e400",
+        "-1",
+        "0",
+        "2147483648",
+        "9" * 30,
+        "0x10",
+        "1_000",
+        "true",
+        "null",
+        "",
+        "''",
+        '"',
+        "a=b=c",
+        "a,b,c",
+        "choice(1,2)",
+        "range(1,1000000000)",
+        "glob(*)",
+        "interval(0,1)",
+        "sort(3,2,1)",
+        "extend_list(1)",
+        "int(x)",
+    ]
+
+
+def hostile_keys(draw: random.Random) -> list[str]:
+    leaves = [key for key, _, _ in fields_of(load_config())]
+    groups = [*SCHEMAS, "experiment"]
+    hydra = ["hydra.run.dir", "hydra.sweep.dir", "hydra.callbacks.x._target_", "hydra.job.env_set.LD_PRELOAD"]
+    hydra += ["hydra.searchpath", "hydra/launcher", "hydra.launcher._target_", "hydra.mode", "hydra/callbacks", "hydra"]
+    odd = [
+        "_target_",
+        "model._target_",
+        "trainer.__class__",
+        "__class__",
+        "model.__init__",
+        "a.b.c",
+        "",
+        ".",
+        "..",
+        "@",
+    ]
+    odd += ["model@trainer", "/model", "schema/train", "model/../data", "defaults", "size.mixers.gla", "size.mixers"]
+    typos = [draw.choice(leaves)[:-1] + draw.choice(string.ascii_lowercase) for _ in range(20)]
+    return [*leaves, *leaves, *groups, *hydra, *odd, *typos]
+
+
+def test_random_and_hostile_command_lines(hostile_values: list[str], tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    keys = hostile_keys(draw)
+    options = [path.stem for path in CONFIG_DIR.glob("*/*.yaml")]
+    make_training_plan(load_config(["device=cpu", "logger.wandb.mode=disabled"]))  # imports what is imported once
+    values: list[Callable[[], str]] = [
+        lambda: draw.choice(hostile_values),
+        lambda: draw.choice(hostile_values),
+        lambda: str(draw.choice(options)),
+        lambda: str(draw.choice([0, 1, 2, 3, 64, 0.5, 1e-3])),
+        lambda: "".join(draw.choices(string.printable, k=draw.randint(1, 12))),
+    ]
+    accepted = 0
+    for number in range(COUNT):
+        prefixes = draw.choices(["", "+", "++", "~", "@", "--", "$"], [20, 2, 2, 2, 1, 1, 1], k=draw.randint(1, 3))
+        line = [f"{prefix}{draw.choice(keys)}={draw.choice(values)()}" for prefix in prefixes]
+        with WATCH.watching() as seen:
+            try:
+                config = load_config([*line, "device=cpu", "logger.wandb.mode=disabled"])
+                name = run_name(config)
+                to_yaml(config)
+                make_training_plan(config)
+                accepted += 1
+                assert "/" not in f"{name}{config.group}", line
+                assert not f"{name}{config.group}".startswith("."), line
+            except LinrnnError as error:
+                for text in (error.cause, error.remedy):
+                    assert one_line(text), line
+                    assert "\n" not in one_line(text), line
+            except Exception as error:
+                raise AssertionError(f"line {number} of seed {SEED}: {line!r}: {error!r}") from error
+        assert not seen, f"{line!r} did {seen[0]}"
+    assert not (tmp_path / "executed").exists()
+    assert COUNT / 50 < accepted < COUNT, accepted
+
+
+# --------------------------------------------------------------------------------------------- what it found, by name
+@pytest.mark.parametrize(
+    ("override", "cause"),
+    [
+        ("+hydra.callbacks.x._target_=subprocess.Popen", "Hydra's own keys"),
+        ("hydra.run.dir=/tmp/x", "Hydra's own keys"),
+        ("+hydra.job.env_set.LD_PRELOAD=x", "Hydra's own keys"),
+        ("hydra.searchpath=[file:///tmp]", "Hydra's own keys"),
+        ("run_name=../../x", "no plain name"),
+        ("group=../x", "no plain name"),
+        ("group=.git", "no plain name"),
+        ("data.name=../x", "no plain name"),
+        ("model.name=../x", "no plain name"),
+        ("experiment=../../x", "options are names"),
+        ("run_name=${oc.env:HOME}", "not computed"),
+        ("+schema/train@x=y", "cannot be read"),
+    ],
+)
+def test_refused(override: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        load_config([override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hydra.launcher._target_=os.system",
+        "hydra.launcher.setup=[touch x]",
+        "hydra.launcher.python=/tmp/x",
+        "hydra.launcher.submitit_folder=/tmp/x",
+        "hydra.launcher.partition=a\ntouch x",
+        "hydra/launcher=../x",
+        "hydra/callbacks=x",
+        "hydra.sweep.dir=/tmp/x",
+    ],
+)
+def test_a_sweep_s_launcher_takes_resources_alone(override: str) -> None:
+    assert split_overrides([override], "run_sweep") == ([], [override], [])
+    with pytest.raises(ConfigError, match="of Hydra a sweep takes"):
+        check_launcher(["hydra/launcher=submitit_slurm", override])
+    check_launcher(["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.timeout_min=60"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: !!python/object/apply:os.system ['touch executed']",
+        "seed: ${oc.env:HOME}",
+        "model: [1",
+        "[]",
+        "just words",
+        "model: {name: {_target_: os.system}}",
+        "\x00",
+    ],
+)
+def test_a_hostile_config_yaml_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(text)
+    with WATCH.watching() as seen, pytest.raises(ConfigError):
+        read_config(tmp_path / "config.yaml")
+    assert not seen
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
