@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from linrnn import checkpoint
 from linrnn.architecture import resolve
@@ -71,8 +70,7 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
 
 def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
     """The model of a checkpoint, in fp32. Its chunk size, a matter of speed in training, is FLA's own."""
-    with safe_open(directory / checkpoint.MODEL, framework="pt") as file:
-        vocab_size = file.get_slice(EMBEDDING).get_shape()[0]
+    vocab_size = checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
     arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size)
     model = build_model(arch, device=device, seed=0)
     checkpoint.load_model(directory, model.hf)

@@ -113,6 +113,7 @@ class Trainer:
                 f"out of memory while the model was built: {first_line(error)}",
                 "use a smaller size, a smaller size.vocab_size or a larger memory_budget_gib",
             ) from error
+        self.saver = checkpoint.Saver(self.directory.checkpoints, config.trainer.keep_checkpoints)
         self.console: Silence = Silence()
         self.step = 0
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
@@ -203,6 +204,7 @@ class Trainer:
             evaluation = self._validate()
             if self.config.trainer.checkpoint_every != 0:
                 self._save()
+            self.saver.wait()
         except (InterruptedRun, KeyboardInterrupt) as error:
             status, failure = "interrupted", error
         except DivergedError as error:
@@ -215,6 +217,11 @@ class Trainer:
                 status, failure = "out_of_memory", self._explain_out_of_memory(error)
             elif unsupported := explain_resources(error, self.config.model):
                 status, failure = "unsupported", unsupported
+        if _concerns_all(failure) or self.ranks.world_size == 1:
+            try:
+                self.saver.wait()  # for the last good checkpoint, if it is being written
+            except StorageError as error:
+                self.console.line(f"error: {error.cause}")
         summary = self._summarise(status, failure, evaluation, time.monotonic() - started)
         if _concerns_all(failure):
             self.ranks.end_together()
@@ -248,6 +255,7 @@ class Trainer:
             [signal_number] = self.ranks.largest(stop.signal_number or 0)  # so that all stop at the same step
             if signal_number and not last:
                 self._save()
+                self.saver.wait()
                 raise InterruptedRun(
                     f"interrupted at step {self.step} of {self.plan.total_steps}; checkpoint written",
                     "run the same command again to continue",
@@ -388,18 +396,10 @@ class Trainer:
         return evaluation
 
     def _save(self) -> None:
-        """A checkpoint of a state whose loss is known to be finite; rank 0 writes it."""
+        """Begin a checkpoint of a state whose loss is known to be finite; every rank writes what it holds."""
         self._flush()
         progress = checkpoint.Progress(self.step, self.loader.state_dict(), list(self.recent_losses))
-        checkpoint.save(
-            self.directory.checkpoints,
-            progress,
-            self.model.hf,
-            self.optimizer,
-            config_yaml=to_yaml(self.config),
-            keep=self.config.trainer.keep_checkpoints,
-            write=self.ranks.is_first,
-        )
+        self.saver.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
 
     def _resume(self) -> dict[str, Any] | None:
         """Continue from the newest sound checkpoint; returns the summary of a run that is already finished."""
@@ -408,6 +408,8 @@ class Trainer:
             self.console.line(f"{self.directory.path} is already finished: {summary['steps']} steps")
             self.console.line("  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it")
             return summary
+        if self.ranks.is_first:
+            checkpoint.remove_partial(self.directory.checkpoints)
         if newest := self.ranks.from_first(lambda: checkpoint.newest(self.directory.checkpoints)):
             progress = checkpoint.load(newest, self.model.hf, self.optimizer)
             self.loader.load_state_dict(progress.data)

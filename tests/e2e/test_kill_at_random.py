@@ -18,6 +18,7 @@ from pathlib import Path
 
 from killed_run import start_run
 from rank_process import ROOT
+from safetensors.torch import load_file
 
 from linrnn.checkpoint import found
 
@@ -69,7 +70,11 @@ class Trial:
         return {
             "metrics": [{key: record[key] for key in TIMED if key in record} for record in records],
             "checkpoints": names,
-            "tensors": {path.name: path.read_bytes() for path in sorted(newest.rglob("*.safetensors"))},
+            "tensors": {
+                f"{path.name}/{name}": tensor.numpy().tobytes()
+                for path in sorted(newest.rglob("*.safetensors"))
+                for name, tensor in load_file(path).items()
+            },
             "summary": {key: summary[key] for key in ("status", "steps", "train_loss_nats", "valid_loss_nats")},
             "data": {path.name: path.read_bytes() for path in sorted(self.root.glob("data/text-*/*.*"))},
         }

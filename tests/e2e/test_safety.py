@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from linrnn import checkpoint
 from linrnn.config import load_config
 from linrnn.config.cli import one_line
+from linrnn.data.shards import sha256_of
 from linrnn.errors import ConfigError, DataError, LinrnnError
 from linrnn.trainer import Trainer
 
@@ -116,15 +117,16 @@ def finished(small: Small) -> Path:
 
 def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished: Path, small: Small, tmp_path: Path) -> None:
     newest = checkpoint.found(finished / "checkpoints")[-1]
-    tensors = {name: tensor.clone() for name, tensor in load_file(newest / checkpoint.MODEL).items()}
-    torch.save({**tensors, "bomb": Bomb(tmp_path / "exploded")}, newest / checkpoint.MODEL)
+    [file] = (newest / checkpoint.TENSORS).iterdir()
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    torch.save({**tensors, "bomb": Bomb(tmp_path / "exploded")}, file)
     state = json.loads((newest / checkpoint.STATE).read_text())
-    state["sha256"][checkpoint.MODEL] = checkpoint._sha256(newest / checkpoint.MODEL)  # sound, by its checksums
+    state["sha256"][f"{checkpoint.TENSORS}/{file.name}"] = sha256_of(file)  # sound, by its checksums
     (newest / checkpoint.STATE).write_text(json.dumps(state))
     with pytest.raises(LinrnnError) as error:
         Trainer(load_config(small("trainer.max_steps=5"))).fit()
     assert isinstance(error.value, DataError)
-    assert checkpoint.MODEL in error.value.cause
+    assert str(newest / checkpoint.TENSORS) in error.value.cause
     with pytest.raises(DataError):
         Trainer(load_config(small(f"init_from={newest}", "group=other")))
     torch.save({"bomb": Bomb(tmp_path / "exploded")}, newest / "pytorch_model.bin")

