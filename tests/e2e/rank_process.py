@@ -1,5 +1,6 @@
 """One rank of `train.py`, as a launcher starts it, forked from a process that has imported all it needs; and faults."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -149,7 +150,19 @@ def _stuck(rank: int, nats: torch.Tensor) -> torch.Tensor:
     return nats
 
 
+def _full_disk(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    """From now on one rank's disk is full."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 1:
+        os.fsync = full
+    return nats
+
+
 FAULTS = {
+    "full_disk": _full_disk,
     "nan": _nan,
     "killed": _killed,
     "killed_and_waited_for": _killed_and_waited_for,

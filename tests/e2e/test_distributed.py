@@ -110,6 +110,7 @@ def wait_for_step(group: Path, step: int) -> Path:
         ("killed", 1, "failed", "rank 1 stopped: its process has died"),
         ("killed_and_waited_for", 1, "failed", "rank 1 stopped: its process has died"),
         ("out_of_memory", 5, "out_of_memory", "rank 1 stopped: out of memory at step 3"),
+        ("full_disk", 7, "failed", "checkpoint of step 20 was not written ([Errno 28] No space left on device)"),
         ("stuck", 1, "failed", "no answer from the other ranks within 3 s"),
     ],
 )
@@ -123,7 +124,7 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(
     codes = ended(start_ranks(overrides, 3, log, fault), seconds=30)
     printed = output(log, 3)
     assert codes == [code, -signal.SIGKILL if fault.startswith("killed") else code, code], printed
-    assert f"error: {words}" in printed
+    assert f"error: {words}" in printed, printed
     assert printed.count("error: ") <= (1 if status == "diverged" else 3), printed
     directory = next((tmp_path / "results/ddp").iterdir())
     summary = summary_of(directory)

@@ -16,6 +16,7 @@ from killed_run import start, train
 from safetensors.torch import load_file
 
 from linrnn import checkpoint
+from linrnn.checkpoint.files import read_state, write_state
 from linrnn.config import load_config
 from linrnn.config.cli import one_line
 from linrnn.data.shards import sha256_of
@@ -120,9 +121,9 @@ def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished: Path, small:
     [file] = (newest / checkpoint.TENSORS).iterdir()
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     torch.save({**tensors, "bomb": Bomb(tmp_path / "exploded")}, file)
-    state = json.loads((newest / checkpoint.STATE).read_text())
+    state = read_state(newest)
     state["sha256"][f"{checkpoint.TENSORS}/{file.name}"] = sha256_of(file)  # sound, by its checksums
-    (newest / checkpoint.STATE).write_text(json.dumps(state))
+    write_state(newest, state)
     with pytest.raises(LinrnnError) as error:
         Trainer(load_config(small("trainer.max_steps=5"))).fit()
     assert isinstance(error.value, DataError)

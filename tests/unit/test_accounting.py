@@ -269,8 +269,8 @@ def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabul
     for workspace in (128, 512):  # too little for any stored exponentials with their sums
         extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients - lost
         assert 0.9 * workspace * MIB < extra <= workspace * MIB
-    # Two chunks of 4096 rows: gradients, what rounding lost of them, exponentials, a chunk of e scaled, dE in two parts;
-    # in the backward pass also what the targets spill.
+    # Two chunks of 4096 rows: gradients, what rounding lost of them, exponentials, a chunk of e scaled, dE in two
+    # parts; in the backward pass also what the targets spill.
     n, d, v = 8192, 256, 32000
     whole = (n + v) * d * 2 + (n + v) * d + 4096 * v * 2 + 4096 * d * 2 + 2 * n * d * 4
     assert loss_memory(KAHAN, n, d, v, 2) == (whole, whole + n * d * 4 // 16)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from linrnn.errors import DataError
 
@@ -58,9 +59,9 @@ def remove_partial(root: Path) -> None:
 def damaged(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        recorded = dict(json.loads((path / STATE).read_text())["sha256"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"{STATE} cannot be read"
+        recorded = read_state(path)["sha256"]
+    except DataError as error:
+        return error.cause
     for name in recorded:
         if not (path / name).is_file():
             return f"{name} is missing"
@@ -69,6 +70,27 @@ def damaged(path: Path) -> str | None:
     if surplus := {str(file.relative_to(path)) for file in (path / TENSORS).glob("*")} - recorded.keys():
         return f"{min(surplus)} is not one of its files"
     return f"{different[0]} does not match its checksum" if different else None
+
+
+def write_state(directory: Path, state: dict[str, Any]) -> None:
+    """Write `state` with a checksum of itself; `state["sha256"]` has those of the other files."""
+    text = json.dumps(state)
+    (directory / STATE).write_text(json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]))
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """What :func:`write_state` wrote.
+
+    Raises:
+        DataError: the file is missing, or was changed.
+    """
+    try:
+        checksum, text = json.loads((directory / STATE).read_text())
+        if hashlib.sha256(text.encode()).hexdigest() != checksum:
+            raise ValueError
+        return json.loads(text)
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise DataError(f"{STATE} does not match its checksum", f"name another checkpoint than {directory}") from error
 
 
 def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """From a checkpoint back to a model, an optimizer and generators, in place."""
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from linrnn.checkpoint.files import RNG, STATE, TENSORS
+from linrnn.checkpoint.files import RNG, TENSORS, read_state
 from linrnn.checkpoint.tensors import Tensors, check, empty_state, model_tensors, read, shapes
 from linrnn.errors import DataError
 
@@ -36,7 +35,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """
     load_model(path, model)
     _load_optimizer(path, model, optimizer)
-    state = json.loads((path / STATE).read_text())
+    state = read_state(path)
     _restore_generators(path, state["generators"])
     return Progress(**{field: state[field] for field in ("step", "data", "recent_losses")})
 

@@ -1,6 +1,5 @@
 """Checkpoints written in the background: training stops for a copy into the CPU's memory, and goes on."""
 
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,7 +12,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from linrnn.checkpoint.files import CONFIG, PARTIAL, PREFIX, RNG, STATE, TENSORS, checksums, directory_of, found, sync
+from linrnn.checkpoint.files import (
+    CONFIG,
+    PARTIAL,
+    PREFIX,
+    RNG,
+    TENSORS,
+    checksums,
+    directory_of,
+    found,
+    sync,
+    write_state,
+)
 from linrnn.checkpoint.loading import Progress, generator_tensors, generator_values
 from linrnn.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, staged, write
 from linrnn.errors import StorageError
@@ -107,7 +117,7 @@ class Saver:
         save_file(generators, partial / RNG)
         (partial / CONFIG).write_text(config)
         state["sha256"] |= checksums(partial, [RNG, CONFIG])
-        (partial / STATE).write_text(json.dumps(state))
+        write_state(partial, state)
         for path in (*partial.rglob("*"), partial):
             sync(path)
         shutil.rmtree(target, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""Checkpoints: whole or not at all, without pickle, read back by any model that they fit."""
+
+import itertools
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from linrnn import checkpoint
+from linrnn.checkpoint import saving, tensors
+from linrnn.errors import ConfigError, DataError, StorageError
+
+
+def build(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model with a tied parameter and a bf16 one, after two steps of AdamW."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4, bias=False), nn.Linear(4, 4))
+    model[2].weight = model[1].weight if width == 4 else model[2].weight
+    model[2].bias.data = model[2].bias.data.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number, parameter in enumerate(model.parameters(), start=1):
+        parameter.grad = torch.full_like(parameter, 0.1 * number)
+    optimizer.step()
+
+
+def progress(number: int) -> checkpoint.Progress:
+    return checkpoint.Progress(number, {"rows": 8 * number}, [3.0, 2.5])
+
+
+def saved(root: Path, *steps: int, keep: int = 9) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = build()
+    saver = checkpoint.Saver(root, keep)
+    for number in steps:
+        saver.save(progress(number), model, optimizer, "seed: 0\n")
+    saver.wait()
+    return model, optimizer
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {**tensors.model_tensors(model), **tensors.optimizer_tensors(model, optimizer)}
+
+
+def test_model_optimizer_progress_and_generators_come_back(tmp_path: Path) -> None:
+    model, optimizer = saved(tmp_path, 7)
+    drawn = torch.rand(3)
+    other, other_optimizer = build()
+    step(other, other_optimizer)
+    torch.manual_seed(99)
+    [path] = checkpoint.found(tmp_path)
+    assert checkpoint.load(path, other, other_optimizer) == progress(7)
+    expected = values(model, optimizer)
+    here = values(other, other_optimizer)
+    assert here.keys() == expected.keys()
+    assert all(torch.equal(here[name], expected[name]) and here[name].dtype == expected[name].dtype for name in here)
+    assert torch.equal(torch.rand(3), drawn)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while a checkpoint is written."""
+    model, optimizer = build()
+    expected = {name: tensor.clone() for name, tensor in values(model, optimizer).items()}
+    may_write, write = threading.Event(), saving.write
+
+    def slowly(*arguments: object) -> None:
+        may_write.wait()
+        write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saving, "write", slowly)
+    saver = checkpoint.Saver(tmp_path, keep=2)
+    saver.save(progress(1), model, optimizer, "")
+    step(model, optimizer)
+    assert checkpoint.found(tmp_path) == [], "it is not there before it is whole"
+    may_write.set()
+    saver.wait()
+    other, other_optimizer = build()
+    step(other, other_optimizer)
+    checkpoint.load(checkpoint.found(tmp_path)[0], other, other_optimizer)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in values(other, other_optimizer).items())
+    assert not torch.equal(next(model.parameters()), next(other.parameters()))
+
+
+def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "step_00000009.partial/tensors").mkdir(parents=True)
+    saved(tmp_path, 1, 2, 3, 4, keep=2)
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000003", "step_00000004"]
+    checkpoint.remove_partial(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "FILE_BYTES", 200)
+    model, optimizer = saved(tmp_path, 1)
+    [path] = checkpoint.found(tmp_path)
+    files = list((path / checkpoint.TENSORS).iterdir())
+    assert len(files) > 3
+    other, other_optimizer = build()
+    step(other, other_optimizer)
+    checkpoint.load(path, other, other_optimizer)
+    expected = values(model, optimizer)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in values(other, other_optimizer).items())
+
+
+def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, 1, 2)
+    first, second = checkpoint.found(tmp_path)
+    names = sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
+    assert len(names) == 4
+    for name, damage in itertools.product(names, ("cut", "flip", "remove", "empty")):
+        path = second / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        if damage == "remove":
+            path.unlink()
+        elif damage == "flip":
+            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        else:
+            path.write_bytes(whole[:-1] if damage == "cut" else b"")
+        assert checkpoint.newest(tmp_path) == first, (name, damage)
+        if (name, damage) != (checkpoint.STATE, "remove"):  # without it, it is no checkpoint
+            assert f"skipping {second}: {name}" in capsys.readouterr().out, (name, damage)
+        path.write_bytes(whole)
+    assert checkpoint.newest(tmp_path) == second
+    (second / checkpoint.TENSORS / "more.safetensors").write_bytes(b"")
+    assert checkpoint.newest(tmp_path) == first, "a file that was not written with it is read by nobody"
+
+
+def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build()
+    saver = checkpoint.Saver(tmp_path, keep=2)
+    saver.save(progress(1), model, optimizer, "")
+    saver.wait()
+    with monkeypatch.context() as patch:
+
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "fsync", full)
+        saver.save(progress(2), model, optimizer, "")
+        with pytest.raises(StorageError, match=r"checkpoint of step 2 was not written .*No space left"):
+            saver.save(progress(3), model, optimizer, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    saver.save(progress(4), model, optimizer, "")
+    saver.wait()
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000004"
+
+
+def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"0.bias is \(6,\) in the checkpoint and \(5,\) in this model"):
+        checkpoint.load_model(checkpoint.found(tmp_path)[0], build(5)[0])
+
+
+def test_there_is_no_pickle_in_a_checkpoint_and_none_is_read(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    [path] = checkpoint.found(tmp_path)
+    suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
+    assert suffixes == {".safetensors", ".json", ".yaml"}, "DCP's own format would have a pickled .metadata"
+    assert not list(path.rglob(".*"))
+    for file in path.rglob("*.safetensors"):
+        header = int.from_bytes(file.read_bytes()[:8], "little")
+        assert isinstance(json.loads(file.read_bytes()[8 : 8 + header]), dict)
+        file.write_bytes(b"\x80\x04cos\nsystem\n.")
+    model, optimizer = build()
+    with pytest.raises(DataError, match="cannot be read as safetensors"):
+        checkpoint.load(path, model, optimizer)
