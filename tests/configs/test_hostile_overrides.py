@@ -1,6 +1,6 @@
 """Random and hostile command lines: each makes a configuration or ends in one line of cause; none does anything.
 
-250 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/configs/test_hostile_overrides.py
+200 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/configs/test_hostile_overrides.py
 """
 
 import os
@@ -22,7 +22,7 @@ from linrnn.config.schema import SCHEMAS
 from linrnn.errors import ConfigError, LinrnnError
 from linrnn.plan import make_training_plan
 
-COUNT = int(os.environ.get("LINRNN_FUZZ", "250"))
+COUNT = int(os.environ.get("LINRNN_FUZZ", "200"))
 SEED = int(os.environ.get("LINRNN_FUZZ_SEED", "0"))
 FORBIDDEN = {
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen"),

@@ -28,9 +28,14 @@ def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
 
 def train(overrides: list[str], log: Path) -> None:
     """`train.py` in this process; raises SystemExit unless the run finishes."""
+    run_script("train.py", overrides, log)
+
+
+def run_script(script: str, overrides: list[str], log: Path) -> None:
+    """A command of the repository in this process; raises SystemExit where it fails."""
     with log.open("a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
-    sys.argv = ["train.py", *overrides]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    sys.argv = [script, *overrides]
+    runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -1,7 +1,6 @@
 """A trained model leaves as a Hugging Face directory with equal logits, and text comes out of both."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from killed_run import run_script, start
 
 from linrnn.config import load_config
 from linrnn.config.schema import GenerateConfig
@@ -101,9 +101,7 @@ def test_bf16_parameters_are_exported_in_fp32_without_loss(small: Small, tmp_pat
     assert all(torch.equal(tensor, here[name].float()) for name, tensor in loaded.state_dict().items())
 
 
-def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
-    text: list[str], tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_path: Path) -> None:
     trainer = trained([*text, "trainer.max_steps=30", "trainer.batch_size=8"])
     run = load_trained(str(trainer.directory.path), CPU)
     export(run, tmp_path / "out")
@@ -118,9 +116,16 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
     [alone] = samples(exported, options(max_new_tokens=3, seed=3))
     assert alone[0] == [run.eos_id], "without a prompt a document begins"
     overrides = (f"checkpoint={tmp_path}/out", f"prompt={sentence}", "temperature=0", "max_new_tokens=20", "device=cpu")
-    done = command("scripts/generate.py", *overrides)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == readable(run, prompt + tokens).strip()
+    process = start(run_script, "scripts/generate.py", list(overrides), tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert readable(run, prompt + tokens).strip() in (tmp_path / "log").read_text()
+    out = [f"checkpoint={run.source}", f"output={tmp_path}/again"]
+    process = start(run_script, "scripts/export.py", out, tmp_path / "log")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    weights = (directory / "model.safetensors" for directory in (tmp_path / "out", tmp_path / "again"))
+    assert len({path.read_bytes() for path in weights}) == 1
 
 
 def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_path: Path) -> None:

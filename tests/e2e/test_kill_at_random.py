@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from linrnn.checkpoint import found
 
-KILLS = int(os.environ.get("LINRNN_KILLS", "6"))
+KILLS = int(os.environ.get("LINRNN_KILLS", "5"))
 SEED = int(os.environ.get("LINRNN_KILLS_SEED", "0"))
 MOST_OF_A_RUN = 5  # kills of one run before it may end in peace
 TIMED = ("step", "train/loss_nats", "train/grad_norm", "train/lr", "valid/loss_nats")

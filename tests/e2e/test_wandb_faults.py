@@ -28,7 +28,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     server = WandbServer()
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     monkeypatch.setenv("WANDB_API_KEY", secrets.token_hex(20))
-    monkeypatch.setattr(loggers, "CONNECTION_SECONDS", 4)
+    monkeypatch.setattr(loggers, "CONNECTION_SECONDS", 3)
     yield server
     wandb.teardown()
     server.stop()
@@ -65,8 +65,10 @@ def synced(port: int, directory: Path) -> set[int]:
 
 
 def test_all_is_well(server: WandbServer, small: Small) -> None:
-    run(small(), {})
+    directory, _ = run(small(), {})
     assert server.steps >= set(range(1, STEPS + 1))
+    key = os.environ["WANDB_API_KEY"].encode()
+    assert not [path for path in directory.rglob("*") if path.is_file() and key in path.read_bytes()]
 
 
 def test_unreachable_at_the_start(server: WandbServer, small: Small) -> None:

@@ -42,6 +42,7 @@ class Saver:
         # Of its own, so that the ranks' thread waits for no collective of training, and the other way round.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._first = self._group is None or dist.get_rank() == 0
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -77,6 +78,8 @@ class Saver:
 
     # -------------------------------------------------------------------------------------------- in the background
     def _try(self, target: Path, *arguments: Any) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a thread begins with the first GPU
         partial = target.with_name(target.name + PARTIAL)
         try:
             self._write(target, partial, *arguments)

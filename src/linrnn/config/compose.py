@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from linrnn.redaction import holds_secret
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 
 
+@functools.cache
 def register_schemas() -> None:
     """Put every dataclass into Hydra's store: `schema/<command>`, `schema/<group>`, `schema/<group>/<option>`."""
     store = ConfigStore.instance()
