@@ -124,7 +124,8 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(
     codes = ended(start_ranks(overrides, 3, log, fault), seconds=30)
     printed = output(log, 3)
     assert codes == [code, -signal.SIGKILL if fault.startswith("killed") else code, code], printed
-    assert f"error: {words}" in printed, printed
+    # Of two that wait in vain, one may hear of it from the other: "rank 0 stopped: no answer …".
+    assert [line for line in printed.splitlines() if line.startswith("error: ") and words in line], printed
     assert printed.count("error: ") <= (1 if status == "diverged" else 3), printed
     directory = next((tmp_path / "results/ddp").iterdir())
     summary = summary_of(directory)

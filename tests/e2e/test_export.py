@@ -60,6 +60,9 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.randint(0, 512, (2, 70))
     assert torch.equal(logits(loaded, ids), logits(trainer.model.hf, ids))
+    if model == "gla":  # and another run may start from it
+        other = Trainer(load_config(small("group=other", f"init_from={tmp_path}/out")))
+        assert torch.equal(logits(other.model.hf, ids), logits(trainer.model.hf, ids))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "linrnn_config.yaml"}
 
