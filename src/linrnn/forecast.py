@@ -27,6 +27,7 @@ def print_forecast(config: Config) -> None:
     for line in [
         *_run(plan, arch),
         *_memory(plan, arch),
+        *_communication(plan, arch),
         *_time(plan, arch),
         "",
         "nothing was run or written",
@@ -58,6 +59,24 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
     return ["", heading, *memory_lines(components)]
 
 
+def _communication(plan: Plan, arch: Architecture) -> list[str]:
+    if plan.world_size == 1:
+        return []
+    trainer = plan.config.trainer
+    sent = accounting.communication(
+        arch,
+        plan.config.parallel,
+        world_size=plan.world_size,
+        sequences=plan.sequences_of_rank,
+        seq_len=trainer.seq_len,
+        precision=plan.precision,
+        micro_steps=trainer.accumulation_steps,
+    )
+    parts = {"sent": sent.total, **{f"sent/{name}": size for name, size in sent.within.items()}}
+    parts |= {f"sent/across, {name}": size for name, size in sent.across.items() if size}
+    return ["", f"sent by each of {plan.world_size} ranks in a step", *memory_lines(parts)]
+
+
 def _time(plan: Plan, arch: Architecture) -> list[str]:
     flops = step_flops(plan, arch)
     lines = [
@@ -82,7 +101,7 @@ def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:
     trainer = plan.config.trainer
     return accounting.step_flops(
         arch,
-        trainer.batch_size * trainer.accumulation_steps,
+        plan.sequences_of_rank * trainer.accumulation_steps,
         trainer.seq_len,
         plan.config.loss,
         trainer.activation_checkpointing,

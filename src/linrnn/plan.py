@@ -72,8 +72,9 @@ class Plan:
         return resolve(self.config.model, self.config.size, vocab_size)
 
     def memory_estimate(self, arch: Architecture) -> accounting.MemoryEstimate:
-        """Memory that a step is foreseen to need."""
-        trainer = self.config.trainer
+        """Memory that a step is foreseen to need on each rank."""
+        trainer, parallel = self.config.trainer, self.config.parallel
+        shard_ranks = (parallel.shard_ranks or self.world_size) if isinstance(parallel, FsdpConfig) else 1
         return accounting.memory_estimate(
             arch,
             batch_size=self.sequences_of_rank,
@@ -82,7 +83,9 @@ class Plan:
             loss=self.config.loss,
             activation_checkpointing=trainer.activation_checkpointing,
             # A replica's gradients lie in buckets that stay, as those of an earlier micro-step do.
-            accumulation_steps=max(trainer.accumulation_steps, min(self.world_size, 2)),
+            accumulation_steps=max(trainer.accumulation_steps, 1 if shard_ranks > 1 else min(self.world_size, 2)),
+            shard_ranks=shard_ranks,
+            by_vocabulary=isinstance(parallel, VocabConfig),
         )
 
 

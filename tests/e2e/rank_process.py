@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from linrnn import distributed
 from linrnn.metrics import read_jsonl
@@ -54,6 +55,8 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
     torch.set_num_threads(1)
     if fault == "signalled_at_once":
         _signalled_at_once()
+    elif fault == "counted":
+        _count_bytes()
     elif fault:
         distributed.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
@@ -108,6 +111,42 @@ def _signalled_at_once() -> None:
         original(self, *arguments)
 
     Trainer.__init__ = signalled  # type: ignore[method-assign]
+
+
+def _count_bytes() -> None:
+    """No fault: print what a rank sends in each step, as rings send it, in tensors of more than 100 entries."""
+    sent = 0.0
+
+    def counted(name: str, whole: int, times: int) -> None:
+        original = getattr(dist, name, None)
+        if original is None:  # torch 2.13 has other names beside the old ones
+            return
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal sent
+            tensor = arguments[whole] if len(arguments) > whole else options["input"]
+            ranks = dist.get_world_size(options.get("group"))
+            if tensor.numel() > 100:
+                sent += times * tensor.nbytes * (ranks - 1) / ranks
+            return original(*arguments, **options)
+
+        setattr(dist, name, call)
+
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        counted(name, 0, 1)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        counted(name, 1, 1)
+    counted("all_reduce", 0, 2)
+    original = Trainer.train_step
+
+    def train_step(self: Trainer) -> Any:
+        nonlocal sent
+        sent = 0.0
+        record = original(self)
+        print(f"sent {sent:.0f} bytes")
+        return record
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
 def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:

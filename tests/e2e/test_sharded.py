@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from rank_process import curve, ended, output, start_ranks, summary_of, trained
 
+from linrnn.accounting import communication
+from linrnn.architecture import resolve
 from linrnn.checkpoint import found, load_model
 from linrnn.config import load_config
 from linrnn.errors import LinrnnError
@@ -69,6 +71,25 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     load_model(found(directory / "checkpoints")[-1], one.model.hf)
     for name, tensor in one.model.hf.state_dict().items():
         assert (tensor - trained_by_one[name]).abs().max() < 2e-3, name  # AdamW's steps of 1e-3, whatever the gradient
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cut"),
+    [(2, FSDP), (4, (*VOCAB, "parallel.shard_ranks=2", "size.tie_embeddings=false"))],
+)
+def test_the_bytes_that_ranks_send_are_those_foreseen(
+    world_size: int, cut: tuple[str, ...], small: Small, tmp_path: Path
+) -> None:
+    log, overrides = tmp_path / "ranks", small(*cut, "trainer.batch_size=4", "trainer.accumulation_steps=2")
+    assert ended(start_ranks(overrides, world_size, log, "counted")) == [0] * world_size, output(log, world_size)
+    counts = {float(line.split()[1]) for line in output(log, world_size).splitlines() if line.startswith("sent ")}
+    config = load_config(overrides)
+    foreseen = communication(
+        resolve(config.model, config.size, 512), config.parallel, world_size=world_size,
+        sequences=4 * config.parallel.data_ranks(world_size) // world_size, seq_len=80, precision="fp32", micro_steps=2,
+    )  # fmt: skip
+    assert len(counts) == 1, "all ranks, all steps"
+    assert counts.pop() == pytest.approx(foreseen.total, rel=0.01)  # FSDP pads what it cannot cut evenly
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])

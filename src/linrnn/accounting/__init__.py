@@ -1,5 +1,6 @@
 """FLOPs, bytes and time of a training step from formulas: nothing is built or run."""
 
+from linrnn.accounting.communication import Communication, communication
 from linrnn.accounting.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.accounting.flops import StepFlops, model_flops, step_flops
 from linrnn.accounting.memory import MemoryEstimate, loss_memory, memory_estimate
@@ -9,8 +10,10 @@ from linrnn.accounting.traffic import loss_traffic, optimizer_traffic
 __all__ = [
     "ASSUMED_CPU_SHARE",
     "ASSUMED_MFU",
+    "Communication",
     "MemoryEstimate",
     "StepFlops",
+    "communication",
     "loss_memory",
     "loss_traffic",
     "memory_estimate",

@@ -8,6 +8,7 @@ blocks.
 
 from dataclasses import dataclass
 
+from linrnn.accounting.communication import gathered_bytes
 from linrnn.accounting.flops import chunk_length
 from linrnn.accounting.loss_memory import BF16, FP32, loss_memory
 from linrnn.architecture import GLA_GATE_RANK, Architecture
@@ -84,6 +85,8 @@ def memory_estimate(
     activation_checkpointing: str,
     accumulation_steps: int = 1,
     optimizer: bool = True,
+    shard_ranks: int = 1,
+    by_vocabulary: bool = False,
 ) -> MemoryEstimate:
     """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens.
 
@@ -91,6 +94,8 @@ def memory_estimate(
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
         activation_checkpointing: none | full.
         optimizer: False for forward and backward passes alone.
+        shard_ranks: ranks that hold one model between them (FSDP2); of this one's memory.
+        by_vocabulary: whether each keeps its rows of embedding and head, for the tokens of all of them.
 
     With more than one micro-step the gradients of the first are there when the next one peaks. With one,
     they come into being while the activations go.
@@ -100,10 +105,17 @@ def memory_estimate(
     compute = FP32 if precision == "fp32" else BF16
     autocast = precision == "bf16_autocast"
 
-    parameters = kept * arch.n_parameters
+    parameters = kept * arch.n_parameters // shard_ranks
     state = 2 * parameters if optimizer else 0
     matrices = arch.num_layers * (arch.mixer_parameters + arch.mlp_parameters)
     copies = compute * (matrices + arch.embedding_parameters) if autocast else 0
+    if shard_ranks > 1:
+        # A block gathered while another is computed. Where it is gathered in fp32, autocast's copies stay.
+        gathered = gathered_bytes(arch.model, precision)
+        blocks = 2 * gathered * matrices // arch.num_layers
+        blocks += compute * matrices if autocast and gathered == FP32 else 0
+        head = compute * arch.embedding_parameters // (shard_ranks if by_vocabulary else 1)
+        copies = blocks + (head if autocast or not by_vocabulary else 0)
 
     mixer, mlp, residual = (
         tokens * size
@@ -129,9 +141,20 @@ def memory_estimate(
             "residual": arch.num_layers * residual + final_norm,
         }
 
-    loss_forward, loss_backward = loss_memory(loss, tokens, arch.hidden_size, arch.vocab_size, compute)
+    if by_vocabulary and shard_ranks > 1:
+        all_tokens, rows = shard_ranks * tokens, -(-arch.vocab_size // shard_ranks)
+        loss_forward, loss_backward = loss_memory(loss, all_tokens, arch.hidden_size, rows, compute)
+        gathered_hidden = all_tokens * arch.hidden_size * compute
+        in_fp32 = all_tokens * arch.hidden_size * (FP32 - compute)  # the gradient of hidden states, before it is cut
+        loss_forward, loss_backward = loss_forward + gathered_hidden, loss_backward + gathered_hidden + in_fp32
+        head_gradient = kept * rows * arch.hidden_size
+    else:
+        loss_forward, loss_backward = loss_memory(loss, tokens, arch.hidden_size, arch.vocab_size, compute)
+        # FSDP: the whole gradient in fp32, before it is cut.
+        head_gradient = (FP32 if shard_ranks > 1 else kept) * arch.embedding_parameters
     earlier_gradients = parameters if accumulation_steps > 1 else 0
-    head_gradient = 0 if earlier_gradients else kept * arch.embedding_parameters
+    if earlier_gradients and shard_ranks == 1:
+        head_gradient = 0
     held = parameters + state + earlier_gradients + copies + sum(saved.values())
     return MemoryEstimate(
         parameters=parameters,
