@@ -186,7 +186,7 @@ class Spread:
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...), in order of rank (W n, ...)."""
         out = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        all_gather(out, x.contiguous(), self.group)
         return out
 
     def total(self, x: Tensor) -> Tensor:
@@ -372,6 +372,18 @@ def _plan(
     return backend_of(e).plan(problem, e, o)
 
 
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's `part`, in order of rank, into `out`. (torch 2.13 renames it and warns of the old name.)"""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """This rank's part of the sum of all ranks' `whole` into `out`, begun. (As above.)"""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(out, whole, group=group, async_op=True)
+
+
 class Reduced:
     """Sums over the ranks of a gradient's rows (N, D) fp32, each begun as soon as its rows are there."""
 
@@ -392,7 +404,7 @@ class Reduced:
         for chunk in grad[part].split(spread.chunk or len(grad)):
             first = part.start // spread.ranks
             out = self._sum[first : first + len(chunk) // spread.ranks]
-            self._begun.append(dist.reduce_scatter_tensor(out, chunk, group=spread.group, async_op=True))
+            self._begun.append(reduce_scatter(out, chunk, spread.group))
             part = slice(part.start + len(chunk), part.stop)
 
     def result(self) -> Tensor:

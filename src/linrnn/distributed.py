@@ -9,6 +9,7 @@ word ends the others through closed connections, or at `parallel.timeout_seconds
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig, VocabConfig
@@ -157,7 +159,11 @@ class DistributedRanks(Ranks):
 
     def __init__(self, launch: Launch, store: dist.Store, watch: "Watch", timeout: timedelta) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
-        self._store, self._watch, self._timeout = store, watch, timeout
+        self._launch, self._store, self._watch, self._timeout = launch, store, watch, timeout
+
+    def under(self, parallel: DistributedConfig) -> "DistributedRanks":
+        """The same processes with another way to spread a model."""
+        return _ranks(parallel, self._launch, self._store, self._watch, self._timeout)
 
     def share(self, items: Iterable[T], blank: Callable[[T], T]) -> Iterator[T]:
         rest = iter(items)
@@ -236,8 +242,11 @@ class ShardedRanks(DistributedRanks):
         super().__init__(*arguments)
         self._parallel = parallel
 
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
+
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        self._mesh = make_mesh(self._parallel, next(model.parameters()).device.type)
         shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
         return model
 

@@ -144,7 +144,7 @@ class _Gather(torch.autograd.Function):
         padded = local.new_zeros(each, local.shape[1], dtype=dtype)
         padded[: len(local)] = local
         whole = padded.new_empty(group.size() * each, local.shape[1])
-        dist.all_gather_into_tensor(whole, padded, group=group)
+        all_gather(whole, padded, group)
         return whole[:rows]
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Gather(torch.autograd.Function):
             whole = grad.new_zeros(each * group.size(), grad.shape[1], dtype=torch.float32)
             whole[: len(grad)] = grad
         part = whole.new_empty(each, grad.shape[1])
-        dist.reduce_scatter_tensor(part, whole, group=group)
+        reduce_scatter(part, whole, group)
         return _sum_over_replicas(part, ctx.mesh)[: ctx.local_rows].to(ctx.dtype), None, None, None
 
 
@@ -182,12 +182,12 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, ids: Tensor, rows: int, padding_idx: int | None, mesh: DeviceMesh) -> Tensor:
         group = mesh.get_group("shard")
         every = ids.new_empty(group.size() * len(ids))
-        dist.all_gather_into_tensor(every, ids.contiguous(), group=group)
+        all_gather(every, ids.contiguous(), group)
         here = every - group.rank() * shard_rows(rows, group.size())
         elsewhere = (here < 0) | (here >= len(local))
         vectors = F.embedding(here.masked_fill(elsewhere, 0), local).masked_fill_(elsewhere[:, None], 0)
         mine = vectors.new_empty(len(ids), local.shape[1])
-        dist.reduce_scatter_tensor(mine, vectors, group=group)
+        reduce_scatter(mine, vectors, group)
         nowhere = elsewhere if padding_idx is None else elsewhere | (every == padding_idx)
         ctx.save_for_backward(here.masked_fill(nowhere, len(local)))
         ctx.mesh, ctx.rows = mesh, len(local)
@@ -197,7 +197,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         group, (places,) = ctx.mesh.get_group("shard"), ctx.saved_tensors
         every = grad.new_empty(len(places), grad.shape[1])
-        dist.all_gather_into_tensor(every, grad.contiguous(), group=group)
+        all_gather(every, grad.contiguous(), group)
         local = torch.ops.aten.embedding_dense_backward(every, places, ctx.rows + 1, -1, False)[: ctx.rows]
         return _sum_over_replicas(local, ctx.mesh), None, None, None, None
 
@@ -225,3 +225,15 @@ def _sum_over_replicas(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     grad = grad.clone()
     dist.all_reduce(grad, group=mesh.get_group("replicate"))
     return grad
+
+
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's `part`, in order of rank, into `out`. (torch 2.13 renames it and warns of the old name.)"""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> None:
+    """This rank's part of the sum of all ranks' `whole` into `out`. (As above.)"""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, whole, group=group)

@@ -1,11 +1,14 @@
 """parallel=fsdp and parallel=vocab on gloo: ranks that hold one model between them train as one process does."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_process import curve, ended, output, start_ranks, summary_of, trained
+from rank_process import ROOT, curve, ended, output, start_ranks, summary_of, trained
 
 from linrnn.accounting import communication
 from linrnn.architecture import resolve
@@ -143,3 +146,26 @@ def test_what_fsdp_cannot_cut_is_refused_once(small: Small, tmp_path: Path) -> N
     assert ended(start_ranks(overrides, 2, log)) == [4] * 2, output(log, 2)
     assert output(log, 2).count("error: ") == 1
     assert "FLA keeps some parameters of kda in fp32" in output(log, 2)
+
+
+def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path: Path) -> None:
+    overrides = (
+        "device=cpu", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[ddp,fsdp,vocab]", "strong=[vocab]",
+        "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
+    )  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*torchrun, "scripts/bench_parallel.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    content = json.loads((tmp_path / "cpu-x2.json").read_text())
+    [loss] = content["loss"]
+    assert loss["error_hidden"] < 1e-2
+    assert loss["error_weight"] < 1e-2
+    kinds = [(row["parallel"], row["scaling"], row["sequences_of_rank"]) for row in content["steps"]]
+    weak = [(parallel, "weak", 2) for parallel in ("ddp", "fsdp", "vocab")]
+    assert kinds == [("none", "alone", 2), *weak, ("vocab", "strong", 1)]
+    for row in content["steps"]:
+        tokens = row["ranks"] * row["sequences_of_rank"] * 80
+        assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
+    assert "| gla smoke | vocab | strong | 2 | 1 |" in (tmp_path / "cpu-x2.md").read_text()

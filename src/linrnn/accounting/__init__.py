@@ -1,6 +1,6 @@
 """FLOPs, bytes and time of a training step from formulas: nothing is built or run."""
 
-from linrnn.accounting.communication import Communication, communication
+from linrnn.accounting.communication import Communication, communication, vocabulary_loss_bytes
 from linrnn.accounting.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.accounting.flops import StepFlops, model_flops, step_flops
 from linrnn.accounting.memory import MemoryEstimate, loss_memory, memory_estimate
@@ -26,4 +26,5 @@ __all__ = [
     "recurrent_state_bytes",
     "step_flops",
     "time_estimate",
+    "vocabulary_loss_bytes",
 ]

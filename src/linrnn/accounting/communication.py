@@ -70,13 +70,19 @@ def communication(
         tokens = ranks * sequences * seq_len  # of all ranks of the group
         hidden = tokens * arch.hidden_size
         within["embedding"] = _gathered(tokens * ID + 2 * hidden * kept, ranks)  # vectors and their gradients
-        within["loss"] = _gathered(tokens * ID + hidden * (compute + FP32), ranks) + (ranks - 1) * tokens * 2 * FP32
+        within["loss"] = vocabulary_loss_bytes(tokens, arch.hidden_size, compute, ranks)
         across["embedding and head"] = 2 * _reduced_on_all(kept * matrix // ranks, replicas)
     else:
         within["embedding"] = _gathered((kept + FP32) * matrix, ranks)
         within["head"] = _gathered((compute + FP32) * matrix, ranks)
         across["embedding and head"] = 2 * _reduced_on_all(FP32 * matrix // ranks, replicas)
     return Communication(*({name: micro_steps * size for name, size in part.items()} for part in (within, across)))
+
+
+def vocabulary_loss_bytes(tokens: int, d: int, compute: int, ranks: int) -> int:
+    """Of the vocabulary-parallel loss over `tokens` of all ranks: labels, hidden states of `compute` bytes an element,
+    their gradients in fp32, two numbers of every rank for every token."""
+    return _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
 
 
 def _gathered(size: int, ranks: int) -> int:

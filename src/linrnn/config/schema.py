@@ -402,6 +402,25 @@ class BenchLossConfig:
     sets: dict[str, BenchLossSet]
 
 
+@dataclass
+class BenchParallelConfig:
+    """scripts/bench_parallel.py: keys are explained in configs/bench_parallel.yaml."""
+
+    losses: list[str]
+    models: list[str]
+    weak: list[str]
+    strong: list[str]
+    batch_size: int = at_least(1)
+    seq_len: int = at_least(2)
+    vocab_size: int | None = at_least(2)
+    rounds: int = at_least(1)
+    steps: int = at_least(1)
+    warmup: int = at_least(1)
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", "cuda")
+    output_dir: str
+
+
 # Commands: configs/<name>.yaml and what it may contain.
 COMMANDS: dict[str, type] = {
     "train": Config,
@@ -410,6 +429,7 @@ COMMANDS: dict[str, type] = {
     "generate": GenerateConfig,
     "report": ReportConfig,
     "bench_loss": BenchLossConfig,
+    "bench_parallel": BenchParallelConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
     "breakdown": BreakdownConfig,
