@@ -45,8 +45,9 @@ def test_the_triton_kernels_spread_over_ranks_agree_with_one_device():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus_losses_and_gradients_are_those_of_one_device():
-    got = start(2, cases(2), device="cuda")
-    for spread in cases(2):
+    spreads = [spread for spread in cases(2) if str(spread) in INTERPRETED]
+    got = start(2, spreads, device="cuda")
+    for spread in spreads:
         check(spread, [results[str(spread)] for results in got])
 
 
