@@ -8,6 +8,7 @@ each machine's network cards once, all of them together; a group of one GPU a ma
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from linrnn import accounting
 from linrnn.architecture import Architecture, resolve
@@ -64,11 +65,15 @@ WAYS = {  # label -> overrides
 }
 
 
+@lru_cache
+def _config(setting: Setting, way: str) -> Config:
+    return load_config([f"model={setting.model}", f"size={setting.size}", "loss=cce_kahan", *WAYS[way]])
+
+
+@lru_cache
 def foresee(setting: Setting, way: str, gpus: int, precision: str = "bf16_autocast") -> Foreseen:
     """What a step takes; all GPUs share `setting.sequences` out evenly."""
-    config: Config = load_config(
-        [f"model={setting.model}", f"size={setting.size}", "loss=cce_kahan", *WAYS[way]],
-    )
+    config = _config(setting, way)
     arch = resolve(config.model, config.size, setting.vocab_size)
     parallel = config.parallel
     of_gpu = setting.sequences // gpus
