@@ -247,8 +247,11 @@ class ShardedRanks(DistributedRanks):
         return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
 
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
+        self._replicas = shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
         return model
+
+    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+        return self._replicas.accumulating()
 
     def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
         if not isinstance(self._parallel, VocabConfig):

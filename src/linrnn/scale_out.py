@@ -122,7 +122,7 @@ def _exposed(
     shown = open_parts / rate + 4 * micro_steps * latency
     replicas = gpus // shard_ranks
     if replicas > 1:
-        tree = 2 * math.log2(replicas) * HOP * micro_steps
+        tree = 2 * math.log2(replicas) * HOP
         hidden += sent.across["blocks"] / CARD + arch.num_layers * tree
         shown += sent.across["embedding and head"] / CARD + 2 * tree
     return max(0.0, hidden - body) + shown

@@ -2,7 +2,7 @@
 
 Every parameter becomes a DTensor cut along its first dimension, on one mesh: `("shard",)` over all ranks, or
 `("replicate", "shard")` where `parallel.shard_ranks` is less (HSDP: groups of ranks hold a whole model between them).
-Gradients are summed over all ranks, in fp32.
+Gradients are summed over all ranks, in fp32: within a group in every micro-step, across groups in the last one.
 
 The blocks are gathered one by one as they are needed, forward and backward (`fully_shard`). Embedding and head, which
 are as large as many blocks, are kept out of that: the head is gathered once in the dtype that the loss multiplies in,
@@ -10,6 +10,8 @@ its gradient reduced and scattered; the embedding is gathered for a lookup, and 
 parallel=vocab neither is: hidden states and token ids go to the rows instead.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> None:
+def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> "Replicas":
     """Cut `model` (a LanguageModel) over the mesh, in place; its parameters are then DTensors.
 
     Args:
@@ -67,6 +69,36 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: boo
     for name, parameter in model.named_parameters():
         if name in marked:
             parameter._no_weight_decay = True
+    return Replicas(model, mesh)
+
+
+class Replicas:
+    """Sums gradients over the groups of ranks that hold a whole model each (HSDP), once in an optimizer step.
+
+    FSDP does so for the blocks, this class for embedding and head, as soon as a backward pass has their gradients.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        self._model, self._accumulating = model, False
+        if mesh.ndim > 1:
+            group = mesh.get_group("replicate")
+            for weight in {model.embedding.weight, model.head_weight}:  # one, where tied
+                weight.register_post_accumulate_grad_hook(lambda weight: self._sum(weight.grad.to_local(), group))
+
+    def _sum(self, grad: Tensor, group: dist.ProcessGroup) -> None:
+        if not self._accumulating:
+            dist.all_reduce(grad, group=group)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """For micro-steps but the last: sums stay within a group."""
+        self._accumulating = True
+        self._model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            self._model.set_requires_all_reduce(True)
 
 
 def _shard_vocabulary(model: Any, mesh: DeviceMesh, by_vocabulary: bool) -> None:
@@ -127,7 +159,7 @@ class GatheredEmbedding(nn.Module):
 
 
 def gathered(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """The whole of a matrix cut by rows, (V, D) in `dtype`; its gradient is summed over all ranks and cut."""
+    """The whole of a matrix cut by rows, (V, D) in `dtype`; its gradient is summed over the group's ranks and cut."""
     assert isinstance(weight, DTensor)
     mesh = weight.device_mesh
     return _Gather.apply(weight.to_local(), len(weight), dtype, mesh)
@@ -157,7 +189,7 @@ class _Gather(torch.autograd.Function):
             whole[: len(grad)] = grad
         part = whole.new_empty(each, grad.shape[1])
         reduce_scatter(part, whole, group)
-        return _sum_over_replicas(part, ctx.mesh)[: ctx.local_rows].to(ctx.dtype), None, None, None
+        return part[: ctx.local_rows].to(ctx.dtype), None, None, None
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -199,32 +231,13 @@ class _LookUp(torch.autograd.Function):
         every = grad.new_empty(len(places), grad.shape[1])
         all_gather(every, grad.contiguous(), group)
         local = torch.ops.aten.embedding_dense_backward(every, places, ctx.rows + 1, -1, False)[: ctx.rows]
-        return _sum_over_replicas(local, ctx.mesh), None, None, None, None
+        return local, None, None, None, None
 
 
 def rows_here(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """This rank's rows of a matrix, in `dtype`; their gradient, which has all of the group's, is summed over groups."""
+    """This rank's rows of a matrix, in `dtype`."""
     assert isinstance(weight, DTensor)
-    return _RowsHere.apply(weight.to_local(), weight.device_mesh).to(dtype)
-
-
-class _RowsHere(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum_over_replicas(grad, ctx.mesh), None
-
-
-def _sum_over_replicas(grad: Tensor, mesh: DeviceMesh) -> Tensor:
-    if mesh.ndim == 1:
-        return grad
-    grad = grad.clone()
-    dist.all_reduce(grad, group=mesh.get_group("replicate"))
-    return grad
+    return weight.to_local().to(dtype)
 
 
 def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:

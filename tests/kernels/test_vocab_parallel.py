@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import IGNORE, draw, error, gradients, in_fp64, torch_path
+from cases import BF16, IGNORE, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import (
     linear_cross_entropy,
     reference_linear_cross_entropy,
@@ -15,7 +15,8 @@ from cce_kernels import (
 from torch import distributed as dist
 from vocab_parallel_ranks import Spread, cases, start
 
-ALL = [(ranks, spread) for ranks in (2, 3) for spread in cases(ranks)]
+SPREADS = {2: [spread for spread in cases(2) if spread.case.dtype == BF16], 3: cases(3)}
+ALL = [(ranks, spread) for ranks, spreads in SPREADS.items() for spread in spreads]
 INTERPRETED = (
     "plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
     "stored_softcap-bf16-same", "improbable-bf16-same",
@@ -24,7 +25,7 @@ INTERPRETED = (
 
 @pytest.fixture(scope="module")
 def computed() -> dict[int, list[dict[str, Any]]]:
-    return {ranks: start(ranks, cases(ranks)) for ranks in (2, 3)}
+    return {ranks: start(ranks, spreads) for ranks, spreads in SPREADS.items()}
 
 
 @pytest.mark.parametrize(("ranks", "spread"), ALL, ids=str)

@@ -20,7 +20,7 @@ class Communication:
 
     Attributes:
         within: among the ranks that hold one model between them (of DDP: all).
-        across: among those that hold the same part of it (HSDP).
+        across: among those that hold the same part of it (HSDP), in the last micro-step.
     """
 
     within: dict[str, int]
@@ -65,18 +65,20 @@ def communication(
         "blocks gathered": 2 * _gathered(gathered * body, ranks),  # forward and backward
         "blocks reduced": _gathered(FP32 * body, ranks),
     }
-    across = {"blocks": _reduced_on_all(FP32 * body // ranks, replicas)}
+    matrices = 1 if arch.tie_embeddings else 2
+    across = {
+        "blocks": _reduced_on_all(FP32 * body // ranks, replicas),
+        "embedding and head": matrices * _reduced_on_all(kept * matrix // ranks, replicas),
+    }
     if isinstance(parallel, VocabConfig):
         tokens = ranks * sequences * seq_len  # of all ranks of the group
         hidden = tokens * arch.hidden_size
         within["embedding"] = _gathered(tokens * ID + 2 * hidden * kept, ranks)  # vectors and their gradients
         within["loss"] = vocabulary_loss_bytes(tokens, arch.hidden_size, compute, ranks)
-        across["embedding and head"] = 2 * _reduced_on_all(kept * matrix // ranks, replicas)
     else:
         within["embedding"] = _gathered((kept + FP32) * matrix, ranks)
         within["head"] = _gathered((compute + FP32) * matrix, ranks)
-        across["embedding and head"] = 2 * _reduced_on_all(FP32 * matrix // ranks, replicas)
-    return Communication(*({name: micro_steps * size for name, size in part.items()} for part in (within, across)))
+    return Communication({name: micro_steps * size for name, size in within.items()}, across)
 
 
 def vocabulary_loss_bytes(tokens: int, d: int, compute: int, ranks: int) -> int:
