@@ -1,6 +1,6 @@
 """Random and hostile command lines: each makes a configuration or ends in one line of cause; none does anything.
 
-200 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/configs/test_hostile_overrides.py
+150 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/configs/test_hostile_overrides.py
 """
 
 import os
@@ -17,12 +17,13 @@ import pytest
 from linrnn.config import CONFIG_DIR, load_config, read_config, run_name, to_yaml
 from linrnn.config.cli import one_line, split_overrides
 from linrnn.config.compose import fields_of
+from linrnn.config.grids import sweep_points
 from linrnn.config.safety import check_launcher
 from linrnn.config.schema import SCHEMAS
 from linrnn.errors import ConfigError, LinrnnError
 from linrnn.plan import make_training_plan
 
-COUNT = int(os.environ.get("LINRNN_FUZZ", "200"))
+COUNT = int(os.environ.get("LINRNN_FUZZ", "150"))
 SEED = int(os.environ.get("LINRNN_FUZZ_SEED", "0"))
 FORBIDDEN = {
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen"),
@@ -100,6 +101,7 @@ def hostile_values(tmp_path: Path) -> list[str]:
         "[]",
         "[[[[[[]]]]]]",
         "[" * 1500,
+        "[" * 30000,
         "{a:" * 400,
         "1" * 6000,
         "x" * 5000,
@@ -186,6 +188,29 @@ def test_random_and_hostile_command_lines(hostile_values: list[str], tmp_path: P
         assert not seen, f"{line!r} did {seen[0]}"
     assert not (tmp_path / "executed").exists()
     assert COUNT / 50 < accepted < COUNT, accepted
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate", "run_sweep"])
+def test_other_commands(command: str, hostile_values: list[str]) -> None:
+    draw = random.Random(SEED)
+    needed = {"evaluate": ["checkpoint=x"], "generate": ["checkpoint=x"], "run_sweep": ["sweep=mve"]}[command]
+    keys = [*hostile_keys(draw), *[key for key, _, _ in fields_of(load_config(needed, command))] * 5]
+    load_config(needed, command)
+    for _ in range(COUNT // 10):
+        line = [f"{draw.choice(keys)}={draw.choice(hostile_values)}"]
+        with WATCH.watching() as seen:
+            try:
+                if command == "run_sweep":
+                    own, launcher, runs = split_overrides([*needed, *line], command)
+                    check_launcher(launcher)
+                    sweep_points(load_config(own, command).sweep, runs)
+                else:
+                    load_config([*needed, *line], command)
+            except LinrnnError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{command} {line!r}: {error!r}") from error
+        assert not seen, f"{line!r} did {seen[0]}"
 
 
 # --------------------------------------------------------------------------------------------- what it found, by name

@@ -110,7 +110,8 @@ def test_a_run_killed_at_random_moments(small: Callable[..., list[str]], tmp_pat
         number += 1
         trial = Trial(tmp_path / f"trial{number}", corpus, small)
         for _ in range(min(draw.randint(1, MOST_OF_A_RUN), KILLS - hit.total())):
-            aim = draw.choice(["data/*.partial", "results/default/run/checkpoints/*.partial", ""])  # "": anywhere
+            aims = ["results/default/run/checkpoints/*.partial", ""]  # "": anywhere
+            aim = draw.choice(aims if any(trial.root.glob("data/*/meta.json")) else ["data/*.partial", *aims])
             wait = draw.uniform(0, duration if not aim else 0.6 * duration * aim.startswith("results"))
             process = start_run(trial.overrides, trial.log)
             if not kill(process, wait, lambda a=aim, t=trial: not a or any(t.root.glob(a)), draw.uniform(0, 0.01)):

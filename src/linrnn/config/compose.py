@@ -48,7 +48,11 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         try:
             return compose(config_name, overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: group=null
+        except AssertionError as error:  # OmegaConf's, of a key below a group that is null
+            raise ConfigError(
+                f"{' '.join(overrides)}: a key of a group that is not chosen", "choose it first: data=markov, say"
+            ) from error
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
             raise _explain(error, overrides, config_name) from error
         finally:
             GlobalHydra.instance().clear()

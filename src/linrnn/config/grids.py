@@ -11,6 +11,8 @@ from hydra.errors import HydraException
 from linrnn.config.schema import SweepConfig
 from linrnn.errors import ConfigError
 
+MAX_VALUES = 1000  # of one key
+
 
 def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of every point, in the order of the grids; a point that two grids have comes once.
@@ -44,19 +46,29 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
 def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
+    except (HydraException, ValueError, RecursionError) as error:
         raise ConfigError(
             str(error).strip().splitlines()[0], "write overrides as key=value, group=option or key=a,b,c"
         ) from error
 
 
 def _choices(override: Override) -> tuple[str, list[str]]:
-    """The key of an override, and an override for each of its values."""
+    """The key of an override, and an override for each of its values.
+
+    Raises:
+        ConfigError: the values cannot be enumerated (`interval(0,1)`), or there are more than MAX_VALUES.
+    """
     line = str(override.input_line)
     if not override.is_sweep_override():
         return line.split("=", 1)[0], [line]
     key = override.get_key_element()
-    return key, [f"{key}={value}" for value in override.sweep_string_iterator()]
+    try:
+        values = list(itertools.islice(override.sweep_string_iterator(), MAX_VALUES + 1))
+    except (HydraException, ValueError) as error:
+        raise ConfigError(f"{line}: its values cannot be enumerated", f"write {key}=a,b,c") from error
+    if len(values) > MAX_VALUES:
+        raise ConfigError(f"{line}: more than {MAX_VALUES:,} values", f"write {key}=a,b,c")
+    return key, [f"{key}={value}" for value in values]
 
 
 def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[str, list[str]]:
