@@ -32,6 +32,8 @@ SETTING = (
     "vocab_size",
     "n_parameters",
     "memory_budget_gib",
+    "parallel",
+    "world_size",
     "steps",
 )
 

@@ -53,6 +53,7 @@ def names_of_run(config: Config, run_name: str) -> dict[str, Any]:
         "seq_len": trainer.seq_len,
         "activation_checkpointing": trainer.activation_checkpointing,
         "chunk_size": config.model.chunk_size,
+        "parallel": config.parallel.name,
         "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k != "name"},
         "memory_budget_gib": config.memory_budget_gib,
     }

@@ -15,6 +15,7 @@ from linrnn.architecture import resolve
 from linrnn.checkpoint import found, load_model
 from linrnn.config import load_config
 from linrnn.errors import LinrnnError
+from linrnn.forecast import print_forecast
 from linrnn.plan import make_training_plan
 from linrnn.trainer import Trainer
 
@@ -147,6 +148,21 @@ def test_what_does_not_go_together_is_refused_before_anything_is_built(
     with pytest.raises(LinrnnError) as refusal:
         make_training_plan(load_config(small(*overrides)))
     assert words in str(refusal.value)
+
+
+def test_a_dry_run_foresees_what_a_rank_holds_and_sends(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    held = {}
+    for parallel in ("ddp", "fsdp", "vocab"):
+        config = load_config(small(f"parallel={parallel}", "size=mve", "trainer.batch_size=8"))
+        print_forecast(config)
+        assert "sent by each of 8 ranks in a step" in capsys.readouterr().out
+        held[parallel] = make_training_plan(config).memory_estimate(resolve(config.model, config.size, 32000))
+    assert held["ddp"].parameters == pytest.approx(8 * held["fsdp"].parameters, rel=1e-6)
+    assert held["ddp"].peak > held["fsdp"].peak > held["vocab"].peak
 
 
 def test_what_fsdp_cannot_cut_is_refused_once(small: Small, tmp_path: Path) -> None:

@@ -135,3 +135,15 @@ def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
     assert vocabulary_shards(128256, 4) == [32064] * 4
     with pytest.raises(ValueError, match=r"^vocab: 5 entries"):
         vocabulary_shards(5, 4)
+
+
+def test_under_torch_compile_it_is_a_graph_break(alone):
+    e, c = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    targets = torch.arange(4)
+
+    def loss(e: torch.Tensor) -> torch.Tensor:
+        return 2 * vocabulary_parallel_linear_cross_entropy(2 * e, c, targets, shards=[10])
+
+    compiled = torch.compile(loss, backend="eager")(e)
+    assert torch.equal(compiled, loss(e))
+    assert torch.equal(torch.autograd.grad(compiled, e)[0], torch.autograd.grad(loss(e), e)[0])
