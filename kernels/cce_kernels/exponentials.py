@@ -29,12 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper
+from .epilogues import exponentials_of
 from .options import Options
 from .tiles import (
     GROUP,
     cdiv,
     descriptor,
-    finish_logits,
     grouped,
     logits_tiles,
     multiprocessors,
@@ -42,8 +43,6 @@ from .tiles import (
     tiles_for,
 )
 
-LOG2E = tl.constexpr(1.4426950408889634)
-HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
 MAX_SPLITS = 32
 MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
 ROWS = 64  # of a program of target_logits_kernel
@@ -134,14 +133,19 @@ def exponentials_kernel(
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
             if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
-                total, z_total, largest, wz_total = _exponentials(
-                    left, row, col, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale, softcap,
-                    total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V, PRECISE,
+                cols = col + tl.arange(0, HALF)
+                w, total, z_total, largest, wz_total = exponentials_of(
+                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
+                    HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
-                total, z_total, largest, wz_total = _exponentials(
-                    right, row, col + HALF, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale,
-                    softcap, total, z_total, largest, wz_total, HALF, HAS_SOFTCAP, EVEN_V, PRECISE,
+                if w_desc is not None:
+                    w_desc.store([row, col], w.to(w_desc.dtype))
+                w, total, z_total, largest, wz_total = exponentials_of(
+                    right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest,
+                    wz_total, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
+                if w_desc is not None:
+                    w_desc.store([row, col + HALF], w.to(w_desc.dtype))
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         partial = split.to(tl.int64) * N + rows
         tl.store(sum_ptr + partial, total, mask=rows < N)
@@ -150,38 +154,6 @@ def exponentials_kernel(
         if metrics_ptr is not None:
             tl.store(metrics_ptr + partial, largest, mask=rows < N)
             tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wz_total, mask=rows < N)
-
-
-@triton.jit
-def _exponentials(
-    acc, row, col, column, z_target, w_desc, bias_ptr, z_sum_ptr, metrics_ptr, V, logit_scale, softcap,
-    total, z_total, largest, wz_total, WIDTH: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr,
-    PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Store w of one half tile; return the rows' sums, with this half's share added as far as they are asked for."""
-    cols = col + tl.arange(0, WIDTH)
-    offset = z_target * LOG2E + HEADROOM
-    z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
-    if PRECISE:  # the target's w is 1
-        w = tl.exp2((z - z_target[:, None]) * LOG2E)
-    elif HAS_SOFTCAP or bias_ptr is not None:
-        w = tl.exp2(z * LOG2E - offset[:, None])
-    else:  # one multiply-add an entry
-        w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
-    if not EVEN_V:
-        w = tl.where((cols < V)[None, :], w, 0.0)
-    total += tl.sum(w, axis=1)
-    if z_sum_ptr is not None:
-        z_total += tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
-    if metrics_ptr is not None:
-        other = (cols < V)[None, :] & (cols[None, :] != column[:, None])
-        largest = tl.maximum(largest, tl.max(tl.where(other, z, float("-inf")), axis=1))
-        wz_total += tl.sum(tl.where(w > 0, w * (z - z_target[:, None]), 0.0), axis=1)
-    if w_desc is not None:
-        if HAS_SOFTCAP:
-            w *= 1 - (z / softcap) * (z / softcap)
-        w_desc.store([row, col], w.to(w_desc.dtype))
-    return total, z_total, largest, wz_total
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
@@ -217,11 +189,16 @@ def exponentials(
 ) -> Sums:
     """The sums; writes w (N, V) unless it is None."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    tiles = logits_tiles(e.dtype, dim)
+    with_z = o.label_smoothing > 0
+    on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
+    tiles = hopper.TILES if on_hopper else logits_tiles(e.dtype, dim)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
-    z_sums = torch.empty_like(sums) if o.label_smoothing else None
+    if on_hopper:
+        hopper.exponentials(programs, e, c, w, z_target, sums, splits, tiles_per_split, float(o.logit_scale))
+        return Sums(sums, None, None)
+    z_sums = torch.empty_like(sums) if with_z else None
     metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
     exponentials_kernel[(programs,)](
         descriptor(e, tiles.rows, tiles.inner),

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .exponentials import HEADROOM, LOG2E, Sums, exponentials, target_logits
+from .epilogues import HEADROOM, LOG2E
+from .exponentials import Sums, exponentials, target_logits
 from .options import Options
 from .rows import Rows, empty_metrics
 from .tiles import cdiv, finish_logits, tiles_for

@@ -26,12 +26,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper
 from .accumulator import Accumulator
-from .exponentials import LOG2E, split_columns
+from .epilogues import gradient_of
+from .exponentials import split_columns
 from .filtered import FilterStats, surviving_tiles, vocabulary_order
 from .options import Options
 from .products import product
-from .tiles import GROUP, aligned, cdiv, descriptor, finish_logits, gradient_tiles, grouped, multiprocessors
+from .tiles import GROUP, aligned, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
 
 
 @triton.jit(do_not_specialize=["N", "W", "D", "first", "splits", "tiles_per_split"])
@@ -90,7 +92,7 @@ def gradient_kernel(
                 if flags_ptr is None:  # half a tile at a time: fewer registers, less to stage for the store
                     left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
                     cols = col + tl.arange(0, HALF)
-                    dz, _, _ = _gradient_of(
+                    dz, _, _ = gradient_of(
                         left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
                         HAS_SOFTCAP, PRECISE,
                     )  # fmt: skip
@@ -98,7 +100,7 @@ def gradient_kernel(
                     if dbias_ptr is not None:
                         tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
                     cols += HALF
-                    dz, _, _ = _gradient_of(
+                    dz, _, _ = gradient_of(
                         right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
                         HAS_SOFTCAP, PRECISE,
                     )  # fmt: skip
@@ -107,7 +109,7 @@ def gradient_kernel(
                         tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
                 else:
                     cols = col + tl.arange(0, BLOCK_V)
-                    dz, p, is_target = _gradient_of(
+                    dz, p, is_target = gradient_of(
                         acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
                         HAS_SOFTCAP, PRECISE,
                     )  # fmt: skip
@@ -127,24 +129,6 @@ def gradient_kernel(
                     if dbias_ptr is not None:
                         tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-
-
-@triton.jit
-def _gradient_of(
-    acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-    HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """dz, p and whether an entry is its row's target, of one (half) tile of products."""
-    z = finish_logits(acc, cols, bias_ptr, W, logit_scale, softcap, HAS_SOFTCAP)
-    if PRECISE or HAS_SOFTCAP or bias_ptr is not None:
-        p = tl.exp2((z - lse[:, None]) * LOG2E)
-    else:  # one multiply-add an entry
-        p = tl.exp2(acc * (logit_scale * LOG2E) - (lse * LOG2E)[:, None])
-    is_target = cols[None, :] == column[:, None]
-    dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
-    if HAS_SOFTCAP:
-        dz *= 1 - (z / softcap) * (z / softcap)
-    return dz, p, is_target
 
 
 def backward(
@@ -231,7 +215,8 @@ def _gradient(
     """Write dz / peak of one chunk; return the surviving tiles' flags (with a filter) and dbias / peak by row
     tile."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
-    tiles = gradient_tiles(e.dtype, filtered=eps is not None)
+    on_hopper = hopper.fits(e) and eps is None and bias_chunk is None and o.softcap is None
+    tiles = hopper.TILES if on_hopper else gradient_tiles(e.dtype, filtered=eps is not None)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     new = e.new_empty
     flags = None if eps is None else new((row_tiles, col_tiles), dtype=torch.int32)
@@ -241,13 +226,18 @@ def _gradient(
         kept, dropped = (new((col_tiles, n_rows), dtype=torch.float32) for _ in range(2))
     programs = multiprocessors(e)
     splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
+    scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
+    if on_hopper:
+        pointers = (columns, lse, a, b)
+        hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
+        return None, None
     gradient_kernel[(programs,)](
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c_chunk, tiles.cols, tiles.inner),
         descriptor(dz, tiles.rows, tiles.cols // 2 if eps is None else tiles.cols),
         bias_chunk, columns, lse, a, b, dbias, flags, kept, dropped,
-        n_rows, width, dim, first, splits, tiles_per_split, float(o.logit_scale), float(o.softcap or 0),
-        1 - float(o.label_smoothing), float(o.label_smoothing) / vocab, float(eps or 0),
+        n_rows, width, dim, first, splits, tiles_per_split, scale, float(o.softcap or 0), on_target,
+        elsewhere, float(eps or 0),
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,
         **tiles.launch,
     )  # fmt: skip

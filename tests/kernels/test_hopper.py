@@ -1,0 +1,82 @@
+"""Hopper's own kernels of logits against the Triton kernels that they replace, on an H100 or H200."""
+
+import pytest
+import torch
+from cases import BF16, FP16
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cce_kernels import hopper
+from cce_kernels.exponentials import exponentials, target_logits
+from cce_kernels.options import Options
+from cce_kernels.recompute import _gradient
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
+    ),
+]
+
+# N, D, V: whole tiles; ragged in all; one row and the fewest dimensions and columns; several units a program
+SHAPES = [(1024, 512, 4096), (1000, 328, 5003), (1, 193, 1), (5000, 256, 33000)]
+OPTIONS = Options(logit_scale=0.7)
+
+
+def draw(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """e (N, D), c (V, D), both readable by TMA, and targets, some of them ignored."""
+    rows, dim, vocab = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(n: int, scale: float) -> Tensor:
+        wide = scale * torch.randn(n, -(-dim // 8) * 8, device="cuda", generator=generator)
+        return wide.to(dtype)[:, :dim]
+
+    columns = torch.randint(-1, vocab, (rows,), device="cuda", generator=generator)
+    return normal(rows, 1.0), normal(vocab, 0.1), columns
+
+
+def matrix(shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """(N, V) of NaN, writable by TMA."""
+    rows, _, vocab = shape
+    return torch.full((rows, -(-vocab // 8) * 8), float("nan"), dtype=dtype, device="cuda")[:, :vocab]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_exponentials_and_their_sums_are_those_of_the_triton_kernel(monkeypatch, shape, dtype):
+    e, c, columns = draw(shape, dtype)
+    assert hopper.fits(e)
+    z_target = target_logits(e, c, None, columns, OPTIONS)
+
+    def run(w: Tensor | None) -> Tensor:
+        return exponentials(e, c, None, columns, z_target, w, False, OPTIONS).w
+
+    w, want_w = matrix(shape, BF16), matrix(shape, BF16)
+    sums, again, alone = run(w), run(matrix(shape, BF16)), run(None)
+    monkeypatch.setattr(hopper, "fits", lambda e: False)
+    want = run(want_w).sum(dim=0)
+    torch.testing.assert_close(sums.sum(dim=0), want, rtol=2e-6, atol=0)
+    assert torch.equal(sums, again)
+    assert torch.equal(sums, alone)
+    assert torch.equal(w, want_w)  # bit for bit: the products are added up in one order
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_of_logits_are_those_of_the_triton_kernel(monkeypatch, shape, dtype):
+    e, c, columns = draw(shape, dtype)
+    lse = torch.logsumexp(0.7 * e.float() @ c.float().T, dim=1)
+    a = torch.rand(shape[0], device="cuda")
+    options = Options(logit_scale=0.7, label_smoothing=0.1)
+
+    def run() -> Tensor:
+        dz = matrix(shape, dtype)
+        first = shape[2] // 3  # of a chunk in the middle of a vocabulary
+        _gradient(e, c, None, columns, lse, a, 0.5 * a, dz, first, 2 * shape[2], None, False, options, None)
+        return dz
+
+    dz = run()
+    monkeypatch.setattr(hopper, "fits", lambda e: False)
+    assert torch.equal(dz, run())
