@@ -55,6 +55,12 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The buffer before this one."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _produce(e_desc, c_desc, ring, work, GROUP: gl.constexpr):
     """Fetch operands: every (row, column, d) of every unit, in the consumers' order."""
     e_bufs, c_bufs, full, empty, _ahead = ring
@@ -82,19 +88,17 @@ def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth, LEAD: gl.cons
     """This consumer's products (64 × 256) of one tile, as a left and a right half, and the place in the ring."""
     e_bufs, c_bufs, full, empty, ahead = ring
     STAGES: gl.constexpr = full.shape[0]
-    previous = stage
     for step in range(depth):
         mbarrier.wait(full.index(stage), phase)
         e, c = e_bufs.index(2 * stage + WHICH), c_bufs.index(stage).permute((1, 0))
         acc = hw.warpgroup_mma(e, c, acc, use_acc=step > 0, is_async=True)
         acc = hw.warpgroup_mma_wait(1, deps=[acc])  # the previous step is done, its operands are free
-        mbarrier.arrive(empty.index(previous), count=1, pred=step > 0)
+        mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=step > 0)
         if WHICH == 0:
             mbarrier.arrive(ahead, count=1, pred=step == LEAD)
-        previous = stage
         stage, phase = _next(stage, phase, STAGES)
     acc = hw.warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(previous), count=1)
+    mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
     return acc, stage, phase
 
 
