@@ -191,7 +191,7 @@ def exponentials(
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
-    tiles = hopper.TILES if on_hopper else logits_tiles(e.dtype, dim)
+    tiles = hopper.logits_tiles(dim) if on_hopper else logits_tiles(e.dtype, dim)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)

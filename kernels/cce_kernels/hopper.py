@@ -2,7 +2,7 @@
 
 A program is a producer warp, which fetches operands through TMA into a ring of buffers, and two consumer warpgroups,
 which own the upper and the lower 64 rows of a tile of 128 × 256 logits. Both read the same 256 rows of C, as in a tile
-of one piece, but the second runs LEAD steps behind the first: while one takes exponentials of its 64 × 256 products,
+of one piece, but the second runs half a ring behind the first: while one takes exponentials of its 64 × 256 products,
 the tensor cores work for the other alone. (In Triton's kernels both warpgroups reach the epilogue together.)
 
 Units of work, epilogues, order of additions and results are those of `exponentials_kernel` (exponentials.py) and
@@ -23,9 +23,8 @@ from .epilogues import exponentials_of, gradient_of
 from .interpreter import INTERPRETED
 from .tiles import GROUP, Tiles, cdiv, grouped
 
-STAGES = 4
-LEAD = 2  # steps
-TILES = Tiles(128, 256, 64, 4, STAGES)
+SHORT = Tiles(128, 256, 64, 4, 4)
+LONG = Tiles(128, 256, 32, 4, 8)  # as many bytes in smaller steps: each is fetched anew the sooner
 HALF = gl.constexpr(64)  # rows of a consumer
 REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers then take more, the producer gives back
 
@@ -33,9 +32,14 @@ REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers th
 def fits(e: Tensor) -> bool:
     """Whether these kernels serve operands like e (N, D) on the current device."""
     # Rows of fewer steps than the ring has buffers would let one consumer get a tile ahead of the other.
-    if INTERPRETED or e.itemsize != 2 or cdiv(e.shape[1], TILES.inner) < STAGES:
+    if INTERPRETED or e.itemsize != 2 or cdiv(e.shape[1], SHORT.inner) < SHORT.num_stages:
         return False
     return driver.active.get_current_target().arch == 90
+
+
+def logits_tiles(dim: int) -> Tiles:
+    """H200: at D = 256, small steps take 1.10 of the time of large ones; from 1024 on, 0.93 to 0.97."""
+    return SHORT if dim <= 512 else LONG
 
 
 @gluon.jit
@@ -84,7 +88,7 @@ def _produce(e_desc, c_desc, ring, work, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth, LEAD: gl.constexpr):
+def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth):
     """This consumer's products (64 × 256) of one tile, as a left and a right half, and the place in the ring."""
     e_bufs, c_bufs, full, empty, ahead = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -95,7 +99,7 @@ def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth, LEAD: gl.cons
         acc = hw.warpgroup_mma_wait(1, deps=[acc])  # the previous step is done, its operands are free
         mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=step > 0)
         if WHICH == 0:
-            mbarrier.arrive(ahead, count=1, pred=step == LEAD)
+            mbarrier.arrive(ahead, count=1, pred=step == STAGES // 2)
         stage, phase = _next(stage, phase, STAGES)
     acc = hw.warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
@@ -119,7 +123,7 @@ def _store(desc, row, col, staging, value):
 
 @gluon.jit
 def _ring(e_desc, c_desc, STAGES: gl.constexpr):
-    """Buffers, their barriers, and the barrier that says that the first consumer is LEAD steps into a tile."""
+    """Buffers, their barriers, and the barrier that says that the first consumer is half a ring into a tile."""
     BLOCK_V: gl.constexpr = c_desc.block_type.shape[0]
     BLOCK_D: gl.constexpr = c_desc.block_type.shape[1]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -138,7 +142,7 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
     e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, N, V, D, splits, tiles_per_split, logit_scale,
-    STAGES: gl.constexpr, LEAD: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `exponentials_kernel`."""
     ring = _ring(e_desc, c_desc, STAGES)
@@ -148,8 +152,8 @@ def hopper_exponentials_kernel(
     work = (N, V, D, splits, tiles_per_split)
     gl.warp_specialize(
         [
-            (_exponentials, (0, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, LEAD, GROUP, EVEN_V)),
-            (_exponentials, (1, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, LEAD, GROUP, EVEN_V)),
+            (_exponentials, (0, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, GROUP, EVEN_V)),
+            (_exponentials, (1, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, GROUP, EVEN_V)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
         [4, 1],
@@ -160,7 +164,7 @@ def hopper_exponentials_kernel(
 @gluon.jit
 def _exponentials(
     WHICH: gl.constexpr, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale,
-    LEAD: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr,
+    GROUP: gl.constexpr, EVEN_V: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_exponentials_kernel`."""
     N, V, D, splits, _tiles_per_split = work
@@ -182,7 +186,7 @@ def _exponentials(
             if WHICH == 1:
                 mbarrier.wait(ring[4], turn)
                 turn ^= 1
-            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth, LEAD)
+            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth)
             halves = _halves(acc, NARROW)
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):
@@ -201,7 +205,7 @@ def _exponentials(
 def hopper_gradient_kernel(
     e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr,
     N, W, D, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
-    STAGES: gl.constexpr, LEAD: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `gradient_kernel` without filter and dbias."""
     ring = _ring(e_desc, c_desc, STAGES)
@@ -211,8 +215,8 @@ def hopper_gradient_kernel(
     numbers = (first, logit_scale, on_target, elsewhere)
     gl.warp_specialize(
         [
-            (_gradient, (0, dz_desc, staging, ring, work, rows, numbers, LEAD, GROUP)),
-            (_gradient, (1, dz_desc, staging, ring, work, rows, numbers, LEAD, GROUP)),
+            (_gradient, (0, dz_desc, staging, ring, work, rows, numbers, GROUP)),
+            (_gradient, (1, dz_desc, staging, ring, work, rows, numbers, GROUP)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
         [4, 1],
@@ -222,7 +226,7 @@ def hopper_gradient_kernel(
 
 @gluon.jit
 def _gradient(
-    WHICH: gl.constexpr, dz_desc, staging, ring, work, pointers, numbers, LEAD: gl.constexpr, GROUP: gl.constexpr,
+    WHICH: gl.constexpr, dz_desc, staging, ring, work, pointers, numbers, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_gradient_kernel`."""
     N, W, D, splits, _tiles_per_split = work
@@ -248,7 +252,7 @@ def _gradient(
             if WHICH == 1:
                 mbarrier.wait(ring[4], turn)
                 turn ^= 1
-            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth, LEAD)
+            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth)
             halves = _halves(acc, NARROW)
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):
@@ -271,12 +275,13 @@ def exponentials(
     tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`."""
-    t, vocab = TILES, c.shape[0]
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    t = logits_tiles(dim)
     hopper_exponentials_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
         None if w is None else descriptor(w, t.rows // 2, t.cols // 2), z_target, sums,
-        e.shape[0], vocab, e.shape[1], splits, tiles_per_split, logit_scale,
-        STAGES, LEAD, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
+        n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
+        t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
@@ -285,9 +290,10 @@ def gradient(
     tiles_per_split: int, logit_scale: float, on_target: float, elsewhere: float,
 ) -> None:  # fmt: skip
     """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b of `gradient_kernel`."""
-    t = TILES
+    (n_rows, dim), width = e.shape, c.shape[0]
+    t = logits_tiles(dim)
     hopper_gradient_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner), descriptor(dz, t.rows // 2, t.cols // 2),
-        *pointers, e.shape[0], c.shape[0], e.shape[1], first, splits, tiles_per_split, logit_scale,
-        on_target, elsewhere, STAGES, LEAD, GROUP, num_warps=t.num_warps, maxnreg=REGISTERS,
+        *pointers, n_rows, width, dim, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
+        t.num_stages, GROUP, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

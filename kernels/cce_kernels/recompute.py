@@ -216,7 +216,7 @@ def _gradient(
     tile."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     on_hopper = hopper.fits(e) and eps is None and bias_chunk is None and o.softcap is None
-    tiles = hopper.TILES if on_hopper else gradient_tiles(e.dtype, filtered=eps is not None)
+    tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype, filtered=eps is not None)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     new = e.new_empty
     flags = None if eps is None else new((row_tiles, col_tiles), dtype=torch.int32)
