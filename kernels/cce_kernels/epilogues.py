@@ -14,7 +14,8 @@ HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
 @triton.jit
 def exponentials_of(
     acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
-    HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr, WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
+    WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
 ):  # fmt: skip
     """w · slope of the softcap, and the rows' sums with this tile's share added as far as they are asked for."""
     offset = z_target * LOG2E + HEADROOM

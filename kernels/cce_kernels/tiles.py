@@ -114,11 +114,18 @@ def multiprocessors(x: Tensor) -> int:
     return _properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
+def compute_capability(x: Tensor) -> int:
+    """Of the device that kernels on x are compiled for, 90 for Hopper; 0 in the interpreter."""
+    if INTERPRETED:
+        return 0
+    if not x.is_cuda:
+        return driver.active.get_current_target().arch
+    return 10 * _properties(x.device).major + _properties(x.device).minor
+
+
 def launches_overlap(x: Tensor) -> bool:
     """Whether a kernel on x's device may begin before the one ahead of it is over (programmatic dependent launch)."""
-    if INTERPRETED:
-        return False
-    return (_properties(x.device).major if x.is_cuda else driver.active.get_current_target().arch // 10) >= 9
+    return compute_capability(x) >= 90
 
 
 @lru_cache
