@@ -59,7 +59,7 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _before(stage, STAGES: gl.constexpr):
-    """The buffer before this one."""
+    """The buffer before this one. (Carried along as `previous = stage`, Triton would take it for a constant.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
@@ -155,8 +155,8 @@ def hopper_exponentials_kernel(
             (_exponentials, (1, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, GROUP, EVEN_V)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second and third; the first one runs on the program's own four
+        [240, 24],  # registers a thread
     )
 
 
@@ -218,8 +218,8 @@ def hopper_gradient_kernel(
             (_gradient, (1, dz_desc, staging, ring, work, rows, numbers, GROUP)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second and third; the first one runs on the program's own four
+        [240, 24],  # registers a thread
     )
 
 
