@@ -217,7 +217,7 @@ class Trainer:
                 status, failure = "out_of_memory", self._explain_out_of_memory(error)
             elif unsupported := explain_resources(error, self.config.model):
                 status, failure = "unsupported", unsupported
-        if _concerns_all(failure) or self.ranks.world_size == 1:
+        if _concerns_all(failure) or (self.ranks.world_size == 1 and not isinstance(failure, KeyboardInterrupt)):
             try:
                 self.saver.wait()  # for the last good checkpoint, if it is being written
             except StorageError as error:

@@ -126,6 +126,11 @@ def test_a_run_continues_with_another_number_of_ranks(small: Small, tmp_path: Pa
     same = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "size.vocab_size=515")
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
     first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4, tmp_path)
+    files = {
+        path.name.split("-model")[0]: path.stat().st_size for path in found(first / "checkpoints")[-1].glob("tensors/*")
+    }
+    assert files.keys() == {f"shard-{rank:05d}" for rank in (1, 2, 3, 4)}, "every rank writes a file"
+    assert max(files.values()) < 0.3 * sum(files.values()), "its part of model and moments"
     second = trained(small(*same, *FSDP, "trainer.batch_size=2", "trainer.max_steps=4"), 2, tmp_path)
     assert second == first
     assert "resuming at step 2" in (second / "train.log").read_text()
