@@ -478,6 +478,7 @@ class Trainer:
             else "a shorter trainer.seq_len",
             "trainer.activation_checkpointing=full" if trainer.activation_checkpointing == "none" else None,
             "loss=cce_kahan" if not self.config.loss.name.startswith("cce") else None,
+            "parallel=fsdp" if self.config.parallel.name == "ddp" else None,
         ]
         return OutOfMemoryError(
             f"out of memory at step {self.step + 1}: {first_line(error)}",
