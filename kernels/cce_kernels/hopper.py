@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +27,9 @@ from .tiles import GROUP, Tiles, compute_capability, grouped
 SHORT = Tiles(128, 256, 64, 4, 4)
 LONG = Tiles(128, 256, 32, 4, 8)  # as many bytes in smaller steps: each is fetched anew the sooner
 HALF = gl.constexpr(64)  # rows of a consumer
+# Triton versions under which these kernels have run on a GPU. Gluon is experimental, and a ring that miscounts waits
+# forever: another version takes Triton's kernels until tests/kernels/test_hopper.py has passed with it.
+TRITONS = ("3.6.",)
 REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers then take more, the producer gives back
 
 
@@ -33,7 +37,7 @@ def fits(e: Tensor) -> bool:
     """Whether these kernels serve operands like e (N, D) on its device."""
     # Rows of fewer steps than the ring has buffers would let one consumer get a tile ahead of the other.
     long_enough = e.shape[1] > SHORT.inner * (SHORT.num_stages - 1)
-    return e.itemsize == 2 and long_enough and compute_capability(e) == 90
+    return e.itemsize == 2 and long_enough and compute_capability(e) == 90 and triton.__version__.startswith(TRITONS)
 
 
 def logits_tiles(dim: int) -> Tiles:
