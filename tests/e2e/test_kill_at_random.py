@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from linrnn.checkpoint import found
 
-KILLS = int(os.environ.get("LINRNN_KILLS", "5"))
+KILLS = int(os.environ.get("LINRNN_KILLS", "4"))
 SEED = int(os.environ.get("LINRNN_KILLS_SEED", "0"))
 MOST_OF_A_RUN = 5  # kills of one run before it may end in peace
 TIMED = ("step", "train/loss_nats", "train/grad_norm", "train/lr", "valid/loss_nats")
@@ -43,7 +43,7 @@ class Trial:
             "data.tokenizer_vocab_size=300",
             f"results_dir={root}/results",
             "run_name=run",
-            "trainer.max_steps=30",
+            "trainer.max_steps=20",
             "trainer.checkpoint_every=2",
             "trainer.valid_every=7",
         ]
@@ -127,21 +127,28 @@ def test_a_sweep_killed_at_random_moments(small: Callable[..., list[str]], tmp_p
     draw = random.Random(SEED)
     common = small("model=transformer", "loss=standard", "size=smoke", "trainer.max_steps=30")
     common += ["trainer.checkpoint_every=2", "memory_budget_gib=null"]
-    for mode in ("none", "full"):
+    modes = ("none", "full") if KILLS >= 10 else ("none",)  # a point's process takes 8 s to come up
+    for mode in modes:
         start_run([*common, "group=unbroken", f"trainer.activation_checkpointing={mode}"], tmp_path / "log").join()
     expected = finals(tmp_path / "results/unbroken")
-    assert len(expected) == 2
+    assert len(expected) == len(modes)
     for number in range(max(KILLS // 10, 1)):
         group = f"sweep{number}"
         command = [sys.executable, "scripts/sweep.py", "sweep=checkpointing", "experiment=null", *common]
-        command += ["trainer.activation_checkpointing=none,full", f"group={group}"]
+        command += [f"trainer.activation_checkpointing={','.join(modes)}", f"group={group}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the runs above
         sweep = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert sweep.stdout is not None
-        for line in sweep.stdout:  # whose points take turns
-            if "started" in line and draw.random() < 0.7:
-                break
-        time.sleep(draw.uniform(0, 10))
+        started = (line for line in sweep.stdout if "started" in line)
+        for _ in range(draw.randint(1, len(modes))):
+            next(started)
+        if draw.random() < 0.7:  # as it comes up
+            time.sleep(draw.uniform(0, 6))
+        else:  # in its steps
+            while not list((tmp_path / "results" / group).glob("*/metrics.jsonl")):
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 1))
+        assert sweep.poll() is None, "the sweep was over before it was killed"
         sweep.kill()
         sweep.wait()
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
