@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_process import ROOT, curve, ended, output, start_ranks, summary_of, trained
 
 from linrnn.accounting import communication
@@ -112,10 +113,24 @@ def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Pat
     assert_same_curve(trained(small(*options, *VOCAB), 2, tmp_path), one)
 
 
-def test_in_mixed_precision_the_losses_differ_by_its_rounding(small: Small, tmp_path: Path) -> None:
-    options = ("trainer.precision=bf16_autocast",)
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.mark.parametrize(
+    ("device", "cut"),
+    [
+        ("cpu", (*FSDP, "trainer.batch_size=1")),
+        pytest.param("cuda", ("parallel=ddp", "group=ddp", "trainer.batch_size=1"), marks=TWO_GPUS),
+        pytest.param("cuda", (*FSDP, "trainer.batch_size=1"), marks=TWO_GPUS),
+        pytest.param("cuda", (*VOCAB, "trainer.batch_size=2"), marks=TWO_GPUS),
+    ],
+)
+def test_in_mixed_precision_the_losses_differ_by_its_rounding(
+    device: str, cut: tuple[str, ...], small: Small, tmp_path: Path
+) -> None:
+    options = (f"device={device}", "trainer.precision=bf16_autocast")
     one, _ = one_process(small(*options, "trainer.batch_size=2"))
-    directory = trained(small(*options, *FSDP, "trainer.batch_size=1"), 2, tmp_path)
+    directory = trained(small(*options, *cut), 2, tmp_path)
     expected = curve(one.directory.path)
     for step, (loss, norm) in curve(directory).items():
         assert loss == pytest.approx(expected[step][0], rel=2e-3), step
