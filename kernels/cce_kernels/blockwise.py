@@ -14,10 +14,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool2d
 
 from .accumulator import Accumulator, scratch_bytes
-from .filtered import TILE, FilterStats, vocabulary_order
+from .filtered import FilterStats, Rule
 from .options import Options
 from .rows import Rows, empty_metrics, where_it_counts
 from .schemes import Plan, Problem
@@ -83,12 +82,14 @@ def backward(
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
     main_grad_c: Tensor | None,
     stats: FilterStats | None,
+    rule: Rule | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
 
     Args:
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
         width: vocabulary entries per chunk, from `plan`.
+        rule: what the filter goes by, where that is not for these columns alone to say (vocab_parallel.py).
     """
     vocab = c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -98,45 +99,49 @@ def backward(
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
 
     with_c = grad_c is not None or main_grad_c is not None
-    passes = o.passes(sum_e is not None, with_c or grad_bias is not None)
-    order = None
-    if o.filter_eps is not None:
-        order, columns = vocabulary_order(columns, vocab)
+    needs = sum_e is not None, with_c or grad_bias is not None
+    passes = o.passes(*needs)
+    exact = None
+    if o.filters(*needs):
+        rule, exact = _rule(rule, e32, c, bias, columns, lse, width, o)
+    kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
     for chunk in _chunks(vocab, width):
-        entries = chunk if order is None else order[chunk]
-        c_chunk = c[entries].float()
-        z = _logits(e32, c_chunk, None if bias is None else bias[entries], o)
+        c_chunk = c[chunk].float()
+        z = _logits(e32, c_chunk, None if bias is None else bias[chunk], o)
         slope = None if o.softcap is None else 1 - (z / o.softcap).square_()
         rows, cols = _targets_in(columns, chunk)
         p = z.sub_(lse[:, None]).exp_()
 
-        dropped = None
-        if o.filter_eps in passes and o.filter_eps is not None:
-            dropped = p < o.filter_eps
-            dropped[rows, cols] = False
-            dropped |= ((a == 0) & (b == 0))[:, None]  # rows without a gradient hold nothing to keep
-            if stats is not None:
-                _record(stats, p, dropped, b)
-        dz = p.mul_(a[:, None])
-        if o.label_smoothing:
-            dz -= (o.label_smoothing / vocab * b)[:, None]
-        dz[rows, cols] -= (1 - o.label_smoothing) * b[rows]
-        if slope is not None:
-            dz *= slope
+        # The unfiltered pass first: the filtered one may work in place.
+        weights = None if rule is None else _kept(rule, p, rows, cols, chunk)
+        if weights is not None and stats is not None:
+            _record(weights, p, rows, cols, kept, dropped)
+        dz = p.mul_(a[:, None]) if None in passes else None
+        filtered = None if weights is None else weights.mul_(a[:, None])
+        for x in (dz, filtered):
+            if x is None:
+                continue
+            if o.label_smoothing:
+                x -= (o.label_smoothing / vocab * b)[:, None]
+            x[rows, cols] -= (1 - o.label_smoothing) * b[rows]
+            if slope is not None:
+                x *= slope
 
         for eps in passes:
-            if eps is not None and dropped is not None:  # after the unfiltered pass: may work in place
-                dz.masked_fill_(dropped, 0)
+            dz_of = dz if eps is None else filtered
+            assert dz_of is not None
             if sum_e is not None and eps == o.eps_e:
-                sum_e.add((dz @ c_chunk).mul_(o.logit_scale))
+                sum_e.add((dz_of @ c_chunk).mul_(o.logit_scale))
             if with_c and eps == o.eps_c:
-                part = (dz.T @ e32).mul_(o.logit_scale)
+                part = (dz_of.T @ e32).mul_(o.logit_scale)
                 if main_grad_c is not None:
-                    main_grad_c[entries] += part
+                    main_grad_c[chunk] += part
                 elif grad_c is not None:
-                    grad_c[entries] = part.to(grad_c.dtype)
+                    grad_c[chunk] = part.to(grad_c.dtype)
             if grad_bias is not None and eps == o.eps_c:
-                grad_bias[entries] = dz.sum(dim=0).to(grad_bias.dtype)
+                grad_bias[chunk] = dz_of.sum(dim=0).to(grad_bias.dtype)
+    if stats is not None:
+        stats.write(kept, dropped, exact, b != 0, vocab)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
 
@@ -152,7 +157,9 @@ def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
 
 def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
     n_rows, dim = e.shape
-    buffers = 4 + (4 if o.softcap is not None else 0) + (1 if o.filter_eps is not None else 0)
+    buffers = 4 + (4 if o.softcap is not None else 0)
+    if o.filter_eps is not None:  # weights and flags; 64-bit hashes and draws
+        buffers += 8 + (20 if o.filter_unbiased else 0)
     width = o.chunk_width(vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE)
     return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
 
@@ -177,13 +184,33 @@ def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
     return rows, columns[rows] - chunk.start
 
 
-def _record(stats: FilterStats, p: Tensor, dropped: Tensor, b: Tensor) -> None:
-    live = (b != 0)[:, None]
-    kept = ~dropped
-    tiles = max_pool2d(kept[None].float(), TILE, ceil_mode=True)
-    stats.add(
-        kept_entries=(kept & live).sum(),
-        kept_tiles=tiles.sum(),
-        tiles=tiles.numel(),
-        dropped_mass=torch.where(dropped & live, p, 0).sum(dim=1),
-    )
+def _kept(rule: Rule, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice) -> Tensor:
+    """The weights of a chunk's entries, targets' as they are."""
+    weights = rule.weights(p, torch.arange(chunk.start, chunk.stop, device=p.device))
+    weights[rows, cols] = p[rows, cols]
+    return weights
+
+
+def _record(weights: Tensor, p: Tensor, rows: Tensor, cols: Tensor, kept: Tensor, dropped: Tensor) -> None:
+    """Add a chunk's share to the entries kept and the mass dropped of each row (N,)."""
+    stays = weights > 0
+    stays[rows, cols] = True
+    kept += stays.sum(dim=1)
+    dropped += torch.where(stays, 0, p).sum(dim=1)
+
+
+def _rule(
+    rule: Rule | None, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options
+) -> tuple[Rule, Tensor]:
+    """The rule of a call, and the rows (N,) bool where it would drop too much and is exact instead (one product)."""
+    vocab = c.shape[0]
+    rule = rule or Rule.of(columns, vocab, o)
+    if o.filter_mass is None:
+        return rule, torch.zeros_like(columns, dtype=torch.bool)
+    kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
+    for chunk in _chunks(vocab, width):
+        p = _logits(e, c[chunk], None if bias is None else bias[chunk], o).sub_(lse[:, None]).exp_()
+        rows, cols = _targets_in(columns, chunk)
+        _record(_kept(rule, p, rows, cols, chunk), p, rows, cols, kept, dropped)
+    exact = dropped > o.filter_mass
+    return rule.exact_where(exact), exact

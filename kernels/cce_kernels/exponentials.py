@@ -212,6 +212,11 @@ def exponentials(
     return Sums(sums, z_sums, metrics)
 
 
+def most_splits(row_tiles: int, programs: int) -> int:
+    """No more than these: enough for all programs, where rows are few."""
+    return max(MAX_SPLITS, cdiv(programs, row_tiles))
+
+
 @lru_cache
 def split_columns(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
     """(splits, column tiles per split) with the shortest longest program; no split is empty."""
@@ -221,6 +226,6 @@ def split_columns(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, i
         return cdiv(units, programs) * tiles_per_split
 
     most = max(1, col_tiles // MIN_SPLITS)
-    least = cdiv(col_tiles, MAX_SPLITS)
+    least = cdiv(col_tiles, most_splits(row_tiles, programs))
     tiles_per_split = min(range(least, max(least, most) + 1), key=longest)
     return cdiv(col_tiles, tiles_per_split), tiles_per_split

@@ -1,75 +1,138 @@
-"""The gradient filter (cce_filter): which entries and tiles of dL/dz take part, and what was left out.
+"""The gradient filter (cce_filter): which entries of the softmax take part in the gradients, and what was left out.
 
-An entry of (softmax − onehot) is dropped where its softmax probability p < eps; the target's entry always
-stays, with its full p_t − 1. The rule looks at one entry alone, so the gradients do not depend on how the
-work is tiled. At most 1 / eps entries per row survive (4096 for 2^-12), and tiles without a survivor are
-skipped by both products. Method: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
-(2024); there a tile that holds one survivor keeps all its entries, and the vocabulary is sorted by mean
-logit.
+Two rules for an entry that is not its row's target, of probability p:
 
-**Vocabulary order.** Survivors crowd into few tiles when likely entries are neighbours. We order by how often
-an entry is a target in this batch, ties by index: known before any product runs, and an estimate of the
-frequency order, which left 0.48 of the tiles on a small trained model of 32K entries (mean-logit order 0.66,
-the tokenizer's own 0.90). Integer counts and a stable sort on the device: no synchronisation, always the
-same.
+threshold  kept where p ≥ eps, as it is. Biased: what is dropped is missing from every batch alike. The rule of Wijmans
+           et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), on entries instead of tiles.
+unbiased   kept where p > eps · u, with weight max(p, eps), u uniform in [0, 1]: an entry of p ≥ eps always and as it
+           is, a smaller one with probability p / eps and weight eps. The mean over u is p: what rounding the small
+           entries to 0 or eps adds is noise, which batches average out. `head` entries are always kept as they are.
 
-The filter is biased: mass it drops is missing from the gradient, nearly all of it where the model is
-untrained (p ≈ 1 / V < eps). It suits fine-tuning, not the start of pretraining; `FilterStats` says how much
-was dropped.
+u is a hash of the row's place in the batch, its target and the entry: the same on every device, in any tiling, however
+often it is asked for. At most 1 / eps entries of a row have p ≥ eps, and 1 / eps are kept on average.
+
+The head: the entries that are targets most often in this batch. They carry most of the mass that no row concentrates,
+and as a dense product they cost less than their share of the lists.
+
+A threshold drops nearly all of the gradient but the target's where the model is untrained (p ≈ 1 / V < eps): it suits
+fine-tuning. `FilterStats` says how much was dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TILE = 128  # rows and columns of the tiles that are skipped or kept, for 16-bit inputs
+from .options import Options
+
+HASH_ENTRY, HASH_MIX = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32  # odd, 32 bits, as signed numbers
+_32_BITS = 0xFFFFFFFF
+MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
+HEAD_SHARE = 16  # of the vocabulary, at most: 1 / 16
 
 
-def vocabulary_order(columns: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Vocabulary entries by descending count as targets, and the targets' places in that order.
+@dataclass(frozen=True)
+class Rule:
+    """What decides whether an entry is kept.
 
-    Args:
-        columns: (N,) int64 targets, -1 for none.
-
-    Returns:
-        order (V,) int64: the entry at each place; places (N,) int64: each row's target's place, -1 for none.
+    eps: (N,) fp32, each row's threshold; 0 keeps all. hashes: (N,) int32, or None for the plain threshold. rank: (V,)
+    int32, each entry's place by how often it is a target, or None; the first `n_head` are the head.
     """
-    counts = torch.zeros(vocab + 1, dtype=torch.int64, device=columns.device)
-    counts.scatter_add_(0, torch.where(columns >= 0, columns, vocab), torch.ones_like(columns))
+
+    eps: Tensor
+    hashes: Tensor | None
+    rank: Tensor | None
+    head: Tensor | None  # (n_head,) int64, the entries
+    first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
+
+    @classmethod
+    def of(cls, columns: Tensor, vocab: int, o: Options) -> Rule:
+        """The rule of a call; columns (N,) int64, the rows' targets, negative for none."""
+        assert o.filter_eps is not None
+        eps = torch.full(columns.shape, o.filter_eps, device=columns.device)
+        if not o.filter_unbiased:
+            return cls(eps, None, None, None)
+        rank, head = _by_frequency(columns, vocab)
+        return cls(eps, row_hashes(columns), rank, head)
+
+    @property
+    def n_head(self) -> int:
+        return 0 if self.head is None else self.head.shape[0]
+
+    def exact_where(self, rows: Tensor) -> Rule:
+        """The same, but the rows (N,) bool keep all."""
+        return replace(self, eps=torch.where(rows, 0.0, self.eps))
+
+    def shard(self, first: int, size: int) -> Rule:
+        """The rule of `size` entries from `first` on, where others have the rest of the vocabulary."""
+        rank = None if self.rank is None else self.rank[first : first + size]
+        return replace(self, rank=rank, first=first)
+
+    def weights(self, p: Tensor, entries: Tensor) -> Tensor:
+        """What takes the place of p (N, W) in the gradients of `entries` (W,), those of targets aside."""
+        eps = self.eps[:, None]
+        if self.hashes is None:
+            return torch.where(p >= eps, p, 0)
+        kept = torch.where(p > eps * uniform(self.hashes, self.first + entries), torch.maximum(p, eps.to(p.dtype)), 0)
+        if self.rank is None:
+            return kept
+        return torch.where((self.rank[entries] < self.n_head)[None, :], p, kept)
+
+
+def head_size(n_rows: int, vocab: int) -> int:
+    """Entries that the unbiased rule keeps in every row."""
+    size = min(MOST_HEAD, HEAD_PROBABILITIES // max(1, n_rows), vocab // HEAD_SHARE)
+    return size // 16 * 16
+
+
+def _by_frequency(columns: Tensor, vocab: int) -> tuple[Tensor | None, Tensor | None]:
+    """Each entry's rank by how often it is a target, ties by index, and the head; None if that is empty."""
+    size = head_size(columns.shape[0], vocab)
+    if not size:
+        return None, None
+    counts = torch.zeros(vocab + 1, dtype=torch.int32, device=columns.device)
+    counts.scatter_add_(0, torch.where(columns >= 0, columns, vocab), torch.ones_like(columns, dtype=torch.int32))
     order = torch.argsort(counts[:vocab], descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(vocab, device=columns.device)
-    return order, torch.where(columns >= 0, rank[columns.clamp(min=0)], -1)
+    rank = torch.empty(vocab, dtype=torch.int32, device=columns.device)
+    rank[order] = torch.arange(vocab, dtype=torch.int32, device=columns.device)
+    return rank, order[:size]
 
 
-def surviving_tiles(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn flags (rows of tiles, columns of tiles) into lists.
+def row_hashes(columns: Tensor) -> Tensor:
+    """32 bits for each row (N,), int32, of its place and its target."""
+    x = torch.arange(columns.shape[0], device=columns.device) * 0x3C6EF35F + columns * 0x19660D + 0x5F356495
+    for _ in range(2):
+        x = x & _32_BITS
+        x = (x ^ (x >> 16)) * 0x45D9F3B
+    x = x & _32_BITS
+    return ((x ^ (x >> 16)) - 2**31).to(torch.int32)
 
-    Returns:
-        lists, int32, like flags: in each row the indices of its surviving tiles, ascending, then the others;
-        counts, int32: how many survive in each row.
-    """
-    flags = flags.contiguous()
-    lists = torch.argsort(flags, dim=1, descending=True, stable=True).to(torch.int32)
-    return lists, flags.sum(dim=1, dtype=torch.int32)
+
+def uniform(hashes: Tensor, entries: Tensor) -> Tensor:
+    """u (N, W) fp32 of the rows with `hashes` (N,) and the `entries` (W,); entries.py has the same in Triton."""
+    mixed = hashes.long()[:, None] ^ (entries.long() * HASH_ENTRY)[None, :]
+    return ((mixed & _32_BITS) * HASH_MIX & _32_BITS).float() * 2.0**-32
 
 
 class FilterStats:
-    """What one backward pass kept and dropped, gathered chunk by chunk without a synchronisation.
+    """What one backward pass kept and dropped; no synchronisation.
 
-    `values` (4,) fp32, on the device of the inputs, holds the figures of NAMES, NaN until backward has run:
-    entries_kept, tiles_kept: shares of the N_kept × V entries (rows that count) and of all tiles;
-    dropped_mass_mean, dropped_mass_max: softmax mass dropped per row that counts.
+    `values` (5,) fp32, on the device of the inputs, holds the figures of NAMES, NaN until backward has run:
+    entries_kept: share of the N_kept × V entries of the rows that count.
+    dropped_mass_mean, _p99, _max: softmax mass per row that counts of the entries that were not kept; under the
+        unbiased rule others' weights make up for it on average.
+    exact_rows: share of the rows that count which filter_mass made exact.
     """
 
-    NAMES = ("entries_kept", "tiles_kept", "dropped_mass_mean", "dropped_mass_max")
+    NAMES = ("entries_kept", "dropped_mass_mean", "dropped_mass_p99", "dropped_mass_max", "exact_rows")
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, add_up: Callable[[Tensor], Any] | None = None) -> None:
         self.values = values
+        self._add_up = add_up  # sums over the ranks of a group, each with a part of the vocabulary, in place
 
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
@@ -81,33 +144,28 @@ class FilterStats:
         """The values by name, as 0-d views."""
         return dict(zip(cls.NAMES, values.unbind(), strict=True))
 
-    def start(self, n_rows: int) -> None:
-        """Begin a backward pass."""
-        zero = self.values.new_zeros
-        self._entries, self._tiles, self._mass = zero((), dtype=torch.float64), zero(()), zero(n_rows)
-        self._n_tiles: int | Tensor = 0
-        self._recorded = False
+    def write(self, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int) -> None:
+        """Fill in the report.
 
-    def add(self, kept_entries: Tensor, kept_tiles: Tensor, tiles: int, dropped_mass: Tensor) -> None:
-        """Record one chunk; dropped_mass (N,)."""
-        self._entries += kept_entries
-        self._tiles += kept_tiles
-        self._n_tiles += tiles
-        self._recorded = True
-        self._mass += dropped_mass
-
-    def add_up(self, all_reduce: Callable[[Tensor], Any]) -> None:
-        """Sum what the ranks of a group have recorded, each of its part of the vocabulary, in place on all of them."""
-        tiles = torch.zeros_like(self._tiles) + self._n_tiles
-        for x in (self._entries, self._tiles, self._mass, tiles):
-            all_reduce(x)
-        self._n_tiles = tiles
-
-    def finish(self, b: Tensor, vocab: int) -> None:
-        """Fill in the report; b (N,) is non-zero for rows that count. No chunk recorded: nothing dropped."""
-        n_rows = (b != 0).sum().clamp(min=1)
-        one = n_rows.new_ones((), dtype=torch.float64)
-        entries, tiles = one, one
-        if self._recorded:
-            entries, tiles = self._entries / (n_rows * vocab), self._tiles / self._n_tiles
-        self.values.copy_(torch.stack((entries, tiles, self._mass.sum() / n_rows, self._mass.max())))
+        Args:
+            kept, dropped: (N,) entries kept and mass dropped of each row.
+            exact: (N,) bool, rows that filter_mass made exact; None: all, as there was no filter.
+            counts: (N,) bool, rows that count.
+        """
+        if exact is None:
+            exact = torch.ones_like(counts)
+        kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped)
+        size: Tensor | int = vocab
+        if self._add_up is not None:
+            size = torch.full_like(kept[:1], vocab, dtype=torch.float64)
+            for x in (kept, dropped, size):
+                self._add_up(x)
+        n_rows = counts.sum().clamp(min=1)
+        mass = torch.where(counts, dropped.clamp(min=0), -1.0)
+        in_order = mass.sort().values  # rows that do not count come first
+        at = (mass.shape[0] - 1 - (n_rows - 1) // 100).reshape(1)
+        shares = torch.where(counts, kept, 0).sum(dtype=torch.float64) / size, mass.clamp(min=0).sum()
+        p99, most = in_order.index_select(0, at)[0], in_order[-1]
+        exact_rows = (exact & counts).sum()
+        values = shares[0] / n_rows, shares[1] / n_rows, p99.clamp(min=0), most.clamp(min=0), exact_rows / n_rows
+        self.values.copy_(torch.stack([x.float().reshape(()) for x in values]))

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from . import schemes, stored
+from . import entries, gather, schemes, stored
 from .finish import forward
 from .options import Options
 from .recompute import backward
@@ -10,7 +10,7 @@ from .schemes import Plan, Problem
 from .tiles import aligned as prepare
 from .tiles import multiprocessors
 
-__all__ = ["backward", "forward", "plan", "prepare", "stored"]
+__all__ = ["backward", "entries", "forward", "gather", "plan", "prepare", "stored"]
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:

@@ -16,18 +16,21 @@ from .rows import mean_metrics, reduce_loss
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
 PAPER_EPS = 2.0**-12
+UNBIASED_EPS = 2.0**-10
 
 # What each name stands for; paper/…: the variants of Wijmans et al. 2024, named as in Apple's package.
 PRESETS: dict[str, dict[str, Any]] = {
     "cce_kahan": {"accumulate": "kahan"},
-    "cce_filter": {"accumulate": "kahan", "filter_eps": PAPER_EPS},
+    "cce_filter": {"accumulate": "kahan", "filter_eps": UNBIASED_EPS, "filter_unbiased": True},
     "paper/cce": {"accumulate": "bf16", "filter_eps": PAPER_EPS},
     "paper/cce_kahan": {"accumulate": "kahan", "filter_eps": PAPER_EPS},
     "paper/cce_kahan_full_c": {"accumulate": "kahan", "filter_eps": PAPER_EPS, "filter_c": False},
     "paper/cce_kahan_full_e": {"accumulate": "kahan", "filter_eps": PAPER_EPS, "filter_e": False},
     "paper/cce_exact": {"accumulate": "fp32"},
 }
-_PRESET_DEFAULTS = {"filter_eps": None, "filter_e": True, "filter_c": True, "accumulate": "kahan"}
+_PRESET_DEFAULTS = {
+    "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "accumulate": "kahan",
+}  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -44,6 +47,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     filter_eps: float | None = None,
+    filter_unbiased: bool = False,
+    filter_mass: float | None = None,
     filter_e: bool = True,
     filter_c: bool = True,
     accumulate: str = "kahan",
@@ -78,7 +83,12 @@ def linear_cross_entropy(
         label_smoothing: as in torch.nn.functional.cross_entropy.
         z_loss: adds z_loss · LSE², averaged like the loss.
         filter_eps: drop entries of (softmax − onehot) with a probability below it from the gradients, never
-            the target's; None: exact gradients. Biased: see filtered.py. Not together with label_smoothing.
+            the target's; None: exact gradients. Not together with label_smoothing.
+        filter_unbiased: an entry of probability p below filter_eps is not dropped for sure, but kept with
+            probability p / filter_eps and weight filter_eps, so that gradients are right on average (filtered.py).
+            The draws are a hash of each row's place and target and of the entry.
+        filter_mass: largest softmax mass, in [0, 1), that may be dropped from a row: rows where filter_eps would
+            drop more are computed exactly. 0: all are, whatever filter_eps says.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only
             one of them costs one more product.
         accumulate: how a gradient is summed over chunks: "kahan" (its own dtype, and what rounding lost in 8
@@ -93,10 +103,11 @@ def linear_cross_entropy(
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
         return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
             accuracy (the target's logit is larger than every other) and entropy (of the softmax, nats).
-        return_stats: also return a dict of 0-d device tensors: entries_kept and tiles_kept (shares),
-            dropped_mass_mean and dropped_mass_max (per row). The backward pass fills them in; NaN until then,
-            and under activation checkpointing, which hands backward to a second call.
-        preset: a name in PRESETS, in place of filter_eps, filter_e, filter_c and accumulate.
+        return_stats: also return a dict of 0-d device tensors: entries_kept and exact_rows (shares),
+            dropped_mass_mean, dropped_mass_p99 and dropped_mass_max (over rows); see filtered.FilterStats. The
+            backward pass fills them in; NaN until then, and under activation checkpointing, which hands backward
+            to a second call.
+        preset: a name in PRESETS, in place of filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
 
     Returns:
         loss (fp32); a tuple of it and of lse, metrics and stats as far as they are asked for, in this order.
@@ -107,8 +118,8 @@ def linear_cross_entropy(
     """
     options = make_options(preset, {
         "softcap": softcap, "logit_scale": logit_scale, "label_smoothing": label_smoothing, "z_loss": z_loss,
-        "filter_eps": filter_eps, "filter_e": filter_e, "filter_c": filter_c, "accumulate": accumulate,
-        "workspace_mib": workspace_mib,
+        "filter_eps": filter_eps, "filter_unbiased": filter_unbiased, "filter_mass": filter_mass, "filter_e": filter_e,
+        "filter_c": filter_c, "accumulate": accumulate, "workspace_mib": workspace_mib,
     })  # fmt: skip
     check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, c.shape[0])
 
@@ -156,14 +167,16 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
     Raises:
         ValueError: an unknown preset, an option that is given in both ways, or a value out of range.
     """
-    if preset is None:
-        return Options(**options)
-    if preset not in PRESETS:
-        raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
-    for name, default in _PRESET_DEFAULTS.items():
-        if options.get(name, default) != default:
-            raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
-    return Options(**{**options, **_PRESET_DEFAULTS, **PRESETS[preset]})
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
+        for name, default in _PRESET_DEFAULTS.items():
+            if options.get(name, default) != default:
+                raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
+        options = {**options, **_PRESET_DEFAULTS, **PRESETS[preset]}
+    if options.get("filter_mass") == 0:  # nothing may be dropped
+        options = {**options, "filter_eps": None, "filter_unbiased": False, "filter_mass": None}
+    return Options(**options)
 
 
 def check_inputs(

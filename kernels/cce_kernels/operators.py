@@ -23,10 +23,10 @@ from .schemes import Plan, Problem
 
 # The fields of Options, in order; every operator ends in them.
 OPTIONS = (
-    "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_e, "
-    "bool filter_c, str accumulate, float? workspace_mib"
+    "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_unbiased, "
+    "float? filter_mass, bool filter_e, bool filter_c, str accumulate, float? workspace_mib"
 )
-# e (N, D); c (V, D); targets (N,) int64; bias (V,); main_grad_c (V, D) fp32 to add dC to; stats (4,) fp32 for the
+# e (N, D); c (V, D); targets (N,) int64; bias (V,); main_grad_c (V, D) fp32 to add dC to; stats (5,) fp32 for the
 # filter's statistics; dtype of the products; uniform: the backward pass will get one gradient for all row losses and
 # none for LSE; needs: whether gradients of e, c and bias are wanted.
 INPUTS = (
@@ -76,6 +76,8 @@ def _cross_entropy(
         if plan is not None and plan.rows:
             dtypes = _stored_dtypes(e, c, main_grad_c, needs)
             rows, state = backend.stored.forward(e_as, c_as, columns, plan.rows, dtypes, with_metrics, o)
+        elif plan is not None and plan.capacity:
+            rows, state = backend.entries.forward(e_as, c_as, columns, plan.capacity, with_metrics, o)
         else:
             bias = None if bias is None else bias.contiguous()
             rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o)
@@ -114,6 +116,8 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, wit
         state = backend.stored.empty_state(
             copies[0] if copies[0].numel() else e, c, plan.rows, _stored_dtypes(e, c, main_grad_c, needs), o
         )
+    elif plan.capacity:
+        state = backend.entries.empty_state(targets, int(c.shape[0]), plan.capacity, o)
     return rows, torch.empty_like(rows), metrics, [torch.empty_like(targets), *copies, *state]
 
 
@@ -138,14 +142,10 @@ def _recompute(
     recorder = None if stats is None else FilterStats(stats)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         a, b = row_coefficients(grad_rows, grad_lse, lse, columns, o)
-        if recorder is not None:
-            recorder.start(e.shape[0])
         bias = None if bias is None else bias.contiguous()
         grads = backend_of(e).backward(
             e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder
         )
-        if recorder is not None:
-            recorder.finish(b, c.shape[0])
     grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
     return grad_e, grad_c, grad_bias
 
@@ -168,6 +168,51 @@ def _(
         return e.new_empty(0) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
 
     return like(e, dtype_e), like(c, dtype_c), e.new_empty(0) if bias is None else like(bias, dtype_bias)
+
+
+def _gather(
+    grad_rows: Tensor,
+    grad_lse: Tensor | None,
+    e: Tensor,
+    c: Tensor,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    lse: Tensor,
+    columns: Tensor,
+    state: list[Tensor],
+    width: int,
+    dtype_e: torch.dtype | None,
+    dtype_c: torch.dtype | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of e and c (empty where no dtype is given) from lists of entries; see gather.py."""
+    o = Options(*options)
+    recorder = None if stats is None else FilterStats(stats)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        a, b = row_coefficients(grad_rows, grad_lse, lse, columns, o)
+        grads = backend_of(e).gather.backward(
+            e, c, columns, lse, a, b, state, width, o, (dtype_e, dtype_c), main_grad_c, recorder
+        )
+    grad_e, grad_c = (e.new_empty(0) if grad is None else grad for grad in grads)
+    return grad_e, grad_c
+
+
+_gather_op = torch.library.custom_op(
+    "cce_kernels::cross_entropy_backward_entries",
+    _gather,
+    mutates_args=("main_grad_c", "stats"),
+    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor(a!)? main_grad_c, Tensor(b!)? stats, "
+    "Tensor lse, Tensor columns, Tensor[] state, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
+    f"{OPTIONS}) -> (Tensor, Tensor)",
+)
+
+
+@_gather_op.register_fake
+def _(grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, width, dtype_e, dtype_c, *options):
+    def like(x, dtype):
+        return e.new_empty(0) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
+
+    return like(e, dtype_e), like(c, dtype_c)
 
 
 def _finish_stored(
@@ -197,7 +242,9 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.finished = False
 
 
-def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stored=_finish_stored_op):
+def _backward(
+    ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op
+):
     if ctx.finished:
         raise RuntimeError(USED_UP)
     e, c, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
@@ -217,9 +264,15 @@ def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stor
     else:
         if grad_rows is None:
             grad_rows = torch.zeros_like(lse)
-        grads = recompute(
-            grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *dtypes, *ctx.options,
-        )  # fmt: skip
+        if plan.capacity:
+            grads = *gather(
+                grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *dtypes[:2],
+                *ctx.options,
+            ), None  # fmt: skip
+        else:
+            grads = recompute(
+                grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *dtypes, *ctx.options,
+            )  # fmt: skip
     grad_e, grad_c, grad_bias = (
         None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
     )
@@ -247,7 +300,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_rows, grad_lse, _):
-        return _backward(ctx, grad_rows, grad_lse, recompute=_recompute, finish_stored=_finish_stored)
+        return _backward(ctx, grad_rows, grad_lse, recompute=_recompute, gather=_gather, finish_stored=_finish_stored)
 
 
 def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

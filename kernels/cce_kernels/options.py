@@ -27,6 +27,8 @@ class Options:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     filter_eps: float | None = None
+    filter_unbiased: bool = False
+    filter_mass: float | None = None
     filter_e: bool = True
     filter_c: bool = True
     accumulate: str = "kahan"
@@ -46,6 +48,11 @@ class Options:
                 "label_smoothing: cannot combine with filter_eps; smoothing gives every entry a gradient, "
                 "so that there is nothing to drop"
             )
+        if self.filter_eps is None and (self.filter_unbiased or self.filter_mass is not None):
+            name = "filter_unbiased" if self.filter_unbiased else "filter_mass"
+            raise ValueError(f"{name}: says how filter_eps filters; give filter_eps, too")
+        if self.filter_mass is not None and not 0 < self.filter_mass < 1:
+            raise ValueError(f"filter_mass: must lie in [0, 1) or be None, got {self.filter_mass}")
         if self.accumulate not in ACCUMULATE:
             raise ValueError(f"accumulate: must be one of {', '.join(ACCUMULATE)}, got {self.accumulate!r}")
         if self.workspace_mib is not None and not self.workspace_mib > 0:
@@ -54,8 +61,8 @@ class Options:
     def values(self) -> tuple:
         """Of all fields, in order (dataclasses.astuple copies, which takes 40 µs)."""
         return (
-            self.softcap, self.logit_scale, self.label_smoothing, self.z_loss, self.filter_eps, self.filter_e,
-            self.filter_c, self.accumulate, self.workspace_mib,
+            self.softcap, self.logit_scale, self.label_smoothing, self.z_loss, self.filter_eps, self.filter_unbiased,
+            self.filter_mass, self.filter_e, self.filter_c, self.accumulate, self.workspace_mib,
         )  # fmt: skip
 
     @property
@@ -73,6 +80,10 @@ class Options:
         wanted = {self.eps_e} if need_e else set()
         wanted |= {self.eps_c} if need_c else set()
         return sorted(wanted, key=lambda eps: eps is not None)
+
+    def filters(self, need_e: bool, need_c: bool) -> bool:
+        """Whether a gradient that is needed is filtered."""
+        return self.filter_eps is not None and self.filter_eps in self.passes(need_e, need_c)
 
     def chunk_width(self, vocab: int, fixed_bytes: int, bytes_per_column: int, multiple: int) -> int:
         """Vocabulary entries per chunk so that fixed_bytes + width * bytes_per_column fits the workspace.

@@ -24,25 +24,22 @@ from .compensated import read_sum, write_sum
 from .tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
 
 
-@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split", "lists"])
+@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split"])
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
     b_desc,  # B (K, COLS)
     out_ptr,  # (splits, split_rows, COLS)
     lost_ptr,  # like out, or None
     into_ptr,  # like out, fp32, or None: the sum ends here, added to what this holds
-    places_ptr,  # (M,) int64 or None: the row of out for each m; None: m itself
-    lists_ptr,  # (M / TILE, lists) int32 or None: the TILEs of K that this row of tiles sums over
-    counts_ptr,  # (M / TILE,) int32 or None: how many of them
     scale_ptr,  # () fp32 or None
+    active_ptr,  # () int32 or None: 0 for nothing to do
     M,
     COLS,
     K,
     splits,
     split_rows,
     steps_per_split,
-    lists,
-    BLOCK_M: tl.constexpr,  # equals TILE where there are lists
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -55,30 +52,23 @@ def product_kernel(
         gdc_launch_dependents()
     row_tiles, col_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
-    for unit in range(tl.program_id(0), row_tiles * col_tiles * splits, tl.num_programs(0)):
+    units = row_tiles * col_tiles * splits
+    if active_ptr is not None:
+        units *= tl.load(active_ptr)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         split = unit // (row_tiles * col_tiles)
         row_tile, col_tile = grouped(unit % (row_tiles * col_tiles), row_tiles, col_tiles, GROUP)
         row = row_tile * BLOCK_M
         col = col_tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if lists_ptr is None:
-            first = split * steps_per_split
-            for step in range(first, tl.minimum(first + steps_per_split, tl.cdiv(K, BLOCK_K))):
-                k = step * BLOCK_K
-                a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
-                acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
-        else:
-            for step in range(tl.load(counts_ptr + row_tile) * (BLOCK_M // BLOCK_K)):
-                tile = tl.load(lists_ptr + row_tile * lists + step // (BLOCK_M // BLOCK_K))
-                k = tile * BLOCK_M + step % (BLOCK_M // BLOCK_K) * BLOCK_K
-                a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
-                acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
+        first = split * steps_per_split
+        for step in range(first, tl.minimum(first + steps_per_split, tl.cdiv(K, BLOCK_K))):
+            k = step * BLOCK_K
+            a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
+            acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
 
         rows = row + tl.arange(0, BLOCK_M)
-        places = rows
-        if places_ptr is not None:
-            places = tl.load(places_ptr + rows, mask=rows < M, other=0)
-        offsets = (split.to(tl.int64) * split_rows + places.to(tl.int64))[:, None] * COLS
+        offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time: fewer registers, less shared memory to bring it into the order of the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
         _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
@@ -119,9 +109,8 @@ def product(
     read: bool = False,
     scale: Tensor | None = None,
     into: Tensor | None = None,
-    places: Tensor | None = None,
-    tiles_of_k: tuple[Tensor, Tensor] | None = None,
     beside: bool = False,
+    active: Tensor | None = None,
 ) -> None:
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] A B, with A = aᵀ if transpose_a.
 
@@ -131,22 +120,19 @@ def product(
         read: whether out and lost hold part of the sum.
         scale: () fp32, applied to the whole sum, which ends with it.
         into: like out, fp32: where the finished sum is added, in place of being stored in out.
-        places: (M,) int64, the row of out for each row of A.
-        tiles_of_k: lists and counts of `surviving_tiles`: the parts of the summed dimension that count.
         beside: this product needs nothing of the one launched just before it, and may run beside it.
+        active: () int32, 0 if there is nothing to do after all; None: there is.
     """
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
     tiles = tiles_for(a.dtype, cols)
-    lists, counts = tiles_of_k or (None, None)
     overlap = launches_overlap(a)
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
     product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
-        out, lost, into, places, lists, counts, scale, n_rows, cols, depth,
+        out, lost, into, scale, active, n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
-        0 if lists is None else lists.shape[1], tiles.rows, tiles.cols, tiles.inner, GROUP,
-        transpose_a, read, lost is not None and scale is None, overlap,
+        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None, overlap,
         launch_pdl=beside and overlap, **tiles.launch,
     )  # fmt: skip

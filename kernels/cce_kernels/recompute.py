@@ -12,14 +12,16 @@ Every output tile has one owner: no locks, no atomics, deterministic. dz is stor
 coefficient ("peak"), which the products multiply back in: the small gradients of a mean over many tokens do
 not underflow in fp16.
 
-With a filter (filtered.py) a chunk is a run of vocabulary_order instead of the index: its rows of C are
-gathered, dC's scattered back. dz tiles without a survivor are neither written nor read: the products walk
-over lists of the others. Where only one gradient is filtered, dz is made twice.
+A filter (filtered.py) is applied to each entry of dz as it is made; where only one gradient is filtered, dz is made
+twice. That is for what entries.py does not cover, and where its lists turn out too small: `active` says on the device
+whether there is anything to do.
 
 Cost: 3 N D V multiply-adds on the tensor cores; N × width × 2 bytes of workspace, written once, read twice.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,38 +31,43 @@ from torch import Tensor
 from . import hopper
 from .accumulator import Accumulator
 from .epilogues import gradient_of
-from .exponentials import split_columns
-from .filtered import FilterStats, surviving_tiles, vocabulary_order
+from .exponentials import most_splits, split_columns
+from .filtered import FilterStats, Rule
+from .hashing import draw
 from .options import Options
 from .products import product
-from .tiles import GROUP, aligned, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
+from .tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
 
 
-@triton.jit(do_not_specialize=["N", "W", "D", "first", "splits", "tiles_per_split"])
+@triton.jit(do_not_specialize=["N", "W", "D", "first", "first_entry", "n_head", "splits", "tiles_per_split"])
 def gradient_kernel(
     e_desc,  # (N, D)
     c_desc,  # (W, D), the chunk
     dz_desc,  # (N, W), written
     bias_ptr,  # (W,) or None
-    columns_ptr,  # (N,) int64, places in the whole vocabulary
+    columns_ptr,  # (N,) int64, in the whole vocabulary
     lse_ptr,  # (N,) fp32
     a_ptr,  # (N,) fp32, divided by the peak
     b_ptr,  # (N,) fp32, divided by the peak
     dbias_ptr,  # (row tiles, W) fp32 or None: this tile's part of dbias, written
-    flags_ptr,  # (row tiles, column tiles) int32 or None: 1 where an entry survives the filter, written
-    kept_ptr,  # (column tiles, N) fp32 or None: entries kept, written
-    dropped_ptr,  # (column tiles, N) fp32 or None: mass dropped, written
+    eps_ptr,  # (N,) fp32 or None: each row's threshold of the filter
+    hash_ptr,  # (N,) int32 or None; see filtered.Rule
+    rank_ptr,  # (W,) int32 or None; entries of a rank below n_head are kept
+    kept_ptr,  # (splits, N) fp32 or None: entries kept, added to
+    dropped_ptr,  # (splits, N) fp32 or None: mass dropped, added to
+    active_ptr,  # () int32 or None: 0 for nothing to do
     N,
     W,
     D,
-    first,  # the chunk's first place
+    first,  # the chunk's first column
+    first_entry,  # and what the filter's draws call it
+    n_head,
     splits,
     tiles_per_split,
     logit_scale,
     softcap,
     on_target,  # 1 − s
     elsewhere,  # s / V
-    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,7 +78,10 @@ def gradient_kernel(
     row_tiles, col_tiles, depth = tl.cdiv(N, BLOCK_N), tl.cdiv(W, BLOCK_V), tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
     PRECISE: tl.constexpr = e_desc.dtype == tl.float32
-    for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
+    units = row_tiles * splits
+    if active_ptr is not None:
+        units *= tl.load(active_ptr)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
         rows = row + tl.arange(0, BLOCK_N)
@@ -80,55 +90,229 @@ def gradient_kernel(
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # beyond N: p = 0
         a = tl.load(a_ptr + rows, mask=inside, other=0.0)
         b = tl.load(b_ptr + rows, mask=inside, other=0.0)
+        eps, row_hash = lse, rows
+        if eps_ptr is not None:
+            eps = tl.load(eps_ptr + rows, mask=inside, other=0.0)
+        if hash_ptr is not None:
+            row_hash = tl.load(hash_ptr + rows, mask=inside, other=0)
+        some_filtered = tl.max(eps, axis=0) > 0
+        kept = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        dropped = tl.zeros((BLOCK_N,), dtype=tl.float32)
         first_tile = split * tiles_per_split
         tiles = tl.minimum(tiles_per_split, col_tiles - first_tile)
         acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         for step in range(tiles * depth):
-            col_tile = first_tile + step // depth
-            col = col_tile * BLOCK_V
+            col = (first_tile + step // depth) * BLOCK_V
             d = step % depth * BLOCK_D
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
-            if step % depth == depth - 1:
-                if flags_ptr is None:  # half a tile at a time: fewer registers, less to stage for the store
-                    left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
-                    cols = col + tl.arange(0, HALF)
-                    dz, _, _ = gradient_of(
-                        left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                        HAS_SOFTCAP, PRECISE,
-                    )  # fmt: skip
-                    dz_desc.store([row, col], dz.to(dz_desc.dtype))
-                    if dbias_ptr is not None:
-                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
-                    cols += HALF
-                    dz, _, _ = gradient_of(
-                        right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                        HAS_SOFTCAP, PRECISE,
-                    )  # fmt: skip
-                    dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
-                    if dbias_ptr is not None:
-                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
-                else:
-                    cols = col + tl.arange(0, BLOCK_V)
-                    dz, p, is_target = gradient_of(
-                        acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                        HAS_SOFTCAP, PRECISE,
-                    )  # fmt: skip
-                    is_entry = inside[:, None] & (cols < W)[None, :]
-                    counts = (b != 0)[:, None] & is_entry
-                    keep = ((p >= eps) | is_target) & ((a != 0)[:, None] | counts) & is_entry
-                    dz = tl.where(keep, dz, 0.0)
-                    survives = tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0)
-                    tl.store(flags_ptr + row_tile * col_tiles + col_tile, survives)
-                    if survives > 0:
-                        dz_desc.store([row, col], dz.to(dz_desc.dtype))
-                    if kept_ptr is not None:
-                        partial = col_tile.to(tl.int64) * N + rows
-                        tl.store(kept_ptr + partial, tl.sum((keep & counts).to(tl.float32), axis=1), mask=inside)
-                        dropped = tl.sum(tl.where(counts & (keep == 0), p, 0.0), axis=1)
-                        tl.store(dropped_ptr + partial, dropped, mask=inside)
-                    if dbias_ptr is not None:
-                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+            if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
+                left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
+                cols = col + tl.arange(0, HALF)
+                dz, p, is_target = gradient_of(
+                    left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+                    HAS_SOFTCAP, PRECISE,
+                )  # fmt: skip
+                if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+                    if some_filtered:
+                        dz, kept, dropped = _filter(
+                            dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, rank_ptr, n_head, kept,
+                            dropped,
+                        )  # fmt: skip
+                dz_desc.store([row, col], dz.to(dz_desc.dtype))
+                if dbias_ptr is not None:
+                    tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+                cols += HALF
+                dz, p, is_target = gradient_of(
+                    right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+                    HAS_SOFTCAP, PRECISE,
+                )  # fmt: skip
+                if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+                    if some_filtered:
+                        dz, kept, dropped = _filter(
+                            dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, rank_ptr, n_head, kept,
+                            dropped,
+                        )  # fmt: skip
+                dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
+                if dbias_ptr is not None:
+                    tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        if kept_ptr is not None:
+            partial = split.to(tl.int64) * N + rows
+            tl.store(kept_ptr + partial, kept + tl.load(kept_ptr + partial, mask=inside, other=0.0), mask=inside)
+            dropped += tl.load(dropped_ptr + partial, mask=inside, other=0.0)
+            tl.store(dropped_ptr + partial, dropped, mask=inside)
+
+
+@triton.jit
+def _filter(dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, rank_ptr, n_head, kept, dropped):
+    """dz of one half tile after the filter; entries kept and mass dropped of the rows, with this half's added."""
+    eps = eps[:, None]
+    if hash_ptr is None:
+        keep = p >= eps
+        weighted = dz
+    else:
+        keep = p * 2.0**32 > eps * draw(row_hash[:, None], (first_entry + cols)[None, :])
+        weighted = dz * tl.maximum(1.0, eps / tl.maximum(p, 1e-37))
+    always = is_target
+    if rank_ptr is not None:
+        always |= (tl.load(rank_ptr + cols, mask=cols < W, other=0) < n_head)[None, :]
+    entry = (cols < W)[None, :]
+    stays = (keep | always) & entry
+    kept += tl.sum(stays.to(tl.float32), axis=1)
+    dropped += tl.sum(tl.where(stays | (entry == 0), 0.0, p), axis=1)
+    return tl.where(always, dz, tl.where(keep, weighted, 0.0)), kept, dropped
+
+
+@dataclass(frozen=True)
+class Filter:
+    """The filter of a backward pass.
+
+    rule: what is kept. kept, dropped: of `parts`, fp32, or None: parts of what each row kept and dropped, added
+    to. active: () int32 or None: 0 if the gradients are there already. grad_e, grad_c: then where they are.
+    """
+
+    rule: Rule
+    kept: Tensor | None
+    dropped: Tensor | None
+    active: Tensor | None = None
+    grad_e: Tensor | None = None
+    grad_c: Tensor | None = None
+
+
+def parts(e: Tensor) -> Tensor:
+    """Zeros (2, splits, N) for `Filter.kept` and `Filter.dropped`."""
+    row_tiles = cdiv(e.shape[0], gradient_tiles(e.dtype).rows)
+    return torch.zeros(2, most_splits(row_tiles, multiprocessors(e)), e.shape[0], device=e.device)
+
+
+def gradients(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    width: int,
+    o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
+    filtering: Filter | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+
+    Args:
+        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
+        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
+        width: vocabulary entries per chunk.
+        filtering: the filter, where options name one; none for a gradient that is not filtered.
+    """
+    n_rows, vocab = e.shape[0], c.shape[0]
+    dtype_e, dtype_c, dtype_bias = dtypes
+    sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
+    active = None
+    if filtering is not None and filtering.active is not None:
+        active, grad_c = filtering.active, filtering.grad_c
+        if sum_e is not None and filtering.grad_e is not None and sum_e.value.dtype == dtype_e:
+            sum_e.value = filtering.grad_e
+    else:
+        grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    out_c = grad_c if main_grad_c is None else main_grad_c
+    grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
+    passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)
+
+    peak = torch.maximum(a.abs().amax(), b.abs().amax())
+    peak = torch.where(peak == 0, 1.0, peak)
+    a, b, scale = a / peak, b / peak, peak * o.logit_scale
+
+    workspace = e.new_empty(n_rows, cdiv(width, 16) * 16)
+    for first in range(0, vocab, width):
+        chunk = slice(first, min(first + width, vocab))
+        c_chunk = c[chunk]
+        bias_chunk = None if bias is None else bias[chunk]
+        dz = workspace[:, : c_chunk.shape[0]]
+        for eps in passes:
+            rule_applies = None if eps is None else filtering
+            dbias = _gradient(
+                e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies
+            )
+            if out_c is not None and eps == o.eps_c:
+                into = None if main_grad_c is None else main_grad_c[chunk]
+                product(dz, e, out_c[chunk], transpose_a=True, scale=scale, into=into, active=active)
+            if sum_e is not None and eps == o.eps_e:  # the shorter tiles last
+                ends = scale if chunk.stop == vocab else None
+                beside = out_c is not None and eps == o.eps_c
+                product(dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, beside=beside, active=active)
+            if grad_bias is not None and dbias is not None and eps == o.eps_c:
+                grad_bias[chunk] = (dbias.sum(dim=0) * peak).to(dtype_bias)
+    grad_e = None if sum_e is None else sum_e.result()
+    if grad_e is not None and active is not None and filtering is not None and grad_e is not filtering.grad_e:
+        assert filtering.grad_e is not None
+        grad_e = filtering.grad_e.copy_(torch.where(active != 0, grad_e, filtering.grad_e))
+    return grad_e, grad_c, grad_bias
+
+
+def dropped_mass(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options, rule: Rule
+) -> Tensor:
+    """The mass (N,) fp32 that the rule drops from each row: one product."""
+    kept, dropped = parts(e)
+    ones = torch.ones_like(lse)
+    workspace = e.new_empty(e.shape[0], cdiv(width, 16) * 16)
+    for first in range(0, c.shape[0], width):
+        chunk = slice(first, min(first + width, c.shape[0]))
+        dz = workspace[:, : chunk.stop - first]
+        bias_chunk = None if bias is None else bias[chunk]
+        measured = Filter(rule, kept, dropped)
+        _gradient(e, c[chunk], bias_chunk, columns, lse, ones, ones, dz, first, c.shape[0], False, o, measured)
+    return dropped.sum(dim=0)
+
+
+def _gradient(
+    e: Tensor,
+    c_chunk: Tensor,
+    bias_chunk: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dz: Tensor,
+    first: int,
+    vocab: int,
+    with_bias: bool,
+    o: Options,
+    filtering: Filter | None,
+) -> Tensor | None:
+    """Write dz / peak of one chunk; return dbias / peak by row tile, if asked for."""
+    (n_rows, dim), width = e.shape, c_chunk.shape[0]
+    on_hopper = hopper.fits(e) and filtering is None and bias_chunk is None and o.softcap is None
+    tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype)
+    row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
+    dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
+    eps = hashes = rank = kept = dropped = active = None
+    first_entry, n_head = first, 0
+    if filtering is not None:
+        rule, kept, dropped, active = filtering.rule, filtering.kept, filtering.dropped, filtering.active
+        eps, hashes, n_head, first_entry = rule.eps, rule.hashes, rule.n_head, rule.first + first
+        rank = None if rule.rank is None else rule.rank[first : first + width]
+    programs = multiprocessors(e)
+    splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
+    scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
+    if on_hopper:
+        pointers = (columns, lse, a, b)
+        hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
+        return None
+    gradient_kernel[(programs,)](
+        descriptor(e, tiles.rows, tiles.inner),
+        descriptor(c_chunk, tiles.cols, tiles.inner),
+        descriptor(dz, tiles.rows, tiles.cols // 2),
+        bias_chunk, columns, lse, a, b, dbias, eps, hashes, rank, kept, dropped, active,
+        n_rows, width, dim, first, first_entry, n_head, splits, tiles_per_split, scale, float(o.softcap or 0),
+        on_target, elsewhere,
+        tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,
+        **tiles.launch,
+    )  # fmt: skip
+    return dbias
 
 
 def backward(
@@ -144,103 +328,24 @@ def backward(
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
     main_grad_c: Tensor | None,
     stats: FilterStats | None,
+    rule: Rule | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+    """`gradients` with the filter that the options name, if any, and what it kept and dropped written to `stats`.
 
-    Args:
-        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
-        width: vocabulary entries per chunk.
+    rule: what the filter goes by, where that is not for these columns alone to say (vocab_parallel.py).
     """
-    n_rows, vocab = e.shape[0], c.shape[0]
-    dtype_e, dtype_c, dtype_bias = dtypes
-    sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
-    grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
-    out_c = grad_c if main_grad_c is None else main_grad_c
-    grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
-    passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)
-
-    peak = torch.maximum(a.abs().amax(), b.abs().amax())
-    peak = torch.where(peak == 0, 1.0, peak)
-    a, b, scale = a / peak, b / peak, peak * o.logit_scale
-    order = None
-    if o.filter_eps is not None:
-        order, columns = vocabulary_order(columns, vocab)
-
-    workspace = e.new_empty(n_rows, cdiv(width, 16) * 16)
-    for first in range(0, vocab, width):
-        chunk = slice(first, min(first + width, vocab))
-        places = None if order is None else order[chunk]
-        c_chunk = c[chunk] if places is None else aligned(c.index_select(0, places))
-        bias_chunk = None if bias is None else bias[chunk] if places is None else bias[places]
-        dz = workspace[:, : c_chunk.shape[0]]
-        for eps in passes:
-            flags, dbias = _gradient(
-                e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, eps, grad_bias is not None,
-                o, stats,
-            )  # fmt: skip
-            if out_c is not None and eps == o.eps_c:
-                lists = None if flags is None else surviving_tiles(flags.T)
-                out = out_c[chunk] if places is None else out_c
-                into = None if main_grad_c is None else out
-                product(dz, e, out, transpose_a=True, scale=scale, into=into, places=places, tiles_of_k=lists)
-            if sum_e is not None and eps == o.eps_e:  # the shorter tiles last
-                lists = None if flags is None else surviving_tiles(flags)
-                ends = scale if chunk.stop == vocab else None
-                beside = out_c is not None and eps == o.eps_c
-                product(
-                    dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, tiles_of_k=lists, beside=beside
-                )
-            if grad_bias is not None and dbias is not None and eps == o.eps_c:
-                grad_bias[chunk if places is None else places] = (dbias.sum(dim=0) * peak).to(dtype_bias)
-    return None if sum_e is None else sum_e.result(), grad_c, grad_bias
-
-
-def _gradient(
-    e: Tensor,
-    c_chunk: Tensor,
-    bias_chunk: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dz: Tensor,
-    first: int,
-    vocab: int,
-    eps: float | None,
-    with_bias: bool,
-    o: Options,
-    stats: FilterStats | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Write dz / peak of one chunk; return the surviving tiles' flags (with a filter) and dbias / peak by row
-    tile."""
-    (n_rows, dim), width = e.shape, c_chunk.shape[0]
-    on_hopper = hopper.fits(e) and eps is None and bias_chunk is None and o.softcap is None
-    tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype, filtered=eps is not None)
-    row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
-    new = e.new_empty
-    flags = None if eps is None else new((row_tiles, col_tiles), dtype=torch.int32)
-    dbias = new((row_tiles, width), dtype=torch.float32) if with_bias else None
-    kept = dropped = None
-    if eps is not None and stats is not None:
-        kept, dropped = (new((col_tiles, n_rows), dtype=torch.float32) for _ in range(2))
-    programs = multiprocessors(e)
-    splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
-    scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
-    if on_hopper:
-        pointers = (columns, lse, a, b)
-        hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
-        return None, None
-    gradient_kernel[(programs,)](
-        descriptor(e, tiles.rows, tiles.inner),
-        descriptor(c_chunk, tiles.cols, tiles.inner),
-        descriptor(dz, tiles.rows, tiles.cols // 2 if eps is None else tiles.cols),
-        bias_chunk, columns, lse, a, b, dbias, flags, kept, dropped,
-        n_rows, width, dim, first, splits, tiles_per_split, scale, float(o.softcap or 0), on_target,
-        elsewhere, float(eps or 0),
-        tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,
-        **tiles.launch,
-    )  # fmt: skip
-    if stats is not None and flags is not None and kept is not None and dropped is not None:
-        stats.add(kept.sum(dtype=torch.float64), flags.sum(), flags.numel(), dropped.sum(dim=0))
-    return flags, dbias
+    vocab = c.shape[0]
+    filtering, exact = None, None
+    kept = dropped = torch.zeros_like(lse)[None]
+    need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
+    if o.filters(dtypes[0] is not None, need_c):
+        rule = rule or Rule.of(columns, vocab, o)
+        exact = torch.zeros_like(columns, dtype=torch.bool)
+        if o.filter_mass is not None:
+            exact = dropped_mass(e, c, bias, columns, lse, width, o, rule) > o.filter_mass
+        kept, dropped = parts(e)
+        filtering = Filter(rule.exact_where(exact), kept, dropped)
+    grads = gradients(e, c, bias, columns, lse, a, b, width, o, dtypes, main_grad_c, filtering)
+    if stats is not None:
+        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b != 0, vocab)
+    return grads

@@ -4,7 +4,7 @@ With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_
 
     LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
 
-A filter changes gradients alone: entries of dL/dz with softmax p < eps become 0, the target's entry stays.
+A filter changes gradients alone: entries of dL/dz are weighted as filtered.py says, the target's entry stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .filtered import Rule
 from .options import Options
 from .rows import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
 
@@ -51,11 +52,16 @@ def reference_linear_cross_entropy(
     z_c = _logits(e.detach(), c, None if bias is None else bias.to(dtype), o)
     if o.filter_eps is not None:
         p = torch.softmax(z_e.detach(), dim=1)
-        keep = p >= o.filter_eps
-        keep |= columns[:, None] == torch.arange(c.shape[0], device=c.device)
+        entries = torch.arange(c.shape[0], device=c.device)
+        is_target = columns[:, None] == entries
+        rule = Rule.of(columns, c.shape[0], o)
+        if o.filter_mass is not None:
+            stays = (rule.weights(p, entries) > 0) | is_target
+            rule = rule.exact_where(torch.where(stays, 0, p).sum(dim=1) > o.filter_mass)
+        factor = torch.where(is_target, 1, rule.weights(p, entries) / p.clamp(min=torch.finfo(dtype).tiny))
         for z, filtered in ((z_e, o.filter_e), (z_c, o.filter_c)):
             if filtered and z.requires_grad:
-                z.register_hook(lambda grad: torch.where(keep, grad, 0))
+                z.register_hook(lambda grad: grad * factor)
     z = z_e + (z_c - z_c.detach())
 
     lse = torch.logsumexp(z, dim=1)

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from .accumulator import scratch_bytes
+from .filtered import head_size
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
@@ -29,6 +30,11 @@ STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
+SEGMENTS, SLOTS = 4, 2048  # of a row, listed one by one; entries that can be listed in one of them
+LEAST_LISTED, MOST_LISTED = 64, 512  # entries that lists hold a row; where more are kept, dense products are as fast
+STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
+BYTES_PER_ENTRY = 21  # the same, row, coefficient, and what sorting a part of them takes
+LIST_PARTS = 8  # sorted one after another
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Plan:
 
     rows: int
     columns: int
+    capacity: int = 0  # of the lists of entries, where the filter goes by them (entries.py), `columns` if they overflow
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,10 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
         return Plan(rows, 0)
     if rows and _stored_cost(p, rows) <= _recompute_cost(p, columns):
         return Plan(rows, 0)
-    return Plan(0, columns)
+    capacity = _capacity(p, o)
+    if capacity:  # what is left beside the lists
+        columns = _columns(p, o, STATE_BYTES_PER_ENTRY * capacity)
+    return Plan(0, columns, capacity)
 
 
 def splits_for(rows: int, cols: int, programs: int) -> int:
@@ -125,12 +135,28 @@ def _rows(p: Problem, programs: int, o: Options) -> int:
     return 0
 
 
-def _columns(p: Problem, o: Options) -> int:
-    """Vocabulary entries per chunk of the recomputing scheme: as many as dz and gathered rows of C (of two chunks)
-    leave room for."""
-    tile = 64 if p.dtype == torch.float32 else TILE_ROWS
-    per_column = p.n_rows * p.dtype.itemsize + math.ceil(p.n_rows / tile) * 4
-    if o.filter_eps is not None:
-        per_column += 2 * p.dim * p.dtype.itemsize + (math.ceil(8 * p.n_rows / tile) if p.with_stats else 0)
+def _columns(p: Problem, o: Options, fixed_bytes: int = 0) -> int:
+    """Vocabulary entries per chunk of the recomputing scheme: as many as dz leaves room for."""
     multiple = 64 if p.dtype == torch.float32 else COLUMN_MULTIPLE
-    return o.chunk_width(p.vocab, 0, per_column, multiple)
+    return o.chunk_width(p.vocab, fixed_bytes, p.n_rows * p.dtype.itemsize, multiple)
+
+
+def _capacity(p: Problem, o: Options) -> int:
+    """Entries that the filter's lists hold, as the workspace allows; 0 where it does not go by lists: one gradient
+    of two is filtered, or what entries.py does not cover, or lists too short to be worth it."""
+    if o.filter_eps is None or o.passes(p.grad_e is not None, p.grad_c is not None or p.main_grad) != [o.filter_eps]:
+        return 0
+    if p.has_bias or o.softcap is not None or p.dtype != torch.bfloat16:
+        return 0
+    n_head = head_size(p.n_rows, p.vocab) if o.filter_unbiased else 0
+    beside = n_head * p.dim * 4  # the head's gradient
+    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside
+    capacity = budget // BYTES_PER_ENTRY // LIST_PARTS * LIST_PARTS
+    return min(capacity, MOST_LISTED * p.n_rows) if capacity >= LEAST_LISTED * p.n_rows else 0
+
+
+def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
+    """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists."""
+    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - STATE_BYTES_PER_ENTRY * capacity
+    rows = budget // (2 * vocab + 4 * SLOTS * SEGMENTS)
+    return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .filtered import TILE
 from .interpreter import INTERPRETED, mend
 
 if INTERPRETED:
@@ -34,6 +33,7 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+TILE = 128  # rows of a tile of 16-bit operands
 GROUP = 16  # row tiles that walk over the same columns together, so that both operands stay in L2
 
 
@@ -80,16 +80,11 @@ def logits_tiles(dtype: torch.dtype, dim: int) -> Tiles:
 
 
 @lru_cache
-def gradient_tiles(dtype: torch.dtype, filtered: bool = False) -> Tiles:
-    """Tiles of dL/dz: one stage fewer, as the result leaves through shared memory; square ones for the filter."""
+def gradient_tiles(dtype: torch.dtype) -> Tiles:
+    """Tiles of dL/dz: one stage fewer, as the result leaves through shared memory."""
     if dtype == torch.float32:
         return tiles_for(dtype)
-    return Tiles(TILE, TILE if filtered else 256, 64, 8, 3)
-
-
-def flag_tile(dtype: torch.dtype) -> int:
-    """Side of the square tiles that the filter skips or keeps."""
-    return 64 if dtype == torch.float32 else TILE
+    return Tiles(TILE, 256, 64, 8, 3)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-from .filtered import FilterStats
+from .filtered import FilterStats, Rule
 from .linear_cross_entropy import check_inputs, make_options, product_dtype
 from .operators import USED_UP, backend_of
 from .options import Options
@@ -89,9 +89,9 @@ def vocabulary_parallel_linear_cross_entropy(
             not of the sum of all ranks' copies. "own": loss, lse and gradient of e are of the rank's own rows;
             gradients are those of the sum of all ranks' losses. "mean" then divides the rank's sum by the targets that
             are not ignored on all ranks, so that the ranks' losses add up to the mean; metrics are of all ranks' rows.
-        options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_e, filter_c, accumulate and
-            workspace_mib, and all else: as in `linear_cross_entropy`. entries_kept, tiles_kept and dropped masses are
-            of all ranks' shards.
+        options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_e, filter_c,
+            accumulate and workspace_mib, and all else: as in `linear_cross_entropy`; no filter_mass but 0 or None.
+            The statistics are of all ranks' shards.
 
     Returns:
         As `linear_cross_entropy`.
@@ -101,6 +101,10 @@ def vocabulary_parallel_linear_cross_entropy(
         WorkspaceTooSmall: as there.
     """
     o = make_options(preset, options)
+    if o.filter_mass is not None:
+        raise ValueError(
+            "filter_mass: not with vocabulary parallelism; no rank sees a row's whole mass before its gradient"
+        )
     spread = Spread.of(group, shards, rows)
     if c.shape[0] != spread.size:
         raise ValueError(f"c: has {c.shape[0]} rows, shards says {spread.size} for rank {spread.rank}")
@@ -288,17 +292,15 @@ def _recompute(ctx, grad_rows, grad_lse, e, c, bias, columns, here, lse):
     # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
     elsewhere = o.label_smoothing * spread.size / spread.vocab
     share = 1 - o.label_smoothing + elsewhere
-    recorder = None if stats is None else FilterStats(stats)
-    if recorder is not None:
-        recorder.start(e.shape[0])
-    grads = backend_of(e).backward(
+    recorder = None if stats is None else FilterStats(stats, lambda x: dist.all_reduce(x, group=spread.group))
+    rule = None
+    if o.filter_eps is not None:
+        rule = Rule.of(columns, spread.vocab, o).shard(sum(spread.shards[: spread.rank]), spread.size)
+    return backend_of(e).backward(
         e, c, bias, here, lse, a, b * share, ctx.plan.columns, replace(o, label_smoothing=elsewhere / share),
         (dtype_e and torch.float32, None if main_grad_c is not None else dtype_c, dtype_bias), main_grad_c, recorder,
+        rule,
     )  # fmt: skip
-    if recorder is not None:
-        recorder.add_up(lambda x: dist.all_reduce(x, group=spread.group))
-        recorder.finish(b, spread.vocab)
-    return grads
 
 
 def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Spread, o: Options) -> None:

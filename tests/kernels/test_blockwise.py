@@ -1,18 +1,12 @@
 """The torch path for CPU tensors against fp64."""
 
 import pytest
-from cases import BF16, CASES, FILTERED, FP32, check, check_filtered, check_small_workspace
+from cases import CASES, check, check_small_workspace
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_and_gradients_are_within_twice_torchs_error(case):
     check(case, "cpu")
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("filtered", FILTERED, ids=str)
-def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
-    check_filtered(filtered, dtype, "cpu")
 
 
 def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():

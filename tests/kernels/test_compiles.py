@@ -70,7 +70,6 @@ def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = Fals
         return
     fused.forward(e, c, bias, targets, with_metrics, options)
     stats = FilterStats(FilterStats.empty(e.device))
-    stats.start(e.shape[0])
     fused.backward(e, c, bias, targets, ones, ones, ones, 512, options, dtypes, None, stats)
 
 

@@ -6,14 +6,12 @@ import torch.nn.functional as F
 from cases import (
     BF16,
     CASES,
-    FILTERED,
     FP16,
     FP32,
     IGNORE,
     STORED,
     Case,
     check,
-    check_filtered,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -23,6 +21,15 @@ from cases import (
     gradients,
 )
 from cce_kernels import PRESETS, linear_cross_entropy
+from filter_cases import (
+    FILTERED,
+    check_adversarial_rows,
+    check_exact_at_no_mass,
+    check_filtered,
+    check_monotone,
+    check_order_of_the_vocabulary,
+    check_unbiased,
+)
 from hypothesis import given, settings
 from random_cases import random_cases
 from torch.utils.checkpoint import checkpoint
@@ -60,9 +67,18 @@ def test_moderate_cases_are_within_twice_torchs_error(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("filtered", FILTERED, ids=str)
-def test_filter_drops_exactly_the_entries_below_the_threshold(filtered, dtype):
-    check_filtered(filtered, dtype, "cuda")
+@pytest.mark.parametrize("case", FILTERED, ids=str)
+def test_filtered_gradients_and_statistics_are_those_of_the_rule(case, dtype):
+    check_filtered(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_properties_of_the_filter(unbiased):
+    check_adversarial_rows(unbiased, "cuda")
+    check_monotone(unbiased, "cuda")
+    check_exact_at_no_mass("cuda")
+    check_order_of_the_vocabulary("cuda")
+    check_unbiased("cuda", draws=256)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -14,11 +14,9 @@ import torch
 from cases import (
     BF16,
     CASES,
-    FILTERED,
     STORED,
     Case,
     check,
-    check_filtered,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -27,6 +25,15 @@ from cases import (
     gradients,
 )
 from cce_kernels import linear_cross_entropy
+from filter_cases import (
+    FILTERED,
+    check_adversarial_rows,
+    check_exact_at_no_mass,
+    check_filtered,
+    check_monotone,
+    check_order_of_the_vocabulary,
+    check_unbiased,
+)
 from hypothesis import given, settings
 from random_cases import random_cases
 
@@ -63,9 +70,23 @@ def test_loss_and_gradients_are_within_twice_torchs_error(case):
 
 
 @in_interpreter
-@pytest.mark.parametrize("filtered", FILTERED[1:], ids=str)  # "sparse" filters both gradients, too
-def test_filter_drops_exactly_the_entries_below_the_threshold(filtered):
-    check_filtered(filtered, BF16, "cpu")
+@pytest.mark.parametrize("case", FILTERED, ids=str)
+def test_filtered_gradients_and_statistics_are_those_of_the_rule(case):
+    check_filtered(case, BF16, "cpu")
+
+
+@in_interpreter
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_properties_of_the_filter(unbiased):
+    check_adversarial_rows(unbiased, "cpu")
+    check_monotone(unbiased, "cpu")
+
+
+@in_interpreter
+def test_more_properties_of_the_filter():
+    check_exact_at_no_mass("cpu")
+    check_order_of_the_vocabulary("cpu")
+    check_unbiased("cpu", draws=16)
 
 
 @in_interpreter

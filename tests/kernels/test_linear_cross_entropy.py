@@ -167,7 +167,7 @@ def test_statistics_without_a_filter_say_that_nothing_was_dropped():
     loss, stats = linear_cross_entropy(e, c, targets, return_stats=True)
     gradients(loss, (e, c))
     assert {name: value.item() for name, value in stats.items()} == {
-        "entries_kept": 1, "tiles_kept": 1, "dropped_mass_mean": 0, "dropped_mass_max": 0,
+        "entries_kept": 1, "dropped_mass_mean": 0, "dropped_mass_p99": 0, "dropped_mass_max": 0, "exact_rows": 1,
     }  # fmt: skip
 
 
@@ -263,6 +263,9 @@ REFUSED = {
     "label_smoothing: cannot combine with filter_eps": {"label_smoothing": 0.1, "filter_eps": 0.1},
     "z_loss": {"z_loss": -1.0},
     "filter_eps": {"filter_eps": 1.0},
+    "filter_unbiased: says how": {"filter_unbiased": True},
+    "filter_mass: says how": {"filter_mass": 0.5},
+    "filter_mass": {"filter_eps": 0.1, "filter_mass": 1.0},
     "accumulate": {"accumulate": "fp64"},
     "workspace_mib": {"workspace_mib": 0},
     "workspace_mib: 0.0001 is too small": {"workspace_mib": 0.0001},

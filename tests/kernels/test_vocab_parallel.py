@@ -94,7 +94,7 @@ def _assembled(spread: Spread, ranks: list[dict[str, torch.Tensor]]) -> dict[str
         parts = [rank[name] for rank in ranks]
         if spread.rows == "own" and name in ("loss", "e", "lse"):
             whole[name] = torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
-        elif name != "tiles_kept":  # a tile of one device may be two tiles here
+        else:
             assert all(torch.equal(part, parts[0]) for part in parts), name
             whole[name] = parts[0]
     return whole

@@ -143,7 +143,7 @@ def test_traffic_of_a_loss_by_hand() -> None:
     e4, w4, logits4 = 2 * e, 2 * w, 2 * logits
     expected = e4 + w4, (e4 + w4) + (e4 + 2 * w4) + 3 * logits4 + 2 * e4
     assert loss_traffic(kahan, n, d, v, 4) == expected
-    assert loss_traffic(CceFilterLossConfig("cce_filter", "kahan", None, 2**-12), n, d, v, 2) is None
+    assert loss_traffic(CceFilterLossConfig("cce_filter", "kahan", None, 2**-12, False, None), n, d, v, 2) is None
     # bf16, two chunks of 4096 rows: C read, exponentials written; those read for dE and for dC; dC and the byte beside
     # it written, read and written again. Half of the gradients' products and the first write are the forward pass's.
     n, d, v = 8192, 256, 32000

@@ -39,7 +39,14 @@ CONFIGS: dict[str, LossConfig] = {
     "torch_native-sum": TorchNativeLossConfig("torch_native", reduction="sum"),
     "cce_kahan": CceKahanLossConfig("cce_kahan", accumulate="kahan", workspace_mib=None),
     "cce_kahan-fp32": CceKahanLossConfig("cce_kahan", accumulate="fp32", workspace_mib=None),
-    "cce_filter": CceFilterLossConfig("cce_filter", accumulate="kahan", workspace_mib=None, filter_eps=2.0**-12),
+    "cce_filter": CceFilterLossConfig(
+        "cce_filter",
+        accumulate="kahan",
+        workspace_mib=None,
+        filter_eps=2.0**-12,
+        filter_unbiased=False,
+        filter_mass=None,
+    ),
     "cce_apple": CceAppleLossConfig("cce_apple", variant="cce"),
     "cce_apple-torch_compile": CceAppleLossConfig("cce_apple", variant="torch_compile"),
 }
@@ -326,7 +333,7 @@ def test_a_library_that_does_not_import_is_named_with_what_to_install(name, modu
 
 @pytest.mark.parametrize("eps", [0.0, 1.0])
 def test_a_filter_that_keeps_or_drops_everything_is_refused(eps):
-    config = CceFilterLossConfig("cce_filter", accumulate="kahan", workspace_mib=None, filter_eps=eps)
+    config = replace(CONFIGS["cce_filter"], filter_eps=eps)
     with pytest.raises(ConfigError, match="filter_eps"):
         check_loss(config, CPU)
 

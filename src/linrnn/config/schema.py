@@ -97,6 +97,8 @@ class CceKahanLossConfig(LossConfig):
 @dataclass
 class CceFilterLossConfig(CceKahanLossConfig):
     filter_eps: float = between(0, 1)
+    filter_unbiased: bool
+    filter_mass: float | None = between(0, 1)
 
 
 @dataclass

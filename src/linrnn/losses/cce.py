@@ -68,10 +68,11 @@ class CceKahan(LossBackend):
 
 
 class CceFilter(CceKahan):
-    """Drops gradient entries whose softmax is below `filter_eps`: for fine-tuning, not for pretraining.
+    """Drops gradient entries whose softmax is below `filter_eps`, or draws some of them: for fine-tuning, not for
+    pretraining.
 
-    Its statistics (shares of entries and tiles kept, softmax mass dropped per row: mean and largest) are
-    device scalars that the backward pass fills in; they are NaN before it.
+    Its statistics (shares of entries kept and of exact rows; softmax mass dropped per row: mean, 99th percentile and
+    largest) are device scalars that the backward pass fills in; they are NaN before it.
     """
 
     config: CceFilterLossConfig
@@ -83,8 +84,24 @@ class CceFilter(CceKahan):
         if not 0 < config.filter_eps < 1:
             raise ConfigError(
                 f"loss.filter_eps={config.filter_eps:g} is not between 0 and 1",
-                "use 2.44140625e-4 (2^-12, the paper's), or loss=cce_kahan for no filter",
+                "use 9.765625e-4 (2^-10), or loss=cce_kahan for no filter",
+            )
+        if config.filter_mass is not None and not config.filter_mass < 1:
+            raise ConfigError(
+                f"loss.filter_mass={config.filter_mass:g} is not below 1", "use null to let any mass be dropped"
             )
 
+    def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
+        if self.config.filter_mass:
+            raise ConfigError(
+                f"loss.filter_mass={self.config.filter_mass:g} cannot combine with a vocabulary spread over ranks: "
+                "none of them sees all that a token drops before its gradient",
+                "use loss.filter_mass=null, or another parallel=",
+            )
+        super().spread(group, shards)
+
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._call(hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True)
+        return self._call(
+            hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True,
+            filter_unbiased=self.config.filter_unbiased, filter_mass=self.config.filter_mass,
+        )  # fmt: skip

@@ -1,0 +1,257 @@
+"""The filter's backward pass: both gradients from lists of entries, by gathering rows of C and of E.
+
+    dE_i = a_i Σ_v q_iv C_v + (a_i p_it − b_i) C_t
+    dC_v = Σ_i a_i q_iv e_i + Σ_{i: t_i = v} (a_i p_iv − b_i) e_i
+
+q is the softmax as the filter weights it (filtered.py), 0 nearly everywhere; all times the logits' scale. Of its parts
+* the head is dense: its probabilities are computed again and multiplied with the head's rows of C, and with E;
+* the others, and the targets, stand in the lists that entries.py made: a program sums a part of a row of dE, and one
+  of dC, over the lists ordered by column. The targets, where p − 1 cancels, have fp32 coefficients.
+
+Where the lists overflowed, or filter_mass makes rows exact, recompute.py does the work instead. The device decides
+that: the kernels of the way not taken are launched, too, and return at once.
+
+Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered; dC written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .entries import Lists
+from .exponentials import HEADROOM, LOG2E, exponentials
+from .filtered import FilterStats, Rule
+from .options import Options
+from .products import product
+from .recompute import Filter, gradients, parts
+from .schemes import LIST_PARTS, SEGMENTS
+from .tiles import aligned, cdiv, power_of_2
+
+WIDTH, ENTRIES = 1024, 2  # of a program of gather_kernel: dimensions, rows gathered together
+HEAD_ROWS = 4096  # whose head probabilities exist at a time
+
+
+@triton.jit
+def coefficients_kernel(
+    active_ptr,  # () int32: 1 for nothing to do
+    starts_ptr,  # (N SEGMENTS + 1,) int64
+    weight_ptr,  # (capacity,) fp32
+    a_ptr,  # (N,) fp32
+    target_ptr,  # (N,) int64, negative for none
+    target_coefficient_ptr,  # (N,) fp32
+    out_ptr,  # (capacity,) fp32, written
+    row_ptr,  # (capacity,) int32, written
+    SEGMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
+    row = tl.program_id(0)
+    if tl.load(active_ptr) == 0:
+        begin, end = tl.load(starts_ptr + row * SEGMENTS), tl.load(starts_ptr + (row + 1) * SEGMENTS)
+        a = tl.load(a_ptr + row)
+        if tl.load(target_ptr + row) >= 0:
+            tl.store(out_ptr + begin, tl.load(target_coefficient_ptr + row))
+            tl.store(row_ptr + begin, row)
+            begin += 1
+        for at in range(begin, end, BLOCK):
+            k = at + tl.arange(0, BLOCK)
+            tl.store(out_ptr + k, tl.load(weight_ptr + k, mask=k < end, other=0.0) * a, mask=k < end)
+            tl.store(row_ptr + k, row, mask=k < end)
+
+
+@triton.jit
+def gather_kernel(
+    active_ptr,  # () int32: 1 for nothing to do
+    starts_ptr,  # (PARTS, rows of out, starts_step apart, and one) int64: where in a part of the lists a row's begins
+    index_ptr,  # (PARTS, part_size) int32: rows of x
+    coefficient_ptr,  # (PARTS, part_size) fp32
+    x_ptr,  # rows x_stride apart
+    out_ptr,  # (rows, D), written
+    into_ptr,  # (rows, D) fp32 or None: added to in place of out
+    factor_ptr,  # (rows,) fp32 or None: out holds a part of the sum, to be multiplied by it
+    rank_ptr,  # (rows,) int32 or None
+    head_ptr,  # (n_head, D) fp32: a part of the sum for rows of a rank below n_head
+    part_size,
+    starts_size,  # of a part
+    x_stride,
+    n_head,
+    D,
+    PARTS: tl.constexpr,
+    STARTS_STEP: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of one row a program."""
+    blocks = tl.cdiv(D, WIDTH)
+    row = tl.program_id(0) // blocks
+    dims = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
+    if tl.load(active_ptr) == 0:
+        acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            begin = tl.load(starts_ptr + part * starts_size + row * STARTS_STEP)
+            end = tl.load(starts_ptr + part * starts_size + (row + 1) * STARTS_STEP)
+            for at in range(begin, end, ENTRIES):
+                k = at + tl.arange(0, ENTRIES)
+                inside = k < end
+                index = tl.load(index_ptr + part * part_size + k, mask=inside, other=0).to(tl.int64)
+                coefficient = tl.load(coefficient_ptr + part * part_size + k, mask=inside, other=0.0)
+                mask = inside[:, None] & (dims < D)[None, :]
+                x = tl.load(x_ptr + index[:, None] * x_stride + dims[None, :], mask=mask, other=0.0)
+                acc += x.to(tl.float32) * coefficient[:, None]
+        total = tl.sum(acc, axis=0)
+        offsets = row.to(tl.int64) * D + dims
+        if factor_ptr is not None:
+            held = tl.load(out_ptr + offsets, mask=dims < D, other=0.0).to(tl.float32)
+            total += held * tl.load(factor_ptr + row)
+        if rank_ptr is not None:
+            rank = tl.load(rank_ptr + row)
+            mask = (dims < D) & (rank < n_head)
+            total += tl.load(head_ptr + rank.to(tl.int64) * D + dims, mask=mask, other=0.0)
+        if into_ptr is not None:
+            total += tl.load(into_ptr + offsets, mask=dims < D, other=0.0)
+            tl.store(into_ptr + offsets, total, mask=dims < D)
+        else:
+            tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=dims < D)
+
+
+def backward(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: list[Tensor],
+    width: int,
+    o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
+    stats: FilterStats | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of e and c where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+
+    Args:
+        e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, see rows.py.
+        lse, a, b: (N,) fp32, as in recompute.py.
+        state: from entries.forward.
+        width: vocabulary entries per chunk, should the lists not do.
+    """
+    assert o.filter_eps is not None
+    (n_rows, _), vocab = e.shape, c.shape[0]
+    lists = Lists(*state)
+    rule = lists.rule(o.filter_eps)
+    overflow = lists.overflow()
+    mass, exact = lists.dropped.sum(dim=1), torch.zeros_like(columns, dtype=torch.bool)
+    if o.filter_mass is not None:  # where mass is unknown, nothing is dropped
+        exact = (mass > o.filter_mass) | overflow
+    active = (overflow | exact.any()).to(torch.int32)
+
+    grad_e = None if dtypes[0] is None else torch.empty(e.shape, dtype=dtypes[0], device=e.device)
+    grad_c = None if dtypes[1] is None else torch.empty(c.shape, dtype=dtypes[1], device=c.device)
+    with_c = grad_c is not None or main_grad_c is not None
+    scaled_a = a * o.logit_scale
+    grad_head = _head(e, c, columns, lse, scaled_a, rule, grad_e, with_c, o)
+    # p_target − 1 keeps its relative precision where the loss is near 0.
+    at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
+    coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
+    coefficients_kernel[(n_rows,)](
+        active, lists.starts, lists.weight, scaled_a, columns, at_target, coefficients, rows, SEGMENTS, 256, num_warps=2
+    )
+    if grad_e is not None:
+        factor = None if rule.head is None else scaled_a
+        _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
+    if with_c:
+        starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab)
+        out = grad_c if main_grad_c is None else main_grad_c
+        assert out is not None
+        head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
+        _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head)
+        del starts
+    del rows, coefficients
+
+    kept, dropped = parts(e)
+    dense = Filter(rule.exact_where(exact), kept, dropped, active, grad_e, grad_c)
+    gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, dense)
+    if stats is not None:
+        listed = lists.count.sum(dim=1) + rule.n_head
+        if rule.rank is not None:  # targets of the head are listed, too
+            listed = listed - (rule.rank[columns.clamp(min=0)] < rule.n_head).long()
+        kept = torch.where(active == 0, listed, kept.sum(dim=0))
+        dropped = torch.where(active == 0, mass, dropped.sum(dim=0))
+        stats.write(kept, dropped, exact, b != 0, vocab)
+    return grad_e, grad_c
+
+
+def _head(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    rule: Rule,
+    grad_e: Tensor | None,
+    with_c: bool,
+    o: Options,
+) -> Tensor | None:
+    """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
+    if rule.head is None or rule.rank is None:
+        return None
+    n_rows, n_head = e.shape[0], rule.n_head
+    c_head = aligned(c.index_select(0, rule.head))
+    grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
+    ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head)
+    offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities
+    p = e.new_empty(min(HEAD_ROWS, n_rows), n_head + 16)  # the last columns: for targets outside the head
+    for first in range(0, n_rows, HEAD_ROWS):
+        chunk = slice(first, min(first + HEAD_ROWS, n_rows))
+        p_chunk = p[: chunk.stop - first]
+        head = p_chunk[:, :n_head]
+        exponentials(e[chunk], c_head, None, columns[chunk], offset[chunk], head, False, o)
+        p_chunk.scatter_(1, ranks[chunk, None].clamp(max=n_head).long(), 0.0)
+        if grad_e is not None:
+            product(head, c_head, grad_e[chunk])
+        if grad_head is not None:
+            scaled = (e[chunk] * a[chunk, None]).to(e.dtype)
+            product(head, aligned(scaled), grad_head, transpose_a=True, read=first > 0)
+    return grad_head
+
+
+def _by_column(lists: Lists, rows: Tensor, coefficients: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The lists in LIST_PARTS parts, each by column: starts (parts, V + 1), rows and coefficients (parts, size).
+
+    Parts are sorted one after another and in place, for less memory.
+    """
+    bounds = torch.arange(vocab + 1, dtype=torch.int32, device=lists.column.device)
+    starts = torch.empty(LIST_PARTS, vocab + 1, dtype=torch.int64, device=lists.column.device)
+    columns, rows, coefficients = (x.view(LIST_PARTS, -1) for x in (lists.column, rows, coefficients))
+    for i in range(LIST_PARTS):
+        keys, order = columns[i].sort(stable=True)
+        torch.searchsorted(keys, bounds, out=starts[i])
+        rows[i] = rows[i][order]
+        coefficients[i] = coefficients[i][order]
+    return starts, rows, coefficients
+
+
+def _gather(
+    active: Tensor,
+    starts: Tensor,
+    index: Tensor,
+    coefficients: Tensor,
+    x: Tensor,
+    out: Tensor,
+    into: Tensor | None = None,
+    factor: Tensor | None = None,
+    head: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """out (or into +)= Σ coefficient · x[index], row by row; see gather_kernel."""
+    n_rows, dim = out.shape
+    width = min(WIDTH, power_of_2(dim))
+    rank, grad_head = head or (None, None)
+    gather_kernel[(n_rows * cdiv(dim, width),)](
+        active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
+        index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], dim,
+        len(starts), starts.shape[1] // n_rows, ENTRIES, width, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""What a filter must get right, run on CPU tensors, in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
+from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels.filtered import Rule
+from cce_kernels.options import Options
+from torch import Tensor
+
+BAND = 2.0**-8  # lists decide on probabilities of 8 bits
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """A filtering call. overflows: the lists are too short for it, where there are lists."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, int, int] = (70, 40, 900)  # rows, dimensions, vocabulary
+    peak: float = 9.0
+    bias: bool = False
+    overflows: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+UNBIASED = {"filter_unbiased": True}
+FILTERED = [
+    Filtered("threshold"),
+    Filtered("threshold_bias", bias=True),
+    Filtered("threshold_softcap", {"softcap": 9.0}),
+    Filtered("threshold_e_only", {"filter_c": False}),
+    Filtered("threshold_c_only", {"filter_e": False}),
+    Filtered("threshold_sparse", peak=40),
+    Filtered("unbiased", UNBIASED),
+    Filtered("unbiased_bias", UNBIASED, bias=True),
+    Filtered("unbiased_e_only", UNBIASED | {"filter_c": False}),
+    Filtered("unbiased_scaled", UNBIASED | {"logit_scale": 0.7, "z_loss": 1e-2}),
+    Filtered("unbiased_wide", UNBIASED, shape=(20, 1100, 500)),
+    Filtered("unbiased_many_segments", UNBIASED, shape=(9, 16, 17000)),
+    Filtered("mass", {"filter_mass": 0.2}),
+    Filtered("mass_unbiased", UNBIASED | {"filter_mass": 0.1}),
+    Filtered("mass_never_reached", UNBIASED | {"filter_mass": 0.999}),
+    Filtered("short_lists", UNBIASED | {"workspace_mib": 0.2, "accumulate": "fp32"}, peak=0, overflows=True),
+    Filtered("short_slots", {"filter_eps": 2.0**-16}, shape=(5, 16, 9001), peak=0, overflows=True),
+]
+
+
+def check_filtered(case: Filtered, dtype: torch.dtype, device: str) -> None:
+    """Gradients agree with the fp64 reference that filters alike, statistics with its numbers, as far as the entries
+    within 2^-8 of being kept or not allow it to be told."""
+    e, c, targets, bias = drawn(case, dtype, device)
+    options = {"filter_eps": 2.0**-8} | case.options
+    eps = options["filter_eps"]
+    loss, stats = linear_cross_entropy(e, c, targets, bias=bias, return_stats=True, **options)
+    assert all(value.isnan() for value in stats.values())
+    grads = gradients(loss, (e, c, bias))
+    if case.overflows and dtype == BF16:
+        assert overflown(e, c, targets, options) is not False
+
+    inputs = in_fp64(e, c, bias)
+    plain = {k: v for k, v in case.options.items() if not k.startswith("filter")}
+    exact = gradients(reference(inputs, targets, plain)[0], inputs)
+    base = gradients(torch_path(e, c, targets, bias, **plain), (e, c, bias))
+    wanted = [
+        gradients(reference(inputs, targets, options | {"filter_eps": x})[0], inputs)
+        for x in (eps, eps * (1 + BAND), eps * (1 - BAND))
+    ]
+    for name, grad, want, more, less, unfiltered, torchs in zip(
+        ("e", "c", "bias"), grads, *wanted, exact, base, strict=False
+    ):
+        band = ((more - less).norm() / want.norm()).item()
+        assert error(grad, want) <= 2 * error(torchs, unfiltered) + band + 1e-6, name
+
+    dropped = figures(inputs, targets, options)[1]
+    least, most = (figures(inputs, targets, options | {"filter_eps": eps * x})[0] for x in (1 + BAND, 1 - BAND))
+    assert least.mean() * 0.999 - 1e-6 <= stats["entries_kept"].item() <= most.mean() * 1.001 + 1e-6
+    assert abs(stats["dropped_mass_mean"].item() - dropped.mean().item()) < 4e-3
+    assert abs(stats["dropped_mass_max"].item() - dropped.max().item()) < 2e-2
+    assert stats["dropped_mass_mean"] <= stats["dropped_mass_p99"] <= stats["dropped_mass_max"]
+    if "filter_mass" in options:
+        assert stats["dropped_mass_max"] <= options["filter_mass"]
+        assert (stats["exact_rows"] > 0) == (options["filter_mass"] < 0.9)
+
+
+def drawn(case: Filtered, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    n_rows, dim, vocab = case.shape
+    wide = Case("filtered", shape=(n_rows,), dim=dim, vocab=vocab, peak=case.peak, bias=case.bias, dtype=dtype)
+    e, c, targets, bias = draw(wide, device)
+    targets[::2] = targets[::2].roll(1)  # improbable targets
+    return e, c, targets, bias
+
+
+def reference(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    e, c, bias = inputs
+    known = {k: v for k, v in options.items() if k not in ("workspace_mib", "accumulate")}
+    return reference_linear_cross_entropy(e, c, targets, bias=bias, **known)
+
+
+def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Share of entries kept and mass dropped of each row that counts, in fp64."""
+    e, c, bias = (None if x is None else x.detach() for x in inputs)
+    o = Options(**{k: v for k, v in options.items() if k != "workspace_mib"})
+    z = o.logit_scale * (e @ c.T) + (0 if bias is None else bias)
+    p = torch.softmax(z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap), dim=1)
+    entries = torch.arange(c.shape[0], device=c.device)
+    stays = Rule.of(torch.where(targets == IGNORE, -1, targets), c.shape[0], o).weights(p, entries) > 0
+    stays |= targets[:, None] == entries
+    dropped = torch.where(stays, 0, p).sum(dim=1)
+    if o.filter_mass is not None:
+        exact = dropped > o.filter_mass
+        stays[exact], dropped[exact] = True, 0
+    counts = targets != IGNORE
+    return stays[counts].double().mean(dim=1), dropped[counts]
+
+
+def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) -> bool | None:
+    """Whether the lists of a call are too short; None where it takes none."""
+    if not e.is_cuda and not _interpreted():
+        return None
+    from cce_kernels import entries, fused
+    from cce_kernels.schemes import Problem
+
+    o = Options(**options)
+    problem = Problem(e.shape[0], e.shape[1], c.shape[0], BF16, BF16, BF16, False, True, False, False)
+    capacity = fused.plan(problem, e, o).capacity
+    assert capacity
+    columns = torch.where(targets == IGNORE, -1, targets)
+    _, state = entries.forward(fused.prepare(e.detach()), fused.prepare(c.detach()), columns, capacity, False, o)
+    return bool(entries.Lists(*state).overflow())
+
+
+def _interpreted() -> bool:
+    from cce_kernels.interpreter import INTERPRETED
+
+    return INTERPRETED
+
+
+def check_adversarial_rows(unbiased: bool, device: str) -> None:
+    """All mass on one entry, target or not; uniform rows; two ties; logits of ±1e4; one NaN row, which stays alone."""
+    dim, vocab = 32, 600
+    c = torch.zeros(vocab, dim)
+    c[torch.arange(vocab), torch.arange(vocab) % (dim - 2)] = 1.0
+    c[7, dim - 2], c[[8, 9], dim - 1] = 100.0, 100.0
+    e = torch.zeros(8, dim)
+    e[0, dim - 2] = e[1, dim - 2] = 1.0  # entry 7 has it all: the target of row 0, not of row 1
+    e[2, dim - 1] = 1.0  # entries 8 and 9 share it
+    e[3, dim - 2], e[4, dim - 2] = 100.0, -100.0  # logits ±1e4; rows 5 and 6 uniform
+    e[7] = torch.nan
+    targets = torch.tensor([7, 3, 8, 3, 7, 0, IGNORE, 1])
+    leaves = [x.to(device, BF16).requires_grad_() for x in (e, c)]
+    rows = linear_cross_entropy(*leaves, targets.to(device), filter_eps=2.0**-6, filter_unbiased=unbiased,
+                                reduction="none")  # fmt: skip
+    assert rows.isnan().tolist() == [False] * 7 + [True]
+    grads = gradients(rows[:7].sum(), tuple(leaves))
+    whole = in_fp64(*(x.detach()[:7] if i == 0 else x.detach() for i, x in enumerate(leaves)))
+    options = {"filter_eps": 2.0**-6, "filter_unbiased": unbiased, "reduction": "sum"}
+    # The draws depend on the number of rows only through the head, which is the same for 7 and 8.
+    want = gradients(reference_linear_cross_entropy(*whole, targets[:7].to(device), **options)[0], tuple(whole))
+    torch.testing.assert_close(grads[0][:7].double(), want[0], rtol=2e-2, atol=2e-2)
+    if not grads[1].isnan().any():  # 0 · NaN is NaN in a product over rows, as in any other loss
+        torch.testing.assert_close(grads[1].double(), want[1], rtol=2e-2, atol=2e-2)
+
+
+def check_exact_at_no_mass(device: str) -> None:
+    """filter_mass=0 drops nothing: the same bits as without a filter."""
+    e, c, targets, _ = drawn(Filtered("exact"), BF16, device)
+    with_filter = linear_cross_entropy(e, c, targets, filter_eps=2.0**-6, filter_mass=0)
+    without = linear_cross_entropy(e, c, targets)
+    assert torch.equal(with_filter, without)
+    for a, b in zip(gradients(with_filter, (e, c)), gradients(without, (e, c)), strict=True):
+        assert torch.equal(a, b)
+
+
+def check_monotone(unbiased: bool, device: str) -> None:
+    """A larger eps keeps fewer entries and drops more mass, row by row the same ones and more."""
+    e, c, targets, _ = drawn(Filtered("monotone"), BF16, device)
+    seen = []
+    for eps in (2.0**-10, 2.0**-8, 2.0**-6, 2.0**-4):
+        options = {"filter_eps": eps, "filter_unbiased": unbiased}
+        loss, stats = linear_cross_entropy(e, c, targets, return_stats=True, **options)
+        gradients(loss, (e, c))
+        seen.append([stats[x].item() for x in ("entries_kept", "dropped_mass_mean", "dropped_mass_max")])
+    kept, *dropped = zip(*seen, strict=True)
+    assert list(kept) == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
+    assert all(list(x) == sorted(x) for x in dropped)
+
+
+def check_order_of_the_vocabulary(device: str) -> None:
+    """Another order of the entries changes the order of dC's rows, and nothing else."""
+    e, c, targets, _ = drawn(Filtered("order"), BF16, device)
+    order = torch.randperm(c.shape[0], generator=torch.Generator().manual_seed(0)).to(device)
+    places = torch.argsort(order)
+    moved = torch.where(targets == IGNORE, IGNORE, places[targets.clamp(min=0)])
+    shuffled = c.detach()[order].requires_grad_()
+    one = gradients(linear_cross_entropy(e, c, targets, filter_eps=2.0**-8), (e, c))
+    other = gradients(linear_cross_entropy(e, shuffled, moved, filter_eps=2.0**-8), (e, shuffled))
+    torch.testing.assert_close(other[0], one[0], rtol=2e-2, atol=1e-5)
+    torch.testing.assert_close(other[1][places], one[1], rtol=2e-2, atol=1e-5)
+
+
+def check_unbiased(device: str, draws: int) -> None:
+    """Gradients over many draws, of the same rows at different places, come near the exact ones; a threshold's not."""
+    n_rows = 16
+    e, c, targets, _ = draw(Case("unbiased", shape=(n_rows,), dim=24, vocab=900, peak=3, dtype=FP32, ignored=0), device)
+    e, c = (x.detach().to(BF16).requires_grad_() for x in (e, c))
+    (exact,) = gradients(linear_cross_entropy(e, c, targets, reduction="sum"), (c,))
+    many = [x.repeat(draws, *[1] * (x.dim() - 1)) for x in (e.detach(), targets)]
+
+    def error_of(**options: Any) -> float:
+        loss = linear_cross_entropy(many[0].requires_grad_(), c, many[1], reduction="sum", **options)
+        return error(gradients(loss, (c,))[0].float() / draws, exact)
+
+    one = linear_cross_entropy(e, c, targets, reduction="sum", filter_eps=2.0**-5, filter_unbiased=True)
+    of_one = error(gradients(one, (c,))[0], exact)
+    of_many = error_of(filter_eps=2.0**-5, filter_unbiased=True)
+    assert of_many < 2 * of_one / draws**0.5 + 3e-3
+    assert error_of(filter_eps=2.0**-5) > 2 * of_many
