@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .entries import Lists
-from .exponentials import HEADROOM, LOG2E, exponentials
+from .epilogues import HEADROOM, LOG2E
+from .exponentials import exponentials
 from .filtered import FilterStats, Rule
 from .options import Options
 from .products import product

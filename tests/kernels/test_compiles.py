@@ -120,6 +120,28 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         check_resources(name, kernel, BF16)
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
+def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased):
+    from cce_kernels import fused
+    from cce_kernels.filtered import FilterStats
+    from cce_kernels.options import Options
+
+    o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased)
+    e, c, targets, _ = draw(Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192}), "cpu")
+    e, c, ones = e.detach(), c.detach(), torch.ones(e.shape[0])
+    state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
+    stats = FilterStats(FilterStats.empty(e.device))
+    fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
+    lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
+    dense = {"hopper_exponentials_kernel", "rows_kernel", "gradient_kernel", "product_kernel"}
+    assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists
+    for name, kernel in compiled:
+        check_resources(name, kernel, BF16)
+        if name == "select_kernel":
+            assert "ld.global.v4.b32" in kernel.asm["ptx"], "exponentials are not read by vectors"
+
+
 def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(compiled):
     launch_all(LAUNCHES[0], dtypes=(FP32, FP32, None))
     assert any("wgmma" in kernel.asm["ptx"] for name, kernel in compiled if name == "product_kernel")
