@@ -1,11 +1,13 @@
 """Samples from a trained model, through transformers' `generate` and FLA's recurrent state."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from linrnn.config.schema import GenerateConfig
-from linrnn.errors import ConfigError
+from linrnn.errors import ConfigError, DataError
 from linrnn.trained import Trained
 
 
@@ -14,6 +16,7 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
 
     Raises:
         ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
+        DataError: `prompt_file` cannot be read.
     """
     from transformers import GenerationConfig
 
@@ -41,19 +44,28 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
 def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
     """The token ids to go on from: never none."""
     vocab_size = trained.model.config.vocab_size
-    if config.prompt is not None and config.prompt_tokens is not None:
-        raise ConfigError("prompt and prompt_tokens are both given", "give one of them")
-    if config.prompt is not None and trained.tokenizer is None:
-        raise ConfigError(f"prompt: {trained.source} has no tokenizer", "give token ids: prompt_tokens=[1,2,3]")
-    if config.prompt is not None and trained.tokenizer is not None:
-        tokens = trained.tokenizer.encode(config.prompt)
-    else:
+    given = [name for name in ("prompt", "prompt_file", "prompt_tokens") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both given", "give one of them")
+    text = config.prompt if config.prompt_file is None else _read(config.prompt_file)
+    if text is None:
         tokens = list(config.prompt_tokens or [])
+    elif trained.tokenizer is None:
+        raise ConfigError(f"{given[0]}: {trained.source} has no tokenizer", "give token ids: prompt_tokens=[1,2,3]")
+    else:
+        tokens = trained.tokenizer.encode(text)
     if not tokens and trained.eos_id is None:
         raise ConfigError("the prompt is empty, and this model knows no end of a document", "give a prompt")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ConfigError(f"prompt_tokens: {wrong[0]} is no token of {vocab_size:,}", f"use 0 to {vocab_size - 1}")
     return tokens or [trained.eos_id or 0]
+
+
+def _read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"prompt_file={path} cannot be read as text ({error})", "name a UTF-8 file, or -") from error
 
 
 def readable(trained: Trained, tokens: list[int]) -> str:

@@ -116,6 +116,11 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_pa
     [(prompt, tokens)] = samples(run, options(prompt=sentence, temperature=0.0, max_new_tokens=20))
     assert readable(run, prompt + tokens).startswith(sentence)
     assert tokenizer.decode(prompt) == sentence
+    (tmp_path / "prompt").write_text('it\'s "on", the = mat [again\n')
+    from_file = prompt_of(run, options(prompt_file=str(tmp_path / "prompt")))
+    assert readable(run, from_file) == 'it\'s "on", the = mat [again\n'
+    with pytest.raises(DataError, match="cannot be read as text"):
+        prompt_of(run, options(prompt_file=str(tmp_path / "nothing")))
     [alone] = samples(exported, options(max_new_tokens=3, seed=3))
     assert alone[0] == [run.eos_id], "without a prompt a document begins"
     overrides = (f"checkpoint={tmp_path}/out", f"prompt={sentence}", "temperature=0", "max_new_tokens=20", "device=cpu")

@@ -351,6 +351,7 @@ class GenerateConfig:
 
     checkpoint: str
     prompt: str | None
+    prompt_file: str | None
     prompt_tokens: list[int] | None
     max_new_tokens: int = at_least(1)
     n_samples: int = at_least(1)
