@@ -79,9 +79,12 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     if rows and _stored_cost(p, rows) <= _recompute_cost(p, columns):
         return Plan(rows, 0)
     capacity = _capacity(p, o)
-    if capacity:  # what is left beside the lists
-        columns = _columns(p, o, STATE_BYTES_PER_ENTRY * capacity)
-    return Plan(0, columns, capacity)
+    if capacity:
+        try:  # with what is left beside the lists
+            return Plan(0, _columns(p, o, STATE_BYTES_PER_ENTRY * capacity), capacity)
+        except WorkspaceTooSmall:
+            pass
+    return Plan(0, columns)
 
 
 def splits_for(rows: int, cols: int, programs: int) -> int:

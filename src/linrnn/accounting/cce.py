@@ -48,8 +48,8 @@ def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
             if default or max(one * BF16 * vocab, _beside(loss, n_tokens, one, d, vocab)) <= budget:
                 rows = one
                 break
-    tile, multiple = (ROW_MULTIPLE, COLUMN_MULTIPLE) if compute == BF16 else (64, 64)
-    columns = budget // (n_tokens * compute + _ceil(n_tokens, tile) * FP32)
+    multiple = COLUMN_MULTIPLE if compute == BF16 else 64
+    columns = budget // (n_tokens * compute)
     columns = vocab if columns >= vocab else max(columns // multiple, 1) * multiple
     if rows:
         launch = LAUNCH_FLOPS / (2 * n_tokens * d * vocab)
@@ -66,6 +66,9 @@ def cce_memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
     gradients = (hidden + weight) * compute
+    if isinstance(loss, CceFilterLossConfig) and compute == BF16:  # lists and exponentials, then lists and products
+        budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
+        return budget, gradients + budget
     if not scheme.rows:  # dlogits of the chunk's columns; what dE's rounding lost
         return 0, gradients + hidden * lost + n_tokens * scheme.columns * compute
     rows = min(scheme.rows, n_tokens)
