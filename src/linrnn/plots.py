@@ -40,7 +40,7 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
     Of each model the setting that most runs share is drawn: curves of others cannot be laid over each other.
     """
     runs = _one_setting(runs)
-    figure, (top, bottom) = _subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
+    figure, (top, bottom) = subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
     labels, colours = _labels(runs), _colours(runs)
     baseline = baseline_of(runs)
     bases = {(run.setting, run.summary["seed"]): run for run in runs if run.summary["loss"] == baseline}
@@ -153,7 +153,7 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     shades = ("#44546A", "#8497B0", "#ADB9CA", "#F4B183", "#C00000")
     firsts = {(run.summary["model"], name): run for run, name in _named(_measured(runs))[::-1]}
     entries = [(f"{model}, {name}", run) for (model, name), run in list(firsts.items())[::-1]]
-    figure, axes = _subplots(1, 1, figsize=(8, 1.5 + 0.35 * len(entries)))
+    figure, axes = subplots(1, 1, figsize=(8, 1.5 + 0.35 * len(entries)))
     for row, (_, run) in enumerate(entries):
         memory, left = run.summary["memory_bytes"], 0.0
         loss = max(memory.get("loss_forward", 0), memory.get("loss_backward", 0))
@@ -195,7 +195,7 @@ def _panels(
     value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
     measured = _named(_measured(runs) if along is None else _family(_measured(runs), along))
     models = list(dict.fromkeys(run.summary["model"] for run, _ in measured))
-    figure, grid = _subplots(1, max(len(models), 1), figsize=(1 + 4.5 * max(len(models), 1), 4.2), squeeze=False)
+    figure, grid = subplots(1, max(len(models), 1), figsize=(1 + 4.5 * max(len(models), 1), 4.2), squeeze=False)
     colours = dict(zip([name for _, name in measured], _colours([run for run, _ in measured]), strict=True))
     for axes, model in zip(grid[0], models, strict=True):
         series: dict[tuple[str, Any], list[tuple[float, float]]] = defaultdict(list)
@@ -260,7 +260,7 @@ def _family(runs: Sequence[Run], along: str) -> list[Run]:
     return kept
 
 
-def _subplots(*arguments: Any, **options: Any) -> Any:
+def subplots(*arguments: Any, **options: Any) -> Any:
     import matplotlib
 
     if "inline" not in matplotlib.get_backend():

@@ -91,6 +91,33 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
 
 
+def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_loss(small: Small) -> None:
+    first = trained(small("trainer.max_steps=8")).directory.path
+    here = ("experiment=finetune_filter", f"init_from={first}", "size=smoke", "data=markov", "trainer.max_steps=4")
+    exact, filtered = (records(trained(small(*here, f"loss={loss}"))) for loss in ("cce_kahan", "cce_filter"))
+    assert filtered[0]["train/loss_nats"] == pytest.approx(exact[0]["train/loss_nats"], abs=1e-5)
+    assert abs(filtered[3]["train/loss_nats"] - exact[3]["train/loss_nats"]) < 0.01
+    for record in filtered[:4]:
+        mean, p99, largest = (record[f"loss/dropped_mass_{x}"] for x in ("mean", "p99", "max"))
+        assert 0 < mean <= p99 <= largest < 1
+        assert 0 < record["loss/entries_kept"] < 1
+    assert "loss/dropped_mass_mean" not in exact[0]
+
+
+def test_the_sparsity_of_trained_models_is_profiled(
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    run = trained(small("trainer.max_steps=4")).directory.path
+    out = tmp_path / "sparsity"
+    done = command("scripts/profile_sparsity.py", f"checkpoints=[{run}]", "max_tokens=400", f"output_dir={out}")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((out / "sparsity.json").read_text())
+    assert found["n_tokens"] <= 400
+    assert found["share_above"]["all"] == sorted(found["share_above"]["all"])
+    assert found["share_above"]["all"][-1] > 0.99
+    assert {path.name for path in out.iterdir()} == {"sparsity.json", "sparsity.md", "sparsity.png"}
+
+
 def test_bits_per_byte_are_of_the_split_that_is_read(
     small: Small, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -338,6 +338,17 @@ class EvaluateConfig:
 
 
 @dataclass
+class ProfileSparsityConfig:
+    """scripts/profile_sparsity.py: keys are explained in configs/profile_sparsity.yaml."""
+
+    checkpoints: list[str]
+    max_tokens: int | None = at_least(1)
+    output_dir: str
+    device: str = one_of("auto", "cpu", "cuda")
+    data: DataConfig | None = None  # a group that is chosen or not, not a value of profile_sparsity.yaml
+
+
+@dataclass
 class ExportConfig:
     """scripts/export.py: keys are explained in configs/export.yaml."""
 
@@ -428,6 +439,7 @@ class BenchParallelConfig:
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,
+    "profile_sparsity": ProfileSparsityConfig,
     "export": ExportConfig,
     "generate": GenerateConfig,
     "report": ReportConfig,
