@@ -39,13 +39,18 @@ class Accumulator:
     Args:
         shape, dtype: of the gradient.
         lost_rows: how many leading rows are summed over chunks; None: all. The others come complete.
+        value: memory for the sum, if it is of the right dtype; None: new.
     """
 
     def __init__(
-        self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, accumulate: str, lost_rows: int | None = None
-    ) -> None:
+        self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, accumulate: str, lost_rows: int | None = None,
+        value: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.dtype = dtype
-        self.value = like.new_empty(shape, dtype=value_dtype(dtype, accumulate))
+        summed_in = value_dtype(dtype, accumulate)
+        if value is None or value.dtype != summed_in:
+            value = like.new_empty(shape, dtype=summed_in)
+        self.value = value
         lost_shape = shape if lost_rows is None else (lost_rows, *shape[1:])
         self.lost = like.new_empty(lost_shape, dtype=torch.int8) if compensated(dtype, accumulate) else None
         self.empty = True

@@ -236,13 +236,13 @@ def forward(
     lists.starts[:1].zero_()
     lists.column.fill_(vocab)
     z_target = target_logits(e, c, None, columns, o)
-    lse, metrics = torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
+    lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
     factor, coefficient = torch.empty_like(z_target), torch.empty_like(z_target)
     rows = list_rows(n_rows, vocab, capacity, o)
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
     scales = float(o.logit_scale), float(o.z_loss)
-    by_rows = (x.split(rows) for x in (e, columns, z_target, lse, lists.nll, factor, coefficient))
+    by_rows = (x.split(rows) for x in (e, columns, z_target, lse, nll, factor, coefficient))
     for i, (e_i, columns_i, z_i, lse_i, nll_i, factor_i, coefficient_i) in enumerate(zip(*by_rows, strict=True)):
         first, height = i * rows, e_i.shape[0]
         w_i = w[:height, :vocab]
@@ -259,7 +259,8 @@ def forward(
             w_i, slots, columns, factor, lse, lists.count, lists.starts, lists.column, lists.weight, w.stride(0), first,
             capacity, *scales, o.filter_eps if o.filter_unbiased else 0.0, SEGMENTS, SLOTS, 256, num_warps=2,
         )  # fmt: skip
-    return Rows(lse, lists.nll, None, metrics), lists.tensors()
+    lists.nll.copy_(nll)  # the loss may be made of the other
+    return Rows(lse, nll, None, metrics), lists.tensors()
 
 
 def empty_state(columns: Tensor, vocab: int, capacity: int, o: Options) -> list[Tensor]:

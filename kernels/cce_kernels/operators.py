@@ -69,7 +69,7 @@ def _cross_entropy(
     backend = backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         # First of all: this refuses a workspace that is too small.
-        plan = _plan(e, c, bias, main_grad_c, stats, dtype, uniform, needs, o)
+        plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
         columns = target_columns(targets, ignore_index, c.shape[0])
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         state: list[Tensor] = []
@@ -101,7 +101,7 @@ _cross_entropy_op = torch.library.custom_op(
 @_cross_entropy_op.register_fake
 def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, *options):
     o = Options(*options)
-    plan = _plan(e, c, bias, main_grad_c, stats, dtype, uniform, needs, o)
+    plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
     rows = e.new_empty(e.shape[0], dtype=torch.float32)
     metrics = rows.new_empty((2, e.shape[0]) if with_metrics else 0)
     if plan is None:
@@ -250,7 +250,7 @@ def _backward(
     e, c, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
     o = Options(*ctx.options)
-    plan = _plan(e, c, bias, main_grad_c, stats, ctx.dtype, ctx.uniform, ctx.needs, o)
+    plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
     assert plan is not None
     dtypes = [None if x is None or not need else x.dtype for x, need in zip((e, c, bias), ctx.needs, strict=True)]
     if main_grad_c is not None:
@@ -316,7 +316,6 @@ def _plan(
     c: Tensor,
     bias: Tensor | None,
     main_grad_c: Tensor | None,
-    stats: Tensor | None,
     dtype: torch.dtype,
     uniform: bool,
     needs: list[bool],
@@ -328,7 +327,7 @@ def _plan(
     problem = Problem(
         int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), dtype,  # a compiled graph is for these sizes
         e.dtype if needs[0] else None, c.dtype if needs[1] else None, main_grad_c is not None,
-        uniform, bias is not None, stats is not None,
+        uniform, bias is not None,
     )  # fmt: skip
     return backend_of(e).plan(problem, e, o)
 

@@ -209,14 +209,14 @@ def gradients(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
-    sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
-    active = None
+    active = grad_e = None
     if filtering is not None and filtering.active is not None:
-        active, grad_c = filtering.active, filtering.grad_c
-        if sum_e is not None and filtering.grad_e is not None and sum_e.value.dtype == dtype_e:
-            sum_e.value = filtering.grad_e
+        active, grad_e, grad_c = filtering.active, filtering.grad_e, filtering.grad_c
     else:
         grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    sum_e = None
+    if dtype_e is not None:
+        sum_e = Accumulator(e, tuple(e.shape), dtype_e, o.accumulate, value=grad_e)
     out_c = grad_c if main_grad_c is None else main_grad_c
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
     passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)
@@ -245,11 +245,12 @@ def gradients(
                 product(dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, beside=beside, active=active)
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak).to(dtype_bias)
-    grad_e = None if sum_e is None else sum_e.result()
-    if grad_e is not None and active is not None and filtering is not None and grad_e is not filtering.grad_e:
-        assert filtering.grad_e is not None
-        grad_e = filtering.grad_e.copy_(torch.where(active != 0, grad_e, filtering.grad_e))
-    return grad_e, grad_c, grad_bias
+    if sum_e is None:
+        return None, grad_c, grad_bias
+    result = sum_e.result()
+    if active is not None and grad_e is not None and result is not grad_e:
+        result = grad_e.copy_(torch.where(active != 0, result, grad_e))
+    return result, grad_c, grad_bias
 
 
 def dropped_mass(

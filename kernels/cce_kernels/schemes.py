@@ -3,6 +3,8 @@
     stored      3 products, chunks of token rows         time in products: 3 + 1100 · (chunks − 1) / N
     recompute   4 products, chunks of vocabulary columns time in products: 4 + 1100 · chunks / V
 
+The filter goes by lists of entries (entries.py) where it can, and by `recompute` where not.
+
 1100: what cutting a sum into one more chunk costs, against the product. One more read and write of a 16-bit
 gradient and its 8 bits (6 bytes at 4.3 TB/s, 2 multiply-adds at 700 TFLOP/s: 500), and starting and finishing each
 tile once more (3.5 µs against 0.39 µs per 64 of depth: 600), as measured on an H200. Small problems wait for the
@@ -59,7 +61,6 @@ class Problem:
     main_grad: bool  # dC is added to an fp32 buffer of the caller's
     uniform: bool  # one upstream gradient for all rows, none for LSE
     has_bias: bool
-    with_stats: bool
 
 
 @lru_cache(maxsize=1024)

@@ -222,7 +222,7 @@ class _VocabularyParallel(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
             ctx.dtypes = [x.dtype if need else None for x, need in zip((e, c, bias), needs, strict=True)]
-            plan = _plan(e, dtype, ctx.dtypes, bias, main_grad_c, stats, uniform, spread, o)
+            plan = _plan(e, dtype, ctx.dtypes, bias, main_grad_c, uniform, spread, o)
             spread = spread.by_chunks(plan.rows)
             columns = target_columns(spread.gather(targets), ignore_index, spread.vocab)
             here = spread.columns(columns)
@@ -359,7 +359,6 @@ def _plan(
     dtypes: list[torch.dtype | None],
     bias: Tensor | None,
     main_grad_c: Tensor | None,
-    stats: Tensor | None,
     uniform: bool,
     spread: Spread,
     o: Options,
@@ -369,7 +368,7 @@ def _plan(
         return Plan(0, 0)
     problem = Problem(
         int(e.shape[0]) * (spread.ranks if spread.own else 1), int(e.shape[1]), max(spread.shards), dtype,
-        dtypes[0] and torch.float32, dtypes[1], main_grad_c is not None, uniform, bias is not None, stats is not None,
+        dtypes[0] and torch.float32, dtypes[1], main_grad_c is not None, uniform, bias is not None,
     )  # fmt: skip
     return backend_of(e).plan(problem, e, o)
 

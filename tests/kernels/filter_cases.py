@@ -128,7 +128,7 @@ def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) ->
     from cce_kernels.schemes import Problem
 
     o = Options(**options)
-    problem = Problem(e.shape[0], e.shape[1], c.shape[0], BF16, BF16, BF16, False, True, False, False)
+    problem = Problem(e.shape[0], e.shape[1], c.shape[0], BF16, BF16, BF16, False, True, False)
     capacity = fused.plan(problem, e, o).capacity
     assert capacity
     columns = torch.where(targets == IGNORE, -1, targets)

@@ -297,9 +297,7 @@ def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not(
 def test_the_scheme_of_cce_is_the_one_that_the_kernels_choose(workspace_mib, n, d, v, accumulate, dtype):
     schemes = pytest.importorskip("cce_kernels.schemes", reason="needs Triton")
     options = schemes.Options(accumulate=accumulate, workspace_mib=workspace_mib)
-    problem = schemes.Problem(
-        n, d, v, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False, with_stats=False
-    )
+    problem = schemes.Problem(n, d, v, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
     try:
         chosen = schemes.plan(problem, 132, options)
     except schemes.WorkspaceTooSmall:
