@@ -121,6 +121,11 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, wit
     return rows, torch.empty_like(rows), metrics, [torch.empty_like(targets), *copies, *state]
 
 
+def _empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Of x's shape, on e's device; one of no entries, as e's, where it is not wanted."""
+    return e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype)
+
+
 def _recompute(
     grad_rows: Tensor,
     grad_lse: Tensor | None,
@@ -164,10 +169,8 @@ _recompute_op = torch.library.custom_op(
 def _(
     grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, width, dtype_e, dtype_c, dtype_bias, *options,
 ):  # fmt: skip
-    def like(x, dtype):
-        return e.new_empty(0) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
-
-    return like(e, dtype_e), like(c, dtype_c), e.new_empty(0) if bias is None else like(bias, dtype_bias)
+    wanted = ((e, dtype_e), (c, dtype_c), (bias, dtype_bias))
+    return tuple(_empty_gradient(e, x, dtype) for x, dtype in wanted)
 
 
 def _gather(
@@ -209,10 +212,7 @@ _gather_op = torch.library.custom_op(
 
 @_gather_op.register_fake
 def _(grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, width, dtype_e, dtype_c, *options):
-    def like(x, dtype):
-        return e.new_empty(0) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
-
-    return like(e, dtype_e), like(c, dtype_c)
+    return _empty_gradient(e, e, dtype_e), _empty_gradient(e, c, dtype_c)
 
 
 def _finish_stored(

@@ -46,7 +46,7 @@ def product_kernel(
     TRANSPOSE_A: tl.constexpr,
     READ: tl.constexpr,  # add what out (and lost) hold
     KEEP: tl.constexpr,  # write lost
-    OVERLAP: tl.constexpr,  # launches may
+    OVERLAP: tl.constexpr,  # whether this launch may overlap with the next one
 ):
     if OVERLAP:
         gdc_launch_dependents()
