@@ -15,7 +15,7 @@ def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> 
 
     if launcher:
         raise ConfigError(f"{launcher[0]}: a breakdown is measured on this machine", "drop the hydra… overrides")
-    run = load_config([*overrides, f"trainer.max_steps={config.warmup_steps + config.steps + 2}"])
+    run = load_config([*overrides, f"trainer.max_steps={config.warmup_steps + config.steps + 3}"])
     name = run_name(run)
     breakdown = measure(Trainer(run), name, config.warmup_steps, config.steps)
     directory = Path(config.output)

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from linrnn import accounting
 from linrnn.architecture import Architecture
 from linrnn.environment import describe_environment
 from linrnn.forecast import step_flops
+from linrnn.losses import LossOutput
 from linrnn.parts import PartClock, SavedActivations
 from linrnn.plan import Plan
 from linrnn.runtime import compute_dtype
@@ -51,7 +53,8 @@ class Breakdown:
 
 
 def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown:
-    """Take training steps apart: warm up, measure memory in one step, saved activations in one, times in `steps`.
+    """Take training steps apart: warm up, measure memory in one step, saved activations in one, times in `steps`, and
+    in the last one the memory without a loss layer.
 
     Args:
         trainer: a :class:`linrnn.trainer.Trainer` that has not run; its `train_step` is called.
@@ -75,21 +78,31 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
             trainer.train_step()
         times.append(clock.seconds())
     trainer.memory = memory_observer
+    trainer.loss = sum_of_inputs  # its step leaves weights that no text would: hence the last
+    trainer.memory.start()
+    trainer.train_step()
+    measured["without_loss_layer"] = trainer.memory.report().get("peak")
     return assemble(plan, arch, name, measured, dict(saved.bytes), times)
+
+
+def sum_of_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
+    """In the place of a loss: both inputs get their gradients, whose memory any loss needs; nothing else is held."""
+    return LossOutput(hidden_ND.sum(dtype=torch.float32) + weight_VD.sum(dtype=torch.float32), labels_N.new_ones(()))
 
 
 def assemble(
     plan: Plan,
     arch: Architecture,
     name: str,
-    measured: dict[str, int],
+    measured: dict[str, int | None],
     saved: dict[str, int],
     times: Sequence[dict[str, float]],
 ) -> Breakdown:
     """The measured figures beside the formulas.
 
     Args:
-        measured: :meth:`linrnn.profiling.MemoryByComponent.report`.
+        measured: :meth:`linrnn.profiling.MemoryByComponent.report`, and `without_loss_layer`: the peak of a step with
+            :func:`sum_of_inputs`.
         saved: :attr:`linrnn.parts.SavedActivations.bytes` of one step.
         times: :meth:`linrnn.parts.PartClock.seconds` of every timed step.
     """
@@ -147,7 +160,7 @@ def median(times: Iterable[dict[str, float]], name: str) -> float | None:
 
 
 def _memory(
-    plan: Plan, arch: Architecture, measured: dict[str, int], saved: dict[str, int], compute: int
+    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int], compute: int
 ) -> dict[str, dict[str, int | None]]:
     estimate, trainer = plan.memory_estimate(arch), plan.config.trainer
     formula = estimate.components()
@@ -167,6 +180,7 @@ def _memory(
         "loss_forward": (measured.get("loss_forward"), formula["loss_forward"]),
         "loss_backward": (measured.get("loss_backward"), formula["loss_backward"]),
         "peak": (measured.get("peak"), formula["peak"]),
+        "peak/without_loss_layer": (measured.get("without_loss_layer"), None),
     }
     if "resident_peak" in measured:
         rows["resident_peak"] = (measured["resident_peak"], None)
@@ -206,7 +220,7 @@ def _memory_lines(b: Breakdown) -> list[str]:
         "",
         "Activations in parts: what the autograd graph keeps, by the part that keeps it. loss_forward, loss_backward: "
         "the most that the loss layer's passes add, gradients of hidden states and head included. "
-        "The formulas are a GPU's.",
+        "peak/without_loss_layer: of a step whose loss is the sum of hidden states and head. The formulas are a GPU's.",
         "",
     ]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from linrnn.accounting import (
     loss_traffic,
@@ -14,7 +15,7 @@ from linrnn.accounting import (
     recurrent_state_bytes,
 )
 from linrnn.architecture import resolve
-from linrnn.breakdown import markdown, measure
+from linrnn.breakdown import markdown, measure, sum_of_inputs
 from linrnn.config import load_config
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LigerLossConfig, LossConfig
 from linrnn.parts import PartClock, SavedActivations
@@ -110,6 +111,22 @@ def test_a_breakdown_stands_measured_beside_formula_beside_proposal(small: Small
     text = markdown(breakdown)
     for word in ("# a name", "recurrent_states/one_layer", "| loss |", "vocabulary product's share", "MFU -"):
         assert word in text
+
+
+def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it(small: Small) -> None:
+    run = trainer(small, "model=gla", "size.tie_embeddings=false", "optimizer.max_grad_norm=null")
+    run.loss, run.memory = sum_of_inputs, None  # type: ignore[assignment]
+    gradients: dict[str, torch.Tensor] = {}
+    run.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({name: p.grad.clone() for name, p in run.model.named_parameters()})
+    )
+    saved = SavedActivations(run.model)
+    with saved.watch():
+        run.train_step()
+    assert saved.bytes["loss"] == 0
+    head = next(gradient for name, gradient in gradients.items() if "lm_head" in name)
+    assert torch.allclose(head, torch.full((V, D), 1 / N))
+    assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if "bias" not in name)
 
 
 def test_the_proposal_s_account_gives_the_proposal_s_numbers() -> None:
