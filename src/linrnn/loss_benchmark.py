@@ -27,7 +27,19 @@ from linrnn.errors import LinrnnError, UnsupportedError
 from linrnn.loss_problems import Problem, Solution, fp32_logits_of, relative_error, truth_of
 from linrnn.loss_report import table, write_report
 from linrnn.loss_rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_path
-from linrnn.loss_sets import BASELINE, Setting, chosen_set, entries_of, reported_set, results_directory, settings_of
+from linrnn.loss_sets import (
+    BASELINE,
+    EAGER,
+    Setting,
+    chosen_set,
+    entries_of,
+    reported_set,
+    results_directory,
+    row_backend,
+    settings_of,
+)
+from linrnn.loss_trained import KIND as TRAINED
+from linrnn.loss_trained import read_trained
 from linrnn.losses import LossBackend, build_loss
 from linrnn.runtime import resolve_device
 
@@ -45,6 +57,7 @@ class Entry:
     loss: LossBackend
     forward_ms: list[float] = field(default_factory=list)
     forward_backward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
     graph_ms: list[float] = field(default_factory=list)
 
 
@@ -60,10 +73,14 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
         The rows of this run.
 
     Raises:
-        ConfigError: an unknown set, shape, kind of logits, backend or option.
+        ConfigError: an unknown set, shape, kind of logits, backend or option, or a checkpoint that does not fit.
+        UnsupportedError: the checkpoint's model cannot run here.
+        DataError: the checkpoint or its data is damaged.
     """
     chosen, directory, device = chosen_set(config), results_directory(config), resolve_device(config.device)
-    losses, settings = entries_of(chosen), settings_of(config, chosen)
+    losses = entries_of(chosen)
+    trained = None if config.checkpoint is None else read_trained(config, chosen.batches)
+    settings = settings_of(config, chosen, trained)
     now = datetime.datetime.now(datetime.UTC)
     run_id = f"{now:%Y%m%dT%H%M%S.%f}"
     run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
@@ -81,8 +98,8 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
             if config.resume and _is_measured(setting, kind, losses, directory, run):
                 say(f"{title}: measured already by this commit and these versions")
                 continue
-            say(title)
-            bench = Bench(config, setting, kind, losses, built, device, directory, run_id, say)
+            say(title if trained is None else f"{title}: {trained.origin}")
+            bench = Bench(config, setting, kind, chosen.batches, losses, built, device, directory, run_id, say)
             measured += bench.measure()
             say(table(bench.rows))
     return measured
@@ -95,13 +112,22 @@ def report_set(config: BenchLossConfig) -> list[Path]:
         DataError: nothing was, or a file is damaged.
     """
     (name, chosen), directory = reported_set(config), results_directory(config)
-    rows = []
-    for setting in settings_of(config, chosen):
-        measured = {row.key: row for row in read_rows(rows_path(directory, setting.shape.name))}
-        for kind in chosen.logits:
-            wanted = [setting.row(kind, text, "", loss).key for text, loss in entries_of(chosen).items()]
-            bar = setting.row(kind, BAR, "").key
-            rows += [measured[key] for key in (bar, *wanted) if key in measured]
+    backends = [(BAR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
+    measured = {row.key: row for path in sorted(directory.glob("*.json")) for row in read_rows(path)}
+    problems = [
+        (setting.shape.name, setting.dtype, setting.gradients, kind)
+        for setting in settings_of(config, chosen)
+        for kind in chosen.logits
+    ]
+    if config.checkpoint is not None:  # those that were measured earlier belong to the report, too
+        gradients = [config.dtype if gradients == "same" else gradients for gradients in chosen.gradients]
+        problems = [
+            row.problem
+            for row in measured.values()
+            if (row.backend, row.logits, row.dtype) == (BAR, TRAINED, config.dtype) and row.gradients in gradients
+        ]
+    keys = [(*problem, *backend) for problem in problems for backend in backends]
+    rows = [measured[key] for key in keys if key in measured]
     return write_report(rows, read_runs(directory), directory, name)
 
 
@@ -127,6 +153,7 @@ class Bench:
     config: BenchLossConfig
     setting: Setting
     kind: str
+    batches: int  # for the error of their summed dC
     losses: dict[str, LossConfig]
     built: dict[str, LossBackend]  # those that the other problems of this setting have built
     device: torch.device
@@ -139,7 +166,8 @@ class Bench:
     def measure(self) -> list[Row]:
         problem = self.setting.problem(self.kind, self.device, self.config.seed)
         truth = truth_of(problem)
-        bar = self._bar(problem, truth)
+        summed_VD = self._sum_over_batches(lambda part: truth_of(part).weight_VD)
+        bar = self._bar(problem, truth, summed_VD)
         for text, loss_config in self.losses.items():
             row = self.setting.row(self.kind, text, self.run, loss_config)
             self.rows.append(row)
@@ -150,6 +178,7 @@ class Bench:
                     self.built[text] = build_loss(loss_config, device=self.device, dtype=problem.compute_dtype)
                 _record_errors(row, self.built[text], problem, truth, bar, self.config.warmup)
                 row.first_call_s = row.first_call_s if new else None
+                self._record_sum(row, partial(_weight_gradient, self.built[text]), summed_VD)
                 _record_memory(row, self.built[text], problem)
             except Exception as error:  # a backend's failure is a result
                 _refuse(row, error)
@@ -159,21 +188,41 @@ class Bench:
             done = row.reason or f"errors and memory in {time.perf_counter() - begin:.1f} s"
             self.say(f"  {row.label}: {done}")
             self._save()
-        del truth
+        del truth, summed_VD
         self._run_rounds(self._rotation(problem))
         for entry in self.entries:
             entry.row.status = "ok"
         self._save()
         return self.rows
 
-    def _bar(self, problem: Problem, truth: Solution) -> Row:
+    def _bar(self, problem: Problem, truth: Solution, summed_VD: torch.Tensor | None) -> Row:
         """The row of true fp32 logits: errors alone, its time means nothing."""
         row = self.setting.row(self.kind, BAR, self.run)
         self.rows.append(row)
         _compare(row, fp32_logits_of(problem), truth)
         row.de_err_ratio = row.dc_err_ratio = 1.0
+        self._record_sum(row, lambda part: fp32_logits_of(part).weight_VD, summed_VD)
         row.status = "ok"
         return row
+
+    def _sum_over_batches(self, gradient: Callable[[Problem], torch.Tensor]) -> torch.Tensor | None:
+        """Gradients of the weight, added up over the batches; None where there is but one."""
+        if self.batches == 1:
+            return None
+        total = None
+        for batch in range(self.batches):
+            found = gradient(self.setting.problem(self.kind, self.device, self.config.seed, batch))
+            wide = found if found.dtype == torch.float64 else found.float()
+            total = wide if total is None else total.add_(wide)
+        return total
+
+    def _record_sum(
+        self, row: Row, gradient: Callable[[Problem], torch.Tensor], summed_VD: torch.Tensor | None
+    ) -> None:
+        """The error of dC summed over batches: noise averages out in it, a bias does not."""
+        found = None if summed_VD is None else self._sum_over_batches(gradient)
+        if found is not None and summed_VD is not None:
+            row.batches, row.dc_sum_err = self.batches, relative_error(found, summed_VD)
 
     def _save(self) -> None:
         merge_rows(rows_path(self.directory, self.setting.shape.name), self.rows)
@@ -194,31 +243,37 @@ class Bench:
         for index in range(self.config.rounds):
             turn = index % len(problems)
             problem = problems[turn]
-            jobs: list[tuple[list[float], Callable[[], object]]] = [
-                (one_ms, products[turn].one),
-                (three_ms, products[turn].three),
-            ]
+            jobs = [self._job(one_ms, products[turn].one), self._job(three_ms, products[turn].three)]
             for entry in self.entries:
-                jobs.append((entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
-                jobs.append((entry.forward_backward_ms, partial(timing.step, entry.loss, problem)))
+                jobs.append(self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
+                jobs.append(partial(self._time_step, entry, problem))
                 if graphs[id(entry)]:
-                    jobs.append((entry.graph_ms, graphs[id(entry)][turn].replay))
+                    jobs.append(self._job(entry.graph_ms, graphs[id(entry)][turn].replay))
             shuffle(jobs)
-            for times, job in jobs:
-                times.append(timing.time_ms(job, self.device))
+            for job in jobs:
+                job()
                 problem.clear_gradients()
             if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
                 if reading := timing.read_clocks(self.device):
                     clocks.append(reading)
+                baseline, eager = self._entry(BASELINE), self._entry(EAGER)
                 for entry in self.entries:
-                    record_times(entry, self._baseline(), np.array(one_ms), np.array(three_ms), self.config.seed)
+                    record_times(entry, baseline, eager, np.array(one_ms), np.array(three_ms), self.config.seed)
                     _record_clocks(entry.row, clocks)
                 self._save()
                 left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
                 self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
 
-    def _baseline(self) -> Entry | None:
-        return next((entry for entry in self.entries if entry.row.backend == BASELINE), None)
+    def _job(self, times: list[float], action: Callable[[], object]) -> Callable[[], None]:
+        return lambda: times.append(timing.time_ms(action, self.device))
+
+    def _time_step(self, entry: Entry, problem: Problem) -> None:
+        whole_ms, backward_ms = timing.time_step_ms(entry.loss, problem)
+        entry.forward_backward_ms.append(whole_ms)
+        entry.backward_ms.append(backward_ms)
+
+    def _entry(self, backend: str) -> Entry | None:
+        return next((entry for entry in self.entries if entry.row.backend == backend), None)
 
     def _graphs(self, entry: Entry, problems: list[Problem]) -> list[torch.cuda.CUDAGraph]:
         """The step of each set of inputs as a CUDA graph, where launches may matter and the backend can be captured."""
@@ -252,6 +307,11 @@ def _compare(row: Row, got: Solution, truth: Solution) -> None:
     row.loss_err = abs(got.loss - truth.loss) / truth.loss
     row.de_err = relative_error(got.hidden_ND, truth.hidden_ND)
     row.dc_err = relative_error(got.weight_VD, truth.weight_VD)
+
+
+def _weight_gradient(loss: LossBackend, problem: Problem) -> torch.Tensor:
+    timing.step(loss, problem)
+    return problem.gradients()[1]
 
 
 def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> None:
@@ -289,7 +349,9 @@ def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
         row.extra_mib, row.forward_extra_mib = (whole - problem.gradient_bytes) / _MIB, alone / _MIB
 
 
-def record_times(entry: Entry, baseline: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int) -> None:
+def record_times(
+    entry: Entry, baseline: Entry | None, eager: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
+) -> None:
     """Medians and ratios of the rounds so far; ratios are taken round by round."""
     row, total_ms = entry.row, np.array(entry.forward_backward_ms)
     row.rounds = len(total_ms)
@@ -300,6 +362,9 @@ def record_times(entry: Entry, baseline: Entry | None, one_ms: np.ndarray, three
     row.ratio_to_product_low, row.ratio_to_product_high = bootstrap_interval(total_ms / one_ms, seed)
     row.ratio_to_three_products = float(np.median(total_ms / three_ms))
     row.forward_ratio_to_product = float(np.median(np.array(entry.forward_ms) / one_ms))
+    row.backward_ms = float(np.median(entry.backward_ms))
+    if eager is not None:
+        row.backward_ratio_to_eager = float(np.median(np.array(entry.backward_ms) / np.array(eager.backward_ms)))
     if entry.graph_ms:
         row.graph_ms = float(np.median(entry.graph_ms))
     if baseline is None:

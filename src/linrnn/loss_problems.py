@@ -87,6 +87,7 @@ def make_problem(
     device: torch.device,
     seed: int,
     gradient_dtype: torch.dtype | None = None,
+    batch: int = 0,
 ) -> Problem:
     """Random tensors whose labels follow Zipf's law over a vocabulary in random order.
 
@@ -94,22 +95,28 @@ def make_problem(
     weight's rows (norm about 1) carry half of log p_v along a common direction, a hidden state carries twice
     that direction, its label's row (7.5 times) and four random rows (6 times each). At the named shapes the
     loss is then 2.4 to 3.5 nats and 100 to 220 entries of a row exceed 2^-12, as in small trained models. Values are
-    rounded to `dtype`; `gradient_dtype` (default: `dtype`) is that of the leaves.
+    rounded to `dtype`; `gradient_dtype` (default: `dtype`) is that of the leaves. Batches share the weight.
     """
     random = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=random, device=device)
 
+    def tokens() -> tuple[Tensor, Tensor]:
+        return torch.multinomial(p_V, shape.n, replacement=True, generator=random), normal(shape.n, shape.d)
+
     order = torch.randperm(shape.v, generator=random, device=device)
     p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
-    labels = torch.multinomial(p_V, shape.n, replacement=True, generator=random)
-    hidden, weight = normal(shape.n, shape.d), normal(shape.v, shape.d)
-    if kind == "flat":
+    labels, hidden = tokens()
+    weight = normal(shape.v, shape.d)
+    common_D = None if kind == "flat" else F.normalize(normal(shape.d), dim=0)
+    if batch:
+        random.manual_seed(seed + (batch << 32))
+        labels, hidden = tokens()
+    if common_D is None:
         weight *= 0.02
     else:
         weight /= shape.d**0.5
-        common_D = F.normalize(normal(shape.d), dim=0)
         rows = F.normalize(weight - torch.outer(weight @ common_D, common_D), dim=1)
         weight += torch.outer(0.5 * (p_V.log() - p_V.log().mean()), common_D)
         hidden += 2 * common_D + 7.5 * rows[labels]

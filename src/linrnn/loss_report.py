@@ -1,5 +1,7 @@
 """The loss benchmark as people read it: tables, plots of time against memory, sweeps with their crossovers."""
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,20 +35,25 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "graph ms": lambda row: _number(row.graph_ms, ".2f"),
     "forward ms": lambda row: _number(row.forward_ms, ".2f"),
     "/ product ": lambda row: _number(row.forward_ratio_to_product, ".2f"),
+    "backward ms": lambda row: _number(row.backward_ms, ".2f"),
+    "/ eager's": lambda row: _number(row.backward_ratio_to_eager, ".3f"),
     "extra MiB": lambda row: _number(row.extra_mib, ",.0f"),
     "forward MiB": lambda row: _number(row.forward_extra_mib, ",.1f"),
     "loss err": lambda row: _number(row.loss_err, ".1e"),
     "dE err": lambda row: _error(row.de_err, row.de_err_ratio),
     "dC err": lambda row: _error(row.dc_err, row.dc_err_ratio),
+    "dC err, sum": lambda row: "-" if row.dc_sum_err is None else f"{row.dc_sum_err:.2e} of {row.batches}",
     "same bits": lambda row: "-" if row.deterministic is None else ("yes" if row.deterministic else "no"),
     "first call s": lambda row: _number(row.first_call_s, ".1f"),
 }
 _LEGEND = f"""ms: forward + backward, median; / compiled: its ratio to torch.compile's time, round by round, with a 95 %
 bootstrap interval (`compiled {AGAIN}` is the same function once more: its interval is the noise); / product,
 / 3 products: to cuBLAS products N x D x V; graph ms: replay of a CUDA graph, where the inputs fit the L2 cache;
-forward ms: without gradients; extra MiB: peak memory of a call beyond inputs and gradients, forward MiB: the same
-without gradients; errors are relative to fp64, in parentheses as a multiple of those of `{BAR}` (fp32 logits, softmax -
-onehot rounded to the products' dtype); same bits: two calls agree bit for bit; first call: compiling and tuning."""
+forward ms: without gradients; backward ms: what follows the forward pass in forward + backward, / eager's: its ratio to
+that of `standard`; extra MiB: peak memory of a call beyond inputs and gradients, forward MiB: the same without
+gradients; errors are relative to fp64, in parentheses as a multiple of those of `{BAR}` (fp32 logits, softmax - onehot
+rounded to the products' dtype); dC err, sum: of dC added up over so many batches; same bits: two calls agree bit for
+bit; first call: compiling and tuning."""
 
 
 def table(rows: list[Row]) -> str:
@@ -66,7 +73,8 @@ def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Pa
     """Write <name>.md and <name>.png from rows of one device; returns their paths.
 
     The plot is a sweep where the shapes differ in one of N, D and V and there are at least three, otherwise time
-    against memory; the latter is left out where no memory was measured, on a CPU.
+    against memory; the latter is left out where no memory was measured, on a CPU. Where rows differ in `filter_eps`,
+    <name>_error.png has errors against time.
 
     Raises:
         DataError: there are no rows.
@@ -82,8 +90,17 @@ def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Pa
     elif any(row.extra_mib is not None for row in rows):
         _plot_tradeoff(rows, plot, name)
         paths.append(plot)
-    paths[0].write_text(_markdown(rows, runs, name, axis, plot.name if plot in paths else None))
+    if len({filter_eps(row) for row in rows} - {None}) > 1:
+        paths.append(directory / f"{name}_error.png")
+        _plot_errors(rows, paths[-1], name)
+    paths[0].write_text(_markdown(rows, runs, name, axis, [path.name for path in paths[1:]]))
     return paths
+
+
+def filter_eps(row: Row) -> float | None:
+    """The threshold that a row's text gives."""
+    found = re.search(r"\bfilter_eps=(\S+)", row.backend)
+    return float(found[1]) if found else None
 
 
 def sweep_axis(rows: list[Row]) -> str | None:
@@ -94,10 +111,10 @@ def sweep_axis(rows: list[Row]) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------- markdown
-def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis: str | None, plot: str | None) -> str:
+def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis: str | None, plots: list[str]) -> str:
     lines = [f"# The loss layer alone: {name}", ""]
-    if plot:
-        lines += [f"![{name}]({plot})", ""]
+    for plot in plots:
+        lines += [f"![{plot.removesuffix('.png')}]({plot})", ""]
     lines += _overview(rows, axis)
     origins = sorted({row.run for row in rows})
     columns = dict(_COLUMNS)
@@ -112,6 +129,9 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis:
             f"## {shape} ({first.n} x {first.d} x {first.v}), {logits} logits, {dtype}, gradients {gradients}",
             "",
         ]
+        if first.trained:
+            nats = next((row.loss_nats for row in own if row.backend == BAR), None)
+            lines += [f"Hidden states and head of {first.trained}: loss {_number(nats, '.3f')} nats.", ""]
         lines += [f"| {' | '.join(columns)} |", f"|---|{'--:|' * (len(columns) - 1)}"]
         lines += [f"| {' | '.join(column(row) for column in columns.values())} |" for row in own if row.status == "ok"]
         refused = [f"* {row.label}: {row.status}. {row.reason}" for row in own if row.status != "ok"]
@@ -243,6 +263,52 @@ def _plot_tradeoff(rows: list[Row], path: Path, title: str) -> None:
     _legend(figure, styles, title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _plot_errors(rows: list[Row], path: Path, title: str) -> None:
+    """Error of each gradient, and of dC summed over batches, against time: a column per problem; the settings of a rule
+    are joined, from the largest threshold to the smallest."""
+    pyplot = _pyplot()
+    fields = {"de_err": "dE error", "dc_err": "dC error", "dc_sum_err": "dC error, sum over batches"}
+    fields = {field: label for field, label in fields.items() if any(getattr(row, field) is not None for row in rows)}
+    problems = list(dict.fromkeys(row.problem for row in rows))
+    timed = [row for row in rows if row.ratio_to_compiled is not None and not row.backend.endswith(AGAIN)]
+    styles = {
+        rule: {"color": f"C{i % 10}", "marker": _MARKERS[i % len(_MARKERS)]} for i, rule in enumerate(_rules(timed))
+    }
+    size = (4.4 * len(problems), 3.4 * len(fields) + 1.2)
+    figure, axes = pyplot.subplots(len(fields), len(problems), figsize=size, squeeze=False, layout="constrained")
+    for line, (field, label) in zip(axes, fields.items(), strict=True):
+        for panel, problem in zip(line, problems, strict=True):
+            points = [row for row in timed if row.problem == problem and getattr(row, field) is not None]
+            for rule, own in _rules(points).items():
+                places = [(row.ratio_to_compiled, getattr(row, field)) for row in own]
+                panel.plot(*zip(*places, strict=True), linewidth=1, **styles[rule])
+                for row, place in zip(own, places, strict=True):
+                    if (eps := filter_eps(row)) is not None:
+                        panel.annotate(power(eps), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
+            panel.axvline(1, color="0.6", linewidth=1, zorder=1)
+            panel.set(yscale="log", title=f"{problem[0]}\n{problem[3]} logits, {problem[2]} gradients")
+            panel.set_xlabel("forward + backward time / torch.compile's")
+            panel.grid(which="major", color="0.92")
+        line[0].set_ylabel(f"{label}, relative to fp64")
+    _legend(figure, styles, title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _rules(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by backend without its threshold, those of a rule in the order of their thresholds."""
+    rules: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: -(filter_eps(row) or 0)):
+        rules.setdefault(" ".join(word for word in row.label.split() if "filter_eps=" not in word), []).append(row)
+    return rules
+
+
+def power(value: float) -> str:
+    """2^k where that is exact, else the number."""
+    exponent = math.log2(value)
+    return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
 
 
 def _plot_sweep(rows: list[Row], axis: str, path: Path, title: str) -> None:

@@ -36,14 +36,17 @@ class Row:
     v: int
     dtype: str  # of the products
     gradients: str  # dtype of hidden states, weight and their gradients
-    logits: str  # flat | peaked
+    logits: str  # flat | peaked | trained
     backend: str
     workspace_mib: float | None  # null: the backend's default, or it knows no workspace
+    trained: str = ""  # the model, its training and its data, where logits are a trained model's
     run: str = ""  # of runs.jsonl
     status: str = "started"  # ok | unsupported | out_of_memory | failed; started: killed before it was done
     reason: str = ""
     rounds: int = 0
     forward_ms: float | None = None  # without gradients, as in evaluation
+    backward_ms: float | None = None  # from the end of the forward pass that goes with it
+    backward_ratio_to_eager: float | None = None  # backward_ms to that of `standard`
     forward_backward_ms: float | None = None
     forward_backward_ms_q25: float | None = None
     forward_backward_ms_q75: float | None = None
@@ -65,6 +68,8 @@ class Row:
     dc_err: float | None = None
     de_err_ratio: float | None = None  # to the error of fp32 logits with a rounded softmax - onehot
     dc_err_ratio: float | None = None
+    batches: int = 1
+    dc_sum_err: float | None = None  # of dC summed over so many batches, where they are more than one
     deterministic: bool | None = None  # whether two calls gave the same bits
     first_call_s: float | None = None  # compiling and tuning of kernels
     sm_mhz: float | None = None  # medians over the rounds

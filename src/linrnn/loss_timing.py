@@ -5,7 +5,9 @@ The GPU's own events give times there, the host's clock on a CPU. Memory is meas
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -79,17 +81,40 @@ def synchronize(device: torch.device) -> None:
 
 def time_ms(action: Callable[[], object], device: torch.device) -> float:
     """How long `action` takes, from an idle device to an idle device."""
+    return _times_ms([action], device)[0]
+
+
+def time_step_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
+    """How long :func:`step` takes from an idle device to an idle device, and its backward pass of that."""
+    outputs: list[torch.Tensor] = []
+    problem.clear_gradients()
+    actions = [lambda: outputs.append(forward(loss, problem)), lambda: outputs[0].backward()]
+    forward_ms, backward_ms = _times_ms(actions, problem.device)
+    return forward_ms + backward_ms, backward_ms
+
+
+class _HostEvent:
+    """What a torch.cuda.Event does, on a CPU."""
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, later: "_HostEvent") -> float:
+        return 1e3 * (later._seconds - self._seconds)
+
+
+def _times_ms(actions: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """How long each of `actions` takes, one right after another."""
+    events: list[Any] = [
+        torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostEvent() for _ in range(len(actions) + 1)
+    ]
     synchronize(device)
-    if device.type != "cuda":
-        begin = time.perf_counter()
+    events[0].record()
+    for action, event in zip(actions, events[1:], strict=True):
         action()
-        return 1e3 * (time.perf_counter() - begin)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    action()
-    last.record()
-    torch.cuda.synchronize(device)
-    return first.elapsed_time(last)
+        event.record()
+    synchronize(device)
+    return [first.elapsed_time(last) for first, last in pairwise(events)]
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:

@@ -1,6 +1,8 @@
-"""A trained model and its tokenizer, from a run, a checkpoint or a Hugging Face directory in FLA's format."""
+"""A trained model and its tokenizer, from a run, a checkpoint or a Hugging Face directory in FLA's format; or a run's
+model and text to read with it."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ import torch
 from linrnn import checkpoint
 from linrnn.architecture import resolve
 from linrnn.config import read_config
-from linrnn.config.schema import Config, MarkovDataConfig
+from linrnn.config.schema import Config, DataConfig, MarkovDataConfig
+from linrnn.data import Batch, ConsoleProgress, PreparedData, prepare, vocabulary_size
 from linrnn.data.markov import END
 from linrnn.errors import ConfigError
-from linrnn.models import LanguageModel, build_model, open_pretrained
+from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
+from linrnn.runtime import resolve_device, resolve_precision
 from linrnn.tokenizer import Tokenizer, load_tokenizer
 
 EMBEDDING = "model.embeddings.weight"
@@ -70,11 +74,111 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
 
 def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
     """The model of a checkpoint, in fp32. Its chunk size, a matter of speed in training, is FLA's own."""
-    vocab_size = checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
-    arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size)
+    arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, _vocab_size(directory))
     model = build_model(arch, device=device, seed=0)
     checkpoint.load_model(directory, model.hf)
     return model
+
+
+@dataclass
+class Reading:
+    """A run's model and the validation split that it reads.
+
+    Attributes:
+        directory: the checkpoint.
+        config: the run's, with the data and the device that were asked for.
+        model: in fp32 and evaluation mode.
+        precision: that of the run, as resolved on `device`.
+    """
+
+    directory: Path
+    config: Config
+    model: LanguageModel
+    data: PreparedData
+    precision: str
+    device: torch.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps behind the checkpoint."""
+        return checkpoint.read_state(self.directory)["step"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; the data may have less."""
+        return _vocab_size(self.directory)
+
+    def batches(self, max_tokens: int | None) -> Iterator[Batch]:
+        """The first `max_tokens` labels of the validation split (all: None), in the run's own sequences."""
+        trainer = self.config.trainer
+        return self.data.valid.batches_once(
+            seq_len=trainer.seq_len,
+            batch_size=trainer.batch_size,
+            max_tokens=max_tokens,
+            reset_at_document=self.config.data.reset_at_document,
+        )
+
+
+def open_reading(key: str, source: str, data: DataConfig | None, device: str) -> Reading:
+    """Load a run's model, and data: its own, or `data`.
+
+    Args:
+        key: of the configuration that names `source`, for messages.
+        source: a run's directory (its newest checkpoint) or a checkpoint.
+
+    Raises:
+        ConfigError: there is no checkpoint, or the data's tokens are not the model's.
+        UnsupportedError: the model cannot run here.
+        DataError: the checkpoint or the data is damaged.
+    """
+    directory = checkpoint.resolve(Path(source))
+    if directory is None:
+        raise ConfigError(
+            f"{key}: {source} holds no complete checkpoint",
+            "name a run's directory or one of its checkpoints/step_*, as in results/default/RUN",
+        )
+    config = dataclasses.replace(read_config(directory / "config.yaml"), device=device)
+    where = resolve_device(device)
+    check_supported(config.model, where)
+    if data is not None:
+        _check_vocabulary(directory, config, data)
+    config = dataclasses.replace(config, data=data or config.data)
+    prepared = prepare(config.data, progress=ConsoleProgress())
+    if data is not None:
+        _check_tokenizer(directory, prepared)
+    model = build(directory, config, where)
+    model.eval()
+    return Reading(directory, config, model, prepared, resolve_precision(config.trainer.precision, where), where)
+
+
+def _check_vocabulary(directory: Path, config: Config, data: DataConfig) -> None:
+    """Refuse, before anything is prepared, tokens that the model does not have."""
+    generated = isinstance(data, MarkovDataConfig)
+    if generated != isinstance(config.data, MarkovDataConfig):
+        kinds = "generated tokens", "text"
+        raise ConfigError(
+            f"data={data.name} gives {kinds[not generated]}, and {directory} was trained on {kinds[generated]}",
+            "leave data out for the run's own, or choose data like it",
+        )
+    entries, vocab_size = vocabulary_size(data), _vocab_size(directory)
+    if entries > vocab_size:
+        raise ConfigError(
+            f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {vocab_size:,}",
+            "leave data out for the run's own, or tokenise with the run's tokenizer.json (data.tokenizer=…)",
+        )
+
+
+def _check_tokenizer(directory: Path, data: PreparedData) -> None:
+    own = _tokenizer_in(directory.parent.parent)
+    if own is not None and data.tokenizer is not None and own.hash != data.tokenizer.hash:
+        raise ConfigError(
+            f"the data is tokenised with {data.tokenizer.name}, and {directory} was trained with another tokenizer",
+            f"use data.tokenizer={directory.parent.parent / 'tokenizer.json'}",
+        )
+
+
+def _vocab_size(directory: Path) -> int:
+    return checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
 
 
 def _tokenizer_in(directory: Path) -> Tokenizer | None:

@@ -118,6 +118,45 @@ def test_the_sparsity_of_trained_models_is_profiled(
     assert {path.name for path in out.iterdir()} == {"sparsity.json", "sparsity.md", "sparsity.png"}
 
 
+def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """bench_loss, from a run of this harness to table and plot; its loss is the run's own validation loss."""
+    trainer = trained(small("trainer.max_steps=4"))
+    run, out = trainer.directory.path, tmp_path / "bench"
+    bench = ["scripts/bench_loss.py", f"checkpoint={run}", "backends=[cce_filter]", "rounds=2", "warmup=1"]
+    done = command(*bench, "tokens=200", "batches=2", "device=cpu", f"output_dir={out}")
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("*.json")
+    rows = {row["backend"]: row for row in json.loads(path.read_text())}
+    assert set(rows) == {"fp32_logits", "compiled", "compiled (again)", "cce_filter"}
+    summary = trainer.directory.read_summary()
+    assert summary is not None
+    for row in rows.values():
+        assert (row["status"], row["logits"]) == ("ok", "trained")
+        assert (row["n"], row["d"], row["v"]) == (200, 128, 512)
+        assert "gla smoke after 4 steps (run default/gla-smoke" in row["trained"]
+        assert row["loss_nats"] == pytest.approx(summary["valid_loss_nats"], rel=0.02)  # of 200 of the 400 tokens
+        assert row["dc_sum_err"] > 0
+    page = (out / "shapes_trained.md").read_text()
+    assert f"after 4 steps (run default/{run.name}" in page
+    assert "| cce_filter |" in page
+
+    text = tmp_path / "other.txt"
+    text.write_text("a b c\n" * 500)
+    for override, cause in (
+        ("tokens=3000", "more than the 1,999 of the validation split"),
+        ("shapes=[mve]", "shapes do not go with a checkpoint"),
+        ("logits=[flat]", "flat is not known"),
+        (f"data=text data.path={text}", "gives text, and"),
+        ("data=markov data.vocab_size=600", "has a vocabulary of 600"),
+    ):
+        done = command(*bench, *override.split(), "device=cpu", f"output_dir={tmp_path / 'refused'}")
+        assert done.returncode == 2, done.stderr
+        assert cause in done.stderr
+    assert not (tmp_path / "refused").exists()
+
+
 def test_bits_per_byte_are_of_the_split_that_is_read(
     small: Small, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -12,9 +12,10 @@ from linrnn.config import load_config
 from linrnn.errors import ConfigError, DataError
 from linrnn.loss_benchmark import Entry, bootstrap_interval, record_times, report_set, run_benchmark
 from linrnn.loss_problems import SHAPES, Shape, fp32_logits_of, make_problem, parse_shape, relative_error, truth_of
-from linrnn.loss_report import sweep_axis, table, write_report
+from linrnn.loss_report import filter_eps, power, sweep_axis, table, write_report
 from linrnn.loss_rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, slug, winners
 from linrnn.loss_sets import parse_loss
+from linrnn.loss_trained import TrainedTensors
 from linrnn.losses import build_loss
 
 CPU = torch.device("cpu")
@@ -123,12 +124,13 @@ def test_leaves_of_fp32_hold_the_values_of_the_products_dtype():
 def entry(backend, *forward_backward_ms):
     loss = build_loss(parse_loss("standard"), device=CPU)
     times = list(forward_backward_ms)
-    return Entry(make_row(backend), loss, [time / 4 for time in times], times)
+    return Entry(make_row(backend), loss, [time / 4 for time in times], times, [3 * time / 4 for time in times])
 
 
 def test_ratios_are_taken_round_by_round():
     baseline, slower = entry("compiled", 2.0, 20.0, 200.0), entry("slower", 4.0, 40.0, 600.0)  # 2, 2, 3 times as long
-    record_times(slower, baseline, np.array([1.0, 5.0, 100.0]), np.array([4.0, 4.0, 300.0]), seed=0)
+    products = np.array([1.0, 5.0, 100.0]), np.array([4.0, 4.0, 300.0])
+    record_times(slower, baseline, entry("standard", 8.0, 80.0, 60.0), *products, seed=0)
     row = slower.row
     assert row.ratio_to_compiled == 2
     assert row.ratio_to_compiled_low == 2
@@ -138,12 +140,14 @@ def test_ratios_are_taken_round_by_round():
     assert row.ratio_to_product == 6  # of 4, 8 and 6
     assert row.ratio_to_three_products == 2  # of 1, 10 and 2
     assert row.forward_ratio_to_product == 1.5
+    assert (row.backward_ms, row.backward_ratio_to_eager) == (30, 0.5)  # of 0.5, 0.5 and 10
 
 
 def test_without_a_baseline_there_is_no_ratio_to_it():
     alone = entry("standard", 1.0, 2.0)
-    record_times(alone, None, np.ones(2), np.ones(2), seed=0)
+    record_times(alone, None, None, np.ones(2), np.ones(2), seed=0)
     assert alone.row.ratio_to_compiled is None
+    assert alone.row.backward_ratio_to_eager is None
     assert alone.row.ratio_to_product == 1.5
 
 
@@ -245,6 +249,21 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
     assert line.endswith("| 2 |")
     assert "2. `make b`" in text
     assert "| run |" not in write_report(rows[:1], runs, tmp_path, "one")[0].read_text()
+
+
+def test_errors_of_thresholds_are_plotted_against_time(tmp_path):
+    unbiased, threshold = "cce_filter filter_eps={}", "cce_filter filter_unbiased=false filter_eps={}"
+    rows = [make_row("compiled", ratio_to_compiled=1.0, de_err=1e-3, dc_err=1e-3)]
+    for text in (unbiased, threshold):
+        for eps in (2.0**-8, 2.0**-12):
+            rows.append(make_row(text.format(eps), ratio_to_compiled=0.5, de_err=eps, dc_err=eps, dc_sum_err=eps))
+    page, plot = write_report(rows, {}, tmp_path, "filter")
+    assert plot.name == "filter_error.png"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "![filter_error](filter_error.png)" in page.read_text()
+    assert [filter_eps(row) for row in rows] == [None, *[2.0**-8, 2.0**-12] * 2]
+    assert (power(2.0**-12), power(0.03)) == ("2^-12", "0.03")
+    assert len(write_report(rows[:2], {}, tmp_path, "one")) == 1  # of one threshold there is nothing to compare
 
 
 def test_time_is_plotted_against_memory_where_there_is_memory(tmp_path):
@@ -397,12 +416,51 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
         ("gradients=[fp64]", "fp64"),
         ("shapes=[mvee]", "mvee"),
         ("set=shape", "set=shape"),
+        ("logits=[trained]", "logits=.trained. are a trained model's"),
+        ("data=markov", "data and logits"),
+        ("checkpoint=nowhere", "shapes do not go with a checkpoint"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         run_benchmark(configure(override, tmp_path=tmp_path), "", str)
     assert not (tmp_path / "bench_loss").exists()
+
+
+def test_batches_share_the_weight_and_have_their_own_tokens():
+    first, again, second = (make_problem(TINY, "peaked", torch.float32, CPU, 3, batch=b) for b in (0, 0, 1))
+    assert torch.equal(first.hidden_ND, again.hidden_ND)
+    assert torch.equal(first.weight_VD, second.weight_VD)
+    assert not torch.equal(first.labels_N, second.labels_N)
+    losses = [truth_of(problem).loss for problem in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.3)
+
+
+def test_over_batches_the_error_of_an_unbiased_filter_averages_out_and_a_thresholds_does_not(
+    tmp_path, eager_baseline, monkeypatch
+):
+    """Batches of the same tokens, each in an order of its own, as a model's that has been trained on them."""
+    problem = make_problem(Shape("s", 128, 24, 600), "peaked", torch.bfloat16, CPU, 0)
+    orders = torch.cat([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(16)])
+    leaves = (x.detach() for x in (problem.hidden_ND, problem.weight_VD))
+    hidden_ND, weight_VD = next(leaves)[orders], next(leaves)
+    trained = TrainedTensors(Shape("s", 128, 24, 600), "a model", hidden_ND, weight_VD, problem.labels_N[orders])
+    monkeypatch.setattr(loss_benchmark, "read_trained", lambda config, batches: trained)
+    filters = ["cce_filter filter_eps=0.03", "cce_filter filter_eps=0.03 filter_unbiased=false"]
+    backends = ",".join(f"'{text}'" for text in filters)
+    overrides = f"backends=[cce_kahan,{backends}]", "batches=16", "checkpoint=run", "shapes=null"
+    config = configure(*overrides, tmp_path=tmp_path)
+    rows = {row.backend: row for row in run_benchmark(config, "", str)}
+    unbiased, threshold = (rows[text] for text in filters)
+    assert all((row.batches, row.logits, row.trained) == (16, "trained", "a model") for row in rows.values())
+    assert unbiased.dc_sum_err < 0.4 * unbiased.dc_err  # noise falls to a quarter
+    assert threshold.dc_sum_err == pytest.approx(threshold.dc_err, rel=0.05)
+    assert rows["cce_kahan"].dc_sum_err < 0.1 * threshold.dc_sum_err
+    assert rows[BAR].dc_sum_err < 5e-3
+    (markdown,) = report_set(config)
+    assert markdown.name == "shapes_trained.md"
+    assert f"{unbiased.dc_sum_err:.2e} of 16" in markdown.read_text()
+    assert "Hidden states and head of a model: loss" in markdown.read_text()
 
 
 def test_every_set_names_known_shapes_and_backends():

@@ -11,7 +11,7 @@
 They are written in the background (`Saver`), and read by any number of ranks however their tensors are cut.
 """
 
-from linrnn.checkpoint.files import STATE, TENSORS, found, newest, remove_partial, resolve
+from linrnn.checkpoint.files import STATE, TENSORS, found, newest, read_state, remove_partial, resolve
 from linrnn.checkpoint.loading import Progress, load, load_model
 from linrnn.checkpoint.saving import Saver
 from linrnn.checkpoint.tensors import shapes
@@ -25,6 +25,7 @@ __all__ = [
     "load",
     "load_model",
     "newest",
+    "read_state",
     "remove_partial",
     "resolve",
     "shapes",

@@ -393,6 +393,7 @@ class BenchLossSet:
     backends: list[str]
     logits: list[str]
     gradients: list[str]
+    batches: int = at_least(1)
 
 
 @dataclass
@@ -404,6 +405,9 @@ class BenchLossConfig:
     backends: list[str] | None
     logits: list[str] | None
     gradients: list[str] | None
+    checkpoint: str | None
+    tokens: int = at_least(1)
+    batches: int | None = at_least(1)
     dtype: str = one_of("bf16", "fp32")
     rounds: int = at_least(2)
     warmup: int = at_least(1)
@@ -414,6 +418,7 @@ class BenchLossConfig:
     results_dir: str
     output_dir: str | None
     sets: dict[str, BenchLossSet]
+    data: DataConfig | None = None  # a group that is chosen or not, not a value of bench_loss.yaml
 
 
 @dataclass

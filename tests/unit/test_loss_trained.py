@@ -1,0 +1,45 @@
+"""Problems from trained models: the vocabulary's order, batches; and what does not fit is refused."""
+
+import torch
+import torch.nn.functional as F
+
+from linrnn.loss_problems import Shape
+from linrnn.loss_trained import TrainedTensors
+
+CPU = torch.device("cpu")
+
+
+def tensors(n: int = 6, d: int = 5, v: int = 40) -> TrainedTensors:
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2 * n, d, generator=random), torch.randn(v, d, generator=random)
+    return TrainedTensors(Shape("s", n, d, v), "a model", hidden, weight, torch.randint(v, (2 * n,), generator=random))
+
+
+def test_the_vocabulary_is_permuted_and_the_loss_stays():
+    trained = tensors()
+    problem, other = (trained.problem(torch.float32, CPU, seed) for seed in (1, 2))
+    rows = slice(0, 6)
+    exact = F.cross_entropy(trained.hidden_ND[rows] @ trained.weight_VD.T, trained.labels_N[rows])
+    for found in (problem, other):
+        torch.testing.assert_close(F.cross_entropy(found.hidden_ND @ found.weight_VD.T, found.labels_N), exact)
+        torch.testing.assert_close(found.weight_VD[found.labels_N], trained.weight_VD[trained.labels_N[rows]])
+        assert not torch.equal(found.weight_VD, trained.weight_VD)
+    assert not torch.equal(problem.weight_VD, other.weight_VD)
+    assert torch.equal(problem.weight_VD, trained.problem(torch.float32, CPU, 1).weight_VD)
+
+
+def test_batches_are_rows_one_after_another_with_one_head():
+    trained = tensors()
+    first, second = (trained.problem(torch.float32, CPU, 0, batch=batch) for batch in (0, 1))
+    assert torch.equal(torch.cat([first.hidden_ND, second.hidden_ND]), trained.hidden_ND)
+    assert torch.equal(first.weight_VD, second.weight_VD)
+
+
+def test_leaves_hold_rounded_values_and_share_no_memory_with_the_model():
+    trained = tensors()
+    problem = trained.problem(torch.bfloat16, CPU, 0, torch.float32)
+    assert problem.hidden_ND.is_leaf
+    assert problem.hidden_ND.requires_grad
+    assert torch.equal(problem.hidden_ND, trained.hidden_ND[:6].bfloat16().float())
+    same = trained.problem(torch.float32, CPU, 0)
+    assert same.hidden_ND.data_ptr() != trained.hidden_ND.data_ptr()
