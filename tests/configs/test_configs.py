@@ -124,6 +124,11 @@ def test_a_loss_accepts_its_own_options_only() -> None:
         load_config(["loss=cce_kahan", "loss.filter_eps=0.001"])
 
 
+def test_an_experiment_that_sets_what_other_data_lacks_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"experiment=phase1 sets data\.max_tokens, which data=markov does not have"):
+        load_config(["experiment=phase1", "data=markov"])
+
+
 def test_bounds_name_key_and_value() -> None:
     with pytest.raises(ConfigError, match=r"trainer.seq_len=1 .*minimum"):
         load_config(["trainer.seq_len=1"])

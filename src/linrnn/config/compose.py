@@ -176,6 +176,14 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
         group = unchosen.group(1)
         options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
         return ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options)}")
+    if overlay := re.search(r"In '(\w+)/([\w.-]+)': ConfigKeyError.*? full_key: ([\w.]+)", text):
+        group, option, key = overlay.groups()
+        owner = key.split(".")[0]
+        chosen = next((o for o in overrides if o.startswith(f"{owner}=")), owner)
+        return ConfigError(
+            f"{group}={option} sets {key}, which {chosen} does not have",
+            f"choose another {owner}, or run without {group}={option}",
+        )
     if missing := re.search(
         r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text
     ):
