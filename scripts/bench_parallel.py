@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from pathlib import Path
 
 from linrnn.config import load_config
 from linrnn.config.cli import run
@@ -11,13 +12,18 @@ from linrnn.config.schema import BenchParallelConfig
 def main(config: BenchParallelConfig) -> None:
     from linrnn.distributed import join
     from linrnn.parallel_benchmark import run_benchmark
+    from linrnn.parallel_report import write_pages
 
-    with join(load_config(["parallel=ddp"]).parallel, config.device) as ranks:
-        nodes = f"torchrun --nproc-per-node={ranks.world_size}"
-        path = run_benchmark(ranks, config, shlex.join([*nodes.split(), "scripts/bench_parallel.py", *sys.argv[1:]]))
-        if path:
-            print(path.read_text())
-            print(f"wrote {path} and .json")
+    if config.measure:
+        parallel = load_config(["parallel=ddp", f"parallel.timeout_seconds={config.timeout_seconds}"]).parallel
+        with join(parallel, config.device) as ranks:
+            torchrun = ["torchrun", f"--nproc-per-node={ranks.world_size}"]
+            pages = run_benchmark(ranks, config, shlex.join([*torchrun, "scripts/bench_parallel.py", *sys.argv[1:]]))
+    else:
+        pages = write_pages(Path(config.output_dir))
+    for path in pages:
+        print(path.read_text())
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

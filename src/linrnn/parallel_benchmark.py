@@ -6,17 +6,16 @@ that alternate with theirs (the loss), or just before (steps). Times are medians
 
 import copy
 import gc
-import json
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from linrnn import accounting
+from linrnn import accounting, parallel_report
 from linrnn.architecture import Architecture, resolve
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
@@ -30,42 +29,43 @@ from linrnn.loss_timing import peak_bytes, step, synchronize, time_ms
 from linrnn.losses import LossBackend, build_loss
 from linrnn.models import build_model
 from linrnn.optim import build_optimizer, clip_gradients
+from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow
 from linrnn.runtime import compute_dtype, parameter_dtype, resolve_device, resolve_precision
+from linrnn.sharding import all_gather, reduce_scatter
 from linrnn.summary import GIB
 
 MIB = 2**20
+FP32 = 4
+LATENCY_CALLS = 20  # of a collective of one number a rank, between two looks at the clock
+
+
+# ---------------------------------------------------------------------------------------------------- collectives
+def measure_collective(
+    ranks: DistributedRanks, operation: str, mib: int, config: BenchParallelConfig, device: torch.device
+) -> CollectiveRow:
+    """One collective on a tensor of `mib`, fp32; of 0, one number a rank, which shows the latency."""
+    world = ranks.world_size
+    part = torch.ones(max(mib * MIB // FP32 // world, 1), device=device)
+    whole = torch.ones(world * len(part), device=device)
+    call = {
+        "all_reduce": partial(dist.all_reduce, whole),
+        "all_gather": partial(all_gather, whole, part, None),
+        "reduce_scatter": partial(reduce_scatter, part, whole, None),
+    }[operation]
+    calls = 1 if mib else LATENCY_CALLS
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    for _ in range(config.warmup):
+        several()
+    ms = statistics.median(_slowest(ranks, several, device) for _ in range(config.rounds)) / calls
+    sent = parallel_report.UNITS[operation] * whole.nbytes * (world - 1) / world
+    return CollectiveRow(operation, world, mib, ms, sent / ms / 1e6 if mib else None)
 
 
 # ------------------------------------------------------------------------------------------------------- the loss
-@dataclass
-class LossRow:
-    """Forward and backward pass of a loss over N tokens, of all ranks together, and of one GPU alone.
-
-    Attributes:
-        ms, ms_alone: of the ranks together; of one GPU that does all.
-        ms_shard: of one GPU that does a rank's share without the others: all tokens, a rank's rows of the head.
-        mib, mib_alone: memory of a rank beyond inputs and gradients.
-        sent_mib: by each rank, from formulas.
-        efficiency: ms_alone / (ranks · ms).
-        error_hidden, error_weight: of the gradients against one GPU's, relative; of rank 0's part.
-    """
-
-    shape: str
-    tokens: int
-    width: int
-    vocabulary: int
-    ranks: int
-    ms: float
-    ms_alone: float
-    ms_shard: float
-    mib: float | None
-    mib_alone: float | None
-    sent_mib: float
-    efficiency: float
-    error_hidden: float
-    error_weight: float
-
-
 def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device) -> LossRow:
     """One shape, tokens and head spread evenly over the ranks."""
     shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
@@ -120,42 +120,16 @@ def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torc
 
 
 # ---------------------------------------------------------------------------------------------------- whole steps
-@dataclass
-class StepRow:
-    """Training steps of a model.
-
-    Attributes:
-        scaling: `alone` (each rank by itself), `weak` (the same sequences a rank), `strong` (the same in all).
-        efficiency: tokens/s against that of as many GPUs alone.
-        gib: peak memory of the rank that has most; null on a CPU.
-        sent_gib: by each rank in a step, from formulas.
-    """
-
-    model: str
-    size: str
-    parallel: str
-    scaling: str
-    ranks: int
-    sequences_of_rank: int
-    seq_len: int
-    step_ms: float
-    tokens_per_second: float
-    efficiency: float | None
-    mfu: float | None
-    gib: float | None
-    sent_gib: float
-
-
 def measure_steps(
     ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, say: Callable[[str], None]
-) -> list[StepRow]:
+) -> Iterator[StepRow]:
     """A model (`gla/350m`) alone and under every way to spread it, weak and strong."""
     model_name, size = name.split("/")
     run: Config = load_config([f"model={model_name}", f"size={size}", "loss=cce_kahan"])
     arch = resolve(run.model, run.size, config.vocab_size or run.size.vocab_size or 32000)
     precision = resolve_precision(run.trainer.precision, device)
     model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
-    found: list[StepRow] = []
+    alone: StepRow | None = None
     plans = [("none", "alone", config.batch_size)]
     plans += [(mode, "weak", config.batch_size) for mode in config.weak]
     plans += [(mode, "strong", config.batch_size // ranks.world_size) for mode in config.strong]
@@ -169,11 +143,11 @@ def measure_steps(
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        base = found[0].tokens_per_second * (ranks.world_size if mode != "none" else 1) if found else None
-        row.efficiency = base and row.tokens_per_second / base
-        found.append(row)
-        say(f"{name} {mode} {scaling}: {row.step_ms:.1f} ms, {row.tokens_per_second:,.0f} tokens/s")
-    return found
+        if mode == "none":
+            alone = row
+        elif alone is not None:
+            row.efficiency = row.tokens_per_second / (ranks.world_size * alone.tokens_per_second)
+        yield row
 
 
 def _measure_mode(
@@ -224,14 +198,14 @@ def _measure_mode(
         arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision
     )
     return StepRow(
-        arch.model, arch.size, mode, scaling, world, sequences, config.seq_len, ms, tokens / ms * 1e3, None,
-        rate and flops / (ms / 1e3) / rate, ranks.largest(peak)[0] or None, sent.total / GIB,
+        arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
+        tokens / ms * 1e3, None, rate and flops / (ms / 1e3) / rate, ranks.largest(peak)[0] or None, sent.total / GIB,
     )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- the whole
-def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> Path | None:
-    """Measure, and on rank 0 write `<output_dir>/<gpu>-x<ranks>.json` and `.md`; returns the latter.
+def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> list[Path]:
+    """Measure; on rank 0 every row goes into the run's file, and then all runs' onto the pages, which are returned.
 
     Raises:
         ConfigError: one process, or a batch that the ranks cannot share.
@@ -243,79 +217,31 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> Pa
             f"strong: {ranks.world_size} ranks cannot share batch_size={config.batch_size} out evenly",
             f"use a multiple of {ranks.world_size}, or strong=[]",
         )
-    device = resolve_device(config.device)
+    device, directory = resolve_device(config.device), Path(config.output_dir)
+    measured = Measured(command, _device_name(device), ranks.world_size, describe_environment())
 
     def say(line: str) -> None:
         if ranks.is_first:
             print(line, flush=True)
 
-    losses, steps = [], []
+    def keep(rows: list[Any], row: Any, line: str) -> None:
+        rows.append(row)
+        say(line)
+        if ranks.is_first:
+            parallel_report.write(measured, directory, config.part)
+
+    for mib in config.collective_mib:
+        for operation in parallel_report.UNITS:
+            timed = measure_collective(ranks, operation, mib, config, device)
+            keep(measured.collectives, timed, f"{operation} of {mib} MiB: {timed.ms:.3f} ms")
     for name in config.losses:
-        losses.append(measure_loss(ranks, name, config, device))
-        say(f"loss {name}: {losses[-1].ms:.2f} ms, alone {losses[-1].ms_alone:.2f}")
+        loss = measure_loss(ranks, name, config, device)
+        keep(measured.loss, loss, f"loss {name}: {loss.ms:.2f} ms, alone {loss.ms_alone:.2f}")
     for name in config.models:
-        steps += measure_steps(ranks, name, config, device, say)
-    if not ranks.is_first:
-        return None
-    directory = Path(config.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    stem = f"{_device_name(device).lower().replace(' ', '_')}-x{ranks.world_size}"
-    content = {
-        "command": command, "environment": describe_environment(), "loss": [asdict(row) for row in losses],
-        "steps": [asdict(row) for row in steps],
-    }  # fmt: skip
-    (directory / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-    path = directory / f"{stem}.md"
-    path.write_text(markdown(content))
-    return path
-
-
-def markdown(content: dict[str, Any]) -> str:
-    """The tables of a benchmark's JSON file."""
-    versions, environment = content["environment"]["packages"], content["environment"]
-    commit = (environment["git"] or {}).get("commit") or "unknown"
-    lines = [
-        "# Several GPUs against one", "",
-        f"`{content['command']}`; commit {commit[:12]}, torch {versions['torch']}, Triton {versions['triton']}.", "",
-    ]  # fmt: skip
-    if content["loss"]:
-        lines += [
-            "## The vocabulary-parallel loss", "",
-            "`cce_kahan`, forward and backward, bf16, peaked logits; each rank has its share of the tokens and of the "
-            "head's rows. *Shard*: one GPU with all tokens and one rank's rows. Efficiency: time of one / (ranks × "
-            "time). Errors: relative to the gradients of one GPU.", "",
-            "| N × D × V | GPUs | ms | ms on one | ms of a shard | efficiency | MiB a rank | MiB on one | MiB sent | "
-            "dE | dC |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-        ]  # fmt: skip
-        lines += [
-            f"| {r['tokens']} × {r['width']} × {r['vocabulary']} | {r['ranks']} | {r['ms']:.2f} | "
-            f"{r['ms_alone']:.2f} | {r['ms_shard']:.2f} | {r['efficiency']:.3f} | {_number(r['mib'], '.0f')} | "
-            f"{_number(r['mib_alone'], '.0f')} | {r['sent_mib']:.0f} | "
-            f"{r['error_hidden']:.1e} | {r['error_weight']:.1e} |"
-            for r in content["loss"]
-        ]
-        lines.append("")
-    if content["steps"]:
-        lines += [
-            "## Training steps", "",
-            "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, with the first row's batch.", "",
-            "| model | parallel | scaling | GPUs | B of a rank | ms | tokens/s | efficiency | MFU | GiB | GiB sent |",
-            "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        ]  # fmt: skip
-        lines += [
-            f"| {r['model']} {r['size']} | {r['parallel']} | {r['scaling']} | {r['ranks']} | "
-            f"{r['sequences_of_rank']} | {r['step_ms']:.1f} | {r['tokens_per_second']:,.0f} | "
-            f"{_number(r['efficiency'], '.3f')} | {_number(r['mfu'], '.3f')} | {_number(r['gib'], '.1f')} | "
-            f"{r['sent_gib']:.2f} |"
-            for r in content["steps"]
-        ]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+        for row in measure_steps(ranks, name, config, device, say):
+            what = f"{name} {row.parallel} {row.scaling}"
+            keep(measured.steps, row, f"{what}: {row.step_ms:.1f} ms, {row.tokens_per_second:,.0f} tokens/s")
+    return parallel_report.write_pages(directory) if ranks.is_first else []
 
 
 def _parallel(mode: str) -> Any:

@@ -1,4 +1,8 @@
-"""One rank of `train.py`, as a launcher starts it, forked from a process that has imported all it needs; and faults."""
+"""One rank of `train.py`, as a launcher starts it, and faults.
+
+On CPUs it is forked from a process that has imported all it needs. With GPUs it is new: FLA asks for the GPU's name
+as it is imported, and CUDA does not survive a fork.
+"""
 
 import errno
 import json
@@ -26,8 +30,8 @@ NEEDED = ["linrnn.trainer", "linrnn.models.fla_models", "fla.layers", "fla.model
 
 
 def start_ranks(overrides: list[str], world_size: int, log: Path, fault: str = "") -> list[BaseProcess]:
-    """Start `train.py` in `world_size` processes on the CPU; rank r prints into `<log>.<r>`."""
-    context = multiprocessing.get_context("forkserver")
+    """Start `train.py` in `world_size` processes; rank r prints into `<log>.<r>`."""
+    context = multiprocessing.get_context("spawn" if "device=cuda" in overrides else "forkserver")
     context.set_forkserver_preload(NEEDED)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -95,7 +99,8 @@ def output(log: Path, world_size: int) -> str:
 def trained(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
     """The directory of a run of so many ranks that finished."""
     log = tmp_path / "ranks"
-    codes = ended(start_ranks(overrides, world_size, log))
+    seconds = 240 if "device=cuda" in overrides else 60  # kernels are compiled and tuned
+    codes = ended(start_ranks(overrides, world_size, log), seconds)
     assert codes == [0] * world_size, output(log, world_size)
     [group] = [override.removeprefix("group=") for override in overrides if override.startswith("group=")]
     return next((tmp_path / "results" / group).iterdir())

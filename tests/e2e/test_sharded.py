@@ -113,24 +113,33 @@ def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Pat
     assert_same_curve(trained(small(*options, *VOCAB), 2, tmp_path), one)
 
 
-TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+def on_gpus(world_size: int, *cut: str) -> Any:
+    few = torch.cuda.device_count() < world_size
+    marks = [pytest.mark.gpu, pytest.mark.skipif(few, reason=f"needs {world_size} GPUs")]
+    return pytest.param("cuda", world_size, cut, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("device", "cut"),
+    ("device", "world_size", "cut"),
     [
-        ("cpu", (*FSDP, "trainer.batch_size=1")),
-        pytest.param("cuda", ("parallel=ddp", "group=ddp", "trainer.batch_size=1"), marks=TWO_GPUS),
-        pytest.param("cuda", (*FSDP, "trainer.batch_size=1"), marks=TWO_GPUS),
-        pytest.param("cuda", (*VOCAB, "trainer.batch_size=2"), marks=TWO_GPUS),
+        ("cpu", 2, (*FSDP, "trainer.batch_size=2")),
+        on_gpus(2, "parallel=ddp", "group=ddp", "trainer.batch_size=2"),
+        on_gpus(2, *FSDP, "trainer.batch_size=2"),
+        on_gpus(2, *VOCAB, "trainer.batch_size=4"),
+        on_gpus(4, "parallel=ddp", "group=ddp", "trainer.batch_size=1"),
+        on_gpus(4, *FSDP, "trainer.batch_size=1"),
+        on_gpus(4, *FSDP, "trainer.batch_size=1", "parallel.shard_ranks=2"),
+        on_gpus(4, *VOCAB, "trainer.batch_size=4"),
+        on_gpus(4, *VOCAB, "trainer.batch_size=2", "parallel.shard_ranks=2", "size.tie_embeddings=false"),
     ],
 )
 def test_in_mixed_precision_the_losses_differ_by_its_rounding(
-    device: str, cut: tuple[str, ...], small: Small, tmp_path: Path
+    device: str, world_size: int, cut: tuple[str, ...], small: Small, tmp_path: Path
 ) -> None:
-    options = (f"device={device}", "trainer.precision=bf16_autocast")
-    one, _ = one_process(small(*options, "trainer.batch_size=2"))
-    directory = trained(small(*options, *cut), 2, tmp_path)
+    model = [override for override in cut if override.startswith("size.")]
+    options = (f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")
+    one, _ = one_process(small(*options, *model, "trainer.batch_size=4"))
+    directory = trained(small(*options, *cut), world_size, tmp_path)
     expected = curve(one.directory.path)
     for step, (loss, norm) in curve(directory).items():
         assert loss == pytest.approx(expected[step][0], rel=2e-3), step
@@ -193,17 +202,27 @@ def test_what_fsdp_cannot_cut_is_refused_once(small: Small, tmp_path: Path) -> N
     assert "FLA keeps some parameters of kda in fp32" in output(log, 2)
 
 
-def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path: Path) -> None:
+def test_the_benchmark_of_several_gpus_writes_its_tables(
+    tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     overrides = (
-        "device=cpu", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab]", "strong=[ddp]",
-        "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
+        "device=cpu", "collective_mib=[0,1]", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab]",
+        "strong=[ddp]", "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
+        "part=all",
     )  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
         [*torchrun, "scripts/bench_parallel.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    content = json.loads((tmp_path / "cpu-x2.json").read_text())
+    content = json.loads((tmp_path / "cpu-x2-all.json").read_text())
+    assert [(row["operation"], row["mib"]) for row in content["collectives"]] == [
+        (operation, mib) for mib in (0, 1) for operation in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    for row in content["collectives"]:
+        times = 2 if row["operation"] == "all_reduce" else 1
+        sent = times * row["mib"] * 2**20 / 2
+        assert row["gb_per_second"] == (pytest.approx(sent / row["ms"] / 1e6) if row["mib"] else None)
     [loss] = content["loss"]
     assert loss["error_hidden"] < 1e-2
     assert loss["error_weight"] < 1e-2
@@ -212,4 +231,9 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path: Path) -> None
     for row in content["steps"]:
         tokens = row["ranks"] * row["sequences_of_rank"] * 80
         assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
-    assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu-x2.md").read_text()
+    assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu.md").read_text()
+    (tmp_path / "cpu-x2.json").write_text(json.dumps(content | {"loss": []}))  # another run
+    again = command("scripts/bench_parallel.py", "measure=false", f"output_dir={tmp_path}")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert (tmp_path / "cpu.md").read_text().count("| gla smoke | ddp | strong | 2 | 1 |") == 2
+    assert (tmp_path / "cpu.md").read_text().count("| 64 × 32 × 203 | 2 |") == 1

@@ -44,10 +44,12 @@ def test_the_triton_kernels_spread_over_ranks_agree_with_one_device():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_gpus_losses_and_gradients_are_those_of_one_device():
-    spreads = [spread for spread in cases(2) if str(spread) in INTERPRETED]
-    got = start(2, spreads, device="cuda")
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_on_gpus_losses_and_gradients_are_those_of_one_device(n_ranks):
+    if torch.cuda.device_count() < n_ranks:
+        pytest.skip(f"needs {n_ranks} GPUs")
+    spreads = [spread for spread in cases(n_ranks) if str(spread) in INTERPRETED]
+    got = start(n_ranks, spreads, device="cuda")
     for spread in spreads:
         check(spread, [results[str(spread)] for results in got])
 

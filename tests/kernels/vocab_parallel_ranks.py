@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from cce_kernels.interpreter import INTERPRETED
 from cce_kernels.schemes import Plan
 from torch import Tensor
 
+PATIENCE = 150  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
 
 
@@ -108,7 +110,11 @@ def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment:
             )
             for rank in range(ranks)
         ]
-        printed = [process.communicate()[0].decode() for process in processes]
+        try:
+            printed = [process.communicate(timeout=2 * PATIENCE)[0].decode() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         assert not any(process.returncode for process in processes), "\n".join(printed)[-5000:]
         return [torch.load(f"{folder}/output.{rank}", weights_only=True) for rank in range(ranks)]
 
@@ -166,8 +172,9 @@ def main(rank: int, ranks: int, store: str, output: str, device: str, names: lis
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
-    )
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=PATIENCE),
+    )  # fmt: skip
     results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in names}
     torch.save(results, Path(f"{output}.{rank}"))
     dist.barrier()

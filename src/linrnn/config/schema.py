@@ -425,6 +425,8 @@ class BenchLossConfig:
 class BenchParallelConfig:
     """scripts/bench_parallel.py: keys are explained in configs/bench_parallel.yaml."""
 
+    measure: bool
+    collective_mib: list[int]
     losses: list[str]
     models: list[str]
     weak: list[str]
@@ -437,7 +439,9 @@ class BenchParallelConfig:
     warmup: int = at_least(1)
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
+    timeout_seconds: float = at_least(1)
     output_dir: str
+    part: str | None
 
 
 # Commands: configs/<name>.yaml and what it may contain.
