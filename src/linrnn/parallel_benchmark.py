@@ -128,14 +128,15 @@ def measure_steps(
     run: Config = load_config([f"model={model_name}", f"size={size}", "loss=cce_kahan"])
     arch = resolve(run.model, run.size, config.vocab_size or run.size.vocab_size or 32000)
     precision = resolve_precision(run.trainer.precision, device)
-    model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
+    with device:  # where weights are drawn faster than on a CPU; their values change no time
+        model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
     alone: StepRow | None = None
     plans = [("none", "alone", config.batch_size)]
     plans += [(mode, "weak", config.batch_size) for mode in config.weak]
     plans += [(mode, "strong", config.batch_size // ranks.world_size) for mode in config.strong]
     for mode, scaling, sequences in plans:
         try:
-            row = _measure_mode(ranks, copy.deepcopy(model), arch, run, mode, scaling, sequences, config, device)
+            row = _measure_mode(ranks, model, arch, run, mode, scaling, sequences, config, device)
         except torch.OutOfMemoryError:
             say(f"{name} {mode} {scaling}: out of memory")
             continue
@@ -161,8 +162,11 @@ def _measure_mode(
     config: BenchParallelConfig,
     device: torch.device,
 ) -> StepRow:
+    """Steps of a copy of `model`."""
     precision = resolve_precision(run.trainer.precision, device)
     parallel = _parallel(mode)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    model = copy.deepcopy(model)
     spread = Ranks() if mode == "none" else ranks.under(parallel)
     replica = spread.spread(model, compute_dtype(precision))
     loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
@@ -191,7 +195,7 @@ def _measure_mode(
             train_step()
 
     ms = statistics.median(_slowest(ranks, several, device) / config.steps for _ in range(3))
-    peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+    peak = (torch.cuda.max_memory_allocated(device) - before) / GIB if device.type == "cuda" else 0.0
     flops = accounting.model_flops(arch, sequences, config.seq_len)
     rate = accounting.peak_flops_per_second(_device_name(device), precision)
     sent = accounting.communication(
