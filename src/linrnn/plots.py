@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.loss_rows import crossovers
-from linrnn.results import SETTING, Run, backend_names
+from linrnn.results import SETTING, Run, backend_names, loss_time_share
 from linrnn.verdicts import BASELINES, SMOOTHED_STEPS, curve_difference
 
 GIB = 2**30
@@ -104,12 +104,28 @@ def vocabulary_crossover(runs: Sequence[Run]) -> Any:
     )
 
 
+AXES = {"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}
+
+
+def loss_time(runs: Sequence[Run], along: str) -> Any:
+    """The loss layer's share of a step's time against `along` (seq_len or vocab_size), a panel a model."""
+    return _panels(
+        [run for run in runs if loss_time_share(run) is not None],
+        x=lambda s: s[along],
+        x_label=AXES[along],
+        y=lambda run: 100 * (loss_time_share(run) or 0),
+        y_label="loss layer / step, %",
+        title="How much of the time is the loss layer?",
+        along=along,
+    )
+
+
 def loss_share(runs: Sequence[Run], along: str) -> Any:
     """The loss layer's share of peak memory against `along` (seq_len or vocab_size), a panel a model."""
     return _panels(
         [run for run in runs if loss_layer_share(run) is not None],
         x=lambda s: s[along],
-        x_label={"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}[along],
+        x_label=AXES[along],
         y=lambda run: 100 * (loss_layer_share(run) or 0),
         y_label="loss layer / peak memory, %",
         title="How much of the memory is the loss layer?",

@@ -64,7 +64,7 @@ class _BackwardEnds(torch.autograd.Function):
 
 
 class LossObserver(Protocol):
-    """Told when the loss layer's passes begin and end: :class:`MemoryByComponent`, or a clock."""
+    """Told when the loss layer's passes begin and end: :class:`MemoryByComponent`, :class:`LossTimer`, or a clock."""
 
     def loss_forward_begins(self) -> None: ...
     def loss_forward_ended(self) -> None: ...
@@ -77,13 +77,13 @@ def watched_loss(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,
-    memory: LossObserver | None = None,
+    *observers: LossObserver,
 ) -> Any:
-    """Call a loss backend with NVTX ranges round its forward and its backward pass, and measure its memory.
+    """Call a loss backend with NVTX ranges round its forward and its backward pass, and measure its memory and time.
 
     Args:
         loss: returns a dataclass with a scalar `sum_nats`.
-        memory: takes the loss layer's memory if it is due (:meth:`MemoryByComponent.start`).
+        observers: are told when the passes begin and end.
 
     Returns:
         What `loss` returned. Values and gradients are unchanged; the gradients are passed on, not copied.
@@ -92,21 +92,21 @@ def watched_loss(
 
     def begin_backward() -> None:
         backward.enter_context(nvtx_range(LOSS_BACKWARD))
-        if memory is not None:
-            memory.loss_backward_begins()
+        for observer in observers:
+            observer.loss_backward_begins()
 
     def end_backward() -> None:
-        if memory is not None:
-            memory.loss_backward_ended()
+        for observer in observers:
+            observer.loss_backward_ended()
         backward.close()
 
     hidden_ND, weight_VD = _BackwardEnds.apply(hidden_ND, weight_VD, end_backward)
-    if memory is not None:
-        memory.loss_forward_begins()
+    for observer in observers:
+        observer.loss_forward_begins()
     with nvtx_range(LOSS_FORWARD):
         output = loss(hidden_ND, weight_VD, labels_N)
-    if memory is not None:
-        memory.loss_forward_ended()
+    for observer in observers:
+        observer.loss_forward_ended()
     return replace(output, sum_nats=_BackwardBegins.apply(output.sum_nats, begin_backward))
 
 
@@ -141,8 +141,7 @@ class StepTimer:
     def seconds(self) -> list[float]:
         """Times of the measured steps that the device has finished, in order."""
         while self._pending and (not self._cuda or self._pending[0][1].query()):
-            begun, ended = self._pending.popleft()
-            self._seconds.append(begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun)
+            self._seconds.append(_seconds_between(*self._pending.popleft()))
         return self._seconds
 
     def recent_seconds(self, steps: int = 20) -> float | None:
@@ -156,11 +155,82 @@ class StepTimer:
         return statistics.median(self.seconds) if self.seconds else None
 
     def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return _moment(self._cuda)
+
+
+class LossTimer:
+    """Time between the moments when the device enters and leaves the loss layer's passes, of each step.
+
+    Gaps in which the device waits for the host count, so that a small model's loss takes longer than its kernels.
+
+    Args:
+        device: where the steps run.
+        skip: steps left out, as of :class:`StepTimer`.
+    """
+
+    def __init__(self, device: torch.device, skip: int) -> None:
+        self._cuda = device.type == "cuda"
+        self._skip = skip
+        self._begun: Any = None
+        self._step: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
+        self._pending: deque[dict[str, list[tuple[Any, Any]]]] = deque()
+        self._seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+
+    def loss_forward_begins(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._begun = _moment(self._cuda)
+
+    def loss_forward_ended(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._step["forward"].append((self._begun, _moment(self._cuda)))
+
+    def loss_backward_begins(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._begun = _moment(self._cuda)
+
+    def loss_backward_ended(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._step["backward"].append((self._begun, _moment(self._cuda)))
+
+    def step_ended(self) -> None:
+        """The step's micro-steps count together; never waits for the device."""
+        step, self._step = self._step, {"forward": [], "backward": []}
+        if self._skip > 0:
+            self._skip -= 1
+        else:
+            self._pending.append(step)
+        while self._pending and self._has_left(self._pending[0]):
+            self._read()
+
+    def median_seconds(self) -> dict[str, float] | None:
+        """Seconds of the forward and of the backward passes of a step, waiting for the last one; None without steps."""
+        if self._cuda and self._pending:
+            torch.cuda.synchronize()
+        while self._pending:
+            self._read()
+        return {name: statistics.median(times) for name, times in self._seconds.items() if times} or None
+
+    def _has_left(self, step: dict[str, list[tuple[Any, Any]]]) -> bool:
+        return not self._cuda or all(passes[-1][1].query() for passes in step.values() if passes)
+
+    def _read(self) -> None:
+        for name, passes in self._pending.popleft().items():
+            if passes:
+                self._seconds[name].append(sum(_seconds_between(*moments) for moments in passes))
+
+
+def _moment(cuda: bool) -> Any:
+    """Now: on a GPU an event that it will pass, else the clock."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(begun: Any, ended: Any) -> float:
+    """Seconds between two moments that are past."""
+    return begun.elapsed_time(ended) / 1e3 if isinstance(begun, torch.cuda.Event) else ended - begun
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 512, bursts: int = 5, seconds: float = 0.02) -> float:

@@ -13,6 +13,7 @@ from linrnn.results import (
     Run,
     backend_names,
     check_origin,
+    loss_time_share,
     same_origin,
     write_committed,
 )
@@ -49,7 +50,7 @@ def write_report(
     """
     check_origin(runs, title)
     directory.mkdir(parents=True, exist_ok=True)
-    found = verdicts(runs, max_batches, breakdowns)
+    found = verdicts(runs, max_batches)
     pictures = [plots.save(figure, directory / name) for name, figure in _figures(runs, title)]
     report, rows, committed = (directory / name for name in ("report.md", "verdicts.md", COMMITTED))
     report.write_text(_markdown(runs, title, found, breakdowns, pictures))
@@ -78,10 +79,12 @@ def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
         figures.append(("batch_scaling.png", plots.batch_scaling(measured)))
     if len({run.summary["vocab_size"] for run in measured}) > 1:
         figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
-    for along in ("seq_len", "vocab_size"):
-        with_share = [run for run in measured if plots.loss_layer_share(run) is not None]
-        if len({run.summary[along] for run in with_share}) > 1:
-            figures.append((f"loss_share_by_{along}.png", plots.loss_share(with_share, along)))
+    shares = (("share", plots.loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
+    for along in plots.AXES:
+        for name, share, draw in shares:
+            with_share = [run for run in measured if share(run) is not None]
+            if len({run.summary[along] for run in with_share}) > 1:
+                figures.append((f"loss_{name}_by_{along}.png", draw(with_share, along)))
     return figures
 
 
@@ -108,8 +111,8 @@ def _markdown(
 def _table(runs: Sequence[Run]) -> list[str]:
     lines = [
         "| model | size | loss | B | T | V | seed | status | train loss, nats | valid loss, nats | bits per byte "
-        "| peak memory, GiB | ratio | tokens/s | ratio | step, ms | MFU |",
-        "|---|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| peak memory, GiB | ratio | tokens/s | ratio | step, ms | of it loss | MFU |",
+        "|---|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     baseline = plots.baseline_of(runs)
     bases = {(run.setting, run.summary["seed"]): run.summary for run in runs if run.summary["loss"] == baseline}
@@ -133,6 +136,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
             _show(s["tokens_per_second"], ",.0f"),
             _show(_ratio(s["tokens_per_second"], base.get("tokens_per_second")), ".3f"),
             _show(s["step_time_ms_median"], ".2f"),
+            _show(loss_time_share(run), ".1%"),
             _show(s["mfu"], ".1%"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

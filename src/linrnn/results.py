@@ -152,11 +152,17 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return names
 
 
+def loss_time_share(run: Run) -> float | None:
+    """The loss layer's part of the time of a step; None where it was not measured."""
+    times, step = run.summary.get("loss_layer_ms"), run.summary.get("step_time_ms_median")
+    return sum(times.values()) / step if times and step else None
+
+
 def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
-    """One row a run: its summary, `backend`, GPU and commit, memory in GiB, the loss layer's share of the peak."""
+    """One row a run: its summary, `backend`, GPU and commit, memory in GiB, the loss layer's share of peak and step."""
     import pandas
 
-    gib = 2**30
+    gib, nested = 2**30, ("memory_bytes", "loss_options", "loss_layer_ms")
     rows = []
     for run, backend in zip(runs, backend_names([run.summary for run in runs]), strict=True):
         memory = run.summary.get("memory_bytes") or {}
@@ -165,13 +171,15 @@ def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
         gpus = run.environment.get("gpus") or []
         rows.append(
             {
-                **{key: value for key, value in run.summary.items() if key not in ("memory_bytes", "loss_options")},
+                **{key: value for key, value in run.summary.items() if key not in nested},
                 "backend": backend,
                 "gpu": gpus[0]["name"] if gpus else None,
                 "commit": (run.environment.get("git") or {}).get("commit"),
                 "peak_memory_gib": None if peak is None else peak / gib,
                 **{f"{name}_gib": size / gib for name, size in memory.items()},
                 "loss_layer_share": loss / peak if loss is not None and peak else None,
+                **{f"loss_{name}_ms": time for name, time in (run.summary.get("loss_layer_ms") or {}).items()},
+                "loss_layer_time_share": loss_time_share(run),
             }
         )
     return pandas.DataFrame(rows)

@@ -28,6 +28,7 @@ MEASURED = (
     "memory_bytes",
     "tokens_per_second",
     "step_time_ms_median",
+    "loss_layer_ms",
     "measured_steps",
     "mfu",
     "wall_seconds",
@@ -114,6 +115,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
     def show(value: float | None, form: str, unit: str = "") -> str:
         return "-" if value is None else f"{value:{form}}{unit}"
 
+    of_loss = summary["loss_layer_ms"] or {}
     rows = {
         "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens",
         "parameters": f"{summary['n_parameters']:,}",
@@ -123,7 +125,8 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         "perplexity": show(summary["valid_perplexity"], ".3f"),
         "bits per byte": show(summary["valid_bits_per_byte"], ".4f"),
         "speed": show(summary["tokens_per_second"], ",.0f", " tokens/s"),
-        "step time": show(summary["step_time_ms_median"], ".1f", " ms (median)"),
+        "step time": show(summary["step_time_ms_median"], ".1f", " ms (median)")
+        + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
         "MFU": show(summary["mfu"], ".1%"),
         "peak memory": show(
             summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB,

@@ -32,7 +32,7 @@ from linrnn.metrics import JsonlWriter, mfu, read_jsonl
 from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, initialise, make_training_plan
-from linrnn.profiling import MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
+from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
 from linrnn.runtime import compute_dtype, parameter_dtype, prepare_process
 from linrnn.summary import final_lines, memory_lines, names_of_run, progress_line, status_of, summary_without_figures
@@ -119,6 +119,7 @@ class Trainer:
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
         self.steps_here = 0  # done by this process
         self.timer = StepTimer(self.device, skip=self.plan.unmeasured_steps)
+        self.loss_timer = LossTimer(self.device, skip=self.plan.unmeasured_steps)
         self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
         self.gpu_state: dict[str, Any] | None = None
         self._pending: StepRecord | None = None
@@ -285,6 +286,7 @@ class Trainer:
         self.optimizer.step()
         self.ranks.zero_gradients(self.optimizer)
         self.timer.stop()
+        self.loss_timer.step_ended()
         self.step += 1
         self.steps_here += 1
         return StepRecord(
@@ -297,7 +299,7 @@ class Trainer:
     def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics."""
         hidden_ND, weight_VD, labels_N = loss_inputs(self.replica, batch, self.precision, self.device)
-        output = watched_loss(self.loss, hidden_ND, weight_VD, labels_N, self.memory)
+        output = watched_loss(self.loss, hidden_ND, weight_VD, labels_N, self.memory, self.loss_timer)
         mean_nats = output.sum_nats / n_tokens
         (mean_nats * self.ranks.loss_scale).backward()
         return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
@@ -491,6 +493,7 @@ class Trainer:
         memory = self._memory_of_ranks() if _concerns_all(failure) else self.memory.report()
         lost = isinstance(failure, RankFailedError)  # perhaps the device waits for it for ever
         seconds = self.timer.recent_seconds(len(self.timer.seconds)) if lost else self.timer.median_seconds()
+        of_loss = None if lost else self.loss_timer.median_seconds()
         arch = self.architecture
         return {
             "status": status,
@@ -512,6 +515,7 @@ class Trainer:
             "memory_bytes": memory,
             "tokens_per_second": seconds and self.plan.tokens_per_step / seconds,
             "step_time_ms_median": seconds and 1e3 * seconds,
+            "loss_layer_ms": of_loss and {name: 1e3 * value for name, value in of_loss.items()},
             "measured_steps": len(self.timer.seconds),
             "mfu": seconds and self._mfu(seconds),
             "wall_seconds": wall_seconds,

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -67,7 +67,7 @@ CURVES = Criterion(
     "runs of both losses in one setting",
 )
 BACKWARD = Criterion(
-    "backward pass of the loss, speed-up (H3: 1.5-2)", 1.5, False, ".2f", "scripts/breakdown.py for both"
+    "backward pass of the loss, speed-up (H3: 1.5-2)", 1.5, False, ".2f", "runs of both losses in one setting"
 )
 SHARE = Criterion("loss layer's share of peak memory, gradients counted (H2)", 0.01, True, ".1%", "a run on a GPU")
 SHARE_WITHOUT = Criterion("loss layer's share of peak memory, without them (H2)", 0.01, True, ".1%", "a run on a GPU")
@@ -176,11 +176,17 @@ def _largest_difference(run: Run, base: Run) -> float | None:
     return max((abs(nats) for _, nats in smooth), default=None)
 
 
+def _backward_speed_up(run: Run, base: Run) -> float | None:
+    own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
+    return other / own if own and other else None
+
+
 PAIRED: tuple[tuple[Criterion, Compare], ...] = (
     (MEMORY, _ratio("peak_memory_bytes")),
     (SPEED, _ratio("tokens_per_second")),
     (PERPLEXITY, _difference("valid_perplexity")),
     (CURVES, _largest_difference),
+    (BACKWARD, _backward_speed_up),
 )
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
     (MVE_MEMORY, _ratio("peak_memory_bytes")),
@@ -190,39 +196,41 @@ PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
 )
 
 
-def verdicts(
-    runs: Sequence[Run],
-    max_batches: Sequence[dict[str, Any]] = (),
-    breakdowns: Sequence[dict[str, Any]] = (),
-) -> list[Verdict]:
-    """Every criterion for every model and backend of `runs`, in the setting of each model that most backends share.
+def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) -> list[Verdict]:
+    """Every criterion for every model and backend of `runs`, with and without activation checkpointing, in the setting
+    that most backends share.
 
     Args:
         runs: of one origin.
-        max_batches, breakdowns: as :mod:`linrnn.results` reads them; those of another origin are left out, and the
-            verdict says so.
+        max_batches: as :mod:`linrnn.results` reads them; those of another origin are left out, and the verdict says so.
     """
     names = backend_names([run.summary for run in runs])
-    settings: dict[str, dict[tuple[Any, ...], dict[str, list[Run]]]] = defaultdict(lambda: defaultdict(dict))
+    settings: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
+    settings = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, names, strict=True):
         if run.finished:
-            settings[run.summary["model"]][run.setting].setdefault(name, []).append(run)
+            kind = run.summary["model"], _checkpointing(run.summary)
+            settings[kind][run.setting].setdefault(name, []).append(run)
     environment = next((run.environment for run in runs if run.environment), {})
     found: list[Verdict] = []
-    for model, by_setting in settings.items():
+    for (model, checkpointing), by_setting in settings.items():
         setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))
         backends = by_setting[setting]
+        here: list[Verdict] = []
         for backend in backends:
             own = backends[backend]
             for against in (base for base in BASELINES if base != backend):
                 criteria = [*PAIRED, *(PAIRED_MVE if own[0].summary["size"] == "mve" else ())]
                 for criterion, compare in criteria:
-                    found.append(_paired(criterion, compare, model, backend, against, own, backends.get(against, [])))
+                    here.append(_paired(criterion, compare, model, backend, against, own, backends.get(against, [])))
                 if own[0].summary["size"] == "mve":
-                    found.append(_fastest_batches(model, backend, against, by_setting))
-                found += _largest_batches(own[0], backend, against, max_batches, environment)
-                found.append(_backward(own[0], backend, against, breakdowns, environment))
-            found += _shares(model, backend, own)
+                    here.append(_fastest_batches(model, backend, against, by_setting))
+                here += _largest_batches(own[0], backend, against, max_batches, environment)
+            here += _shares(model, backend, own)
+        if sum(other == model for other, _ in settings) > 1:
+            words = f"checkpointing {checkpointing}"
+            here = [v if words in v.remark else replace(v, remark=f"{v.remark}; {words}".lstrip("; ")) for v in here]
+        found += here
     return found
 
 
@@ -263,6 +271,8 @@ def _largest_batches(
     for answer, name in zip(answers, backend_names(answers), strict=True):
         if (answer["model"], answer["size"]) != (model, run.summary["size"]):
             continue
+        if _checkpointing(answer) != _checkpointing(run.summary):
+            continue
         if differing := same_origin(environment, answer["environment"]):
             left_out = differing
             continue
@@ -287,26 +297,14 @@ def _largest_batches(
     return verdicts
 
 
+def _checkpointing(summary: dict[str, Any]) -> str:
+    return summary.get("activation_checkpointing") or "none"
+
+
 def _best_speed(answer: dict[str, Any]) -> float | None:
     """tokens/s of the probe at the largest batch."""
     found = [p["tokens_per_second"] for p in answer["probes"] if p["batch"] == answer["max_sequences"] and p["fits"]]
     return found[0] if found else None
-
-
-def _backward(
-    run: Run, backend: str, against: str, breakdowns: Sequence[dict[str, Any]], environment: dict[str, Any]
-) -> Verdict:
-    own = run.summary
-    keys = ("model", "size", "batch_size", "seq_len", "vocab_size", "precision", "activation_checkpointing")
-    alike = [b for b in breakdowns if all(b["run"].get(key) == own.get(key) for key in keys)]
-    here = [b for b in alike if not same_origin(environment, b["environment"])]
-    seconds = {
-        name: b["time"]["loss"]["backward"]
-        for b, name in zip(here, backend_names([b["run"] for b in here]), strict=True)
-    }
-    reason = "measured elsewhere" if alike and not here else ""
-    mine, base = seconds.get(backend), seconds.get(against)
-    return judge(BACKWARD, own["model"], backend, against, [base / mine] if mine and base else [], reason)
 
 
 def _shares(model: str, backend: str, runs: Sequence[Run]) -> list[Verdict]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from linrnn import profiling
 from linrnn.errors import StorageError, UnsupportedError
-from linrnn.profiling import MemoryByComponent, StepTimer, matmul_rate, memory_snapshot, trace, watched_loss
+from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, matmul_rate, memory_snapshot, trace, watched_loss
 
 CPU = torch.device("cpu")
 
@@ -111,6 +111,20 @@ def test_the_weights_gradient_is_passed_on_without_a_copy():
     seen = []
     watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, seen)), hidden, weight, labels).sum_nats.backward()
     assert weight.grad.data_ptr() == seen[-1]
+
+
+def test_the_loss_layers_times_add_up_over_micro_steps_and_leave_out_the_first_steps(monkeypatch):
+    clock = iter(range(1000))  # a second passes between two moments
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: float(next(clock)))
+    hidden, weight, labels = inputs()
+    timer = LossTimer(CPU, skip=1)
+    assert timer.median_seconds() is None
+    for micro_steps in (5, 2, 2, 3):
+        for _ in range(micro_steps):
+            output = watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels, timer)
+            output.sum_nats.backward()
+        timer.step_ended()
+    assert timer.median_seconds() == {"forward": 2.0, "backward": 2.0}
 
 
 def test_a_frozen_weight_stays_without_gradient_and_no_grad_needs_none():

@@ -121,7 +121,7 @@ def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
     assert (memory.verdict, memory.value, memory.margin) == ("open", None, None)
     assert "compiled has no finished run" in memory.remark
     assert "find_max_batch" in only(found, verdicts.BATCH, "cce_kahan", "compiled").remark
-    assert "breakdown" in only(found, verdicts.BACKWARD, "cce_kahan", "compiled").remark
+    assert "compiled has no finished run" in only(found, verdicts.BACKWARD, "cce_kahan", "compiled").remark
 
 
 def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
@@ -174,16 +174,28 @@ def test_larger_batches_compare_each_loss_at_its_fastest() -> None:
     assert (verdict.value, verdict.remark) == (pytest.approx(1.2), "B = 64 against 32")
 
 
-def test_the_backward_pass_is_judged_from_breakdowns() -> None:
-    def breakdown(loss: str, seconds: float) -> dict[str, Any]:
-        time = {"loss": {"forward": 1.0, "backward": seconds, "recomputed": None}, "mixer": {"forward": 6.0}}
-        time |= {"optimizer": {"total": 0.5}, "step": {"total": 10.0}}
-        return {"run": run(loss).summary, "environment": HERE, "time": time}
-
-    made = [breakdown("compiled", 3.0), breakdown("cce_filter", 1.5)]
-    found = verdicts.verdicts([*THREE_SEEDS, run("cce_filter")], (), made)
-    verdict = only(found, verdicts.BACKWARD, "cce_filter", "compiled")
+def test_the_backward_pass_is_judged_from_the_loss_layer_s_times() -> None:
+    times = {"compiled": 3.0, "cce_filter": 1.5}
+    runs = [run(loss, loss_layer_ms={"forward": 1.0, "backward": ms}) for loss, ms in times.items()]
+    verdict = only(verdicts.verdicts(runs), verdicts.BACKWARD, "cce_filter", "compiled")
     assert (verdict.value, verdict.verdict) == (2.0, "met")
+    without = only(verdicts.verdicts(THREE_SEEDS), verdicts.BACKWARD, "cce_kahan", "compiled")
+    assert without.verdict == "open"
+
+
+def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
+    full = [
+        run("compiled", gib=4, activation_checkpointing="full"),
+        run("cce_kahan", gib=1, activation_checkpointing="full"),
+    ]
+    found = verdicts.verdicts([*THREE_SEEDS, *full], [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)])
+    memory = [v for v in found if (v.criterion, v.backend, v.against) == (verdicts.MEMORY, "cce_kahan", "compiled")]
+    assert [(v.value, v.remark) for v in memory] == [
+        (pytest.approx(0.52), "checkpointing none"),
+        (0.25, "checkpointing full"),
+    ]
+    batches = [v for v in found if (v.criterion, v.backend, v.against) == (verdicts.BATCH, "cce_kahan", "compiled")]
+    assert [v.value for v in batches] == [pytest.approx(13 / 12), None]
 
 
 def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_of_this_origin(tmp_path: Path) -> None:
@@ -272,7 +284,10 @@ def test_every_committed_summary_reads_judges_and_plots(directory: str) -> None:
         assert plot(runs).axes
 
 
-def test_a_frame_has_the_loss_layer_s_share() -> None:
-    table = frame([run("cce_kahan", gib=10)])
+def test_a_frame_has_the_loss_layer_s_shares() -> None:
+    times = {"forward": 0.1, "backward": 0.3}
+    table = frame([run("cce_kahan", gib=10, step_time_ms_median=2.0, loss_layer_ms=times)])
     assert table.loc[0, "loss_layer_share"] == pytest.approx(0.1)
+    assert table.loc[0, "loss_layer_time_share"] == pytest.approx(0.2)
+    assert table.loc[0, "loss_backward_ms"] == 0.3
     assert table.loc[0, "gpu"] == "H200"
