@@ -7,10 +7,11 @@ from .finish import forward
 from .options import Options
 from .recompute import backward
 from .schemes import Plan, Problem
+from .settle import settle
 from .tiles import aligned as prepare
 from .tiles import multiprocessors
 
-__all__ = ["backward", "entries", "forward", "gather", "plan", "prepare", "stored"]
+__all__ = ["backward", "entries", "forward", "gather", "plan", "prepare", "settle", "stored"]
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:

@@ -150,6 +150,7 @@ def forward(
     with_metrics: bool,
     o: Options,
     settle: Callable[[slice, Rows, Gradient], None] | None = None,
+    arrive: Callable[[slice], None] | None = None,
 ) -> tuple[Rows, list[Tensor]]:
     """What the loss takes of each row, and the state that `backward` takes.
 
@@ -159,11 +160,13 @@ def forward(
         rows: per chunk.
         dtypes: of the gradients of e and c; None: not wanted.
         settle: may change, in place, what has been found of a chunk's rows before they are multiplied.
+        arrive: makes a chunk's rows of e readable; until then they are not.
     """
     n_rows = e.shape[0]
     state = empty_state(e, c, rows, dtypes, o)
-    z_target = target_logits(e, c, None, columns, o)
-    lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
+    lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
+    z_target = target_logits(e, c, None, columns, o) if arrive is None else lse
+    metrics = empty_metrics(lse, with_metrics)
     if dtypes[1] is not None:
         state[KEYS], state[ORDER] = columns.to(torch.int32).sort(stable=True)
     w, scaled, factor, coefficient, *_ = _present(state)
@@ -171,6 +174,9 @@ def forward(
     for i, (e_i, columns_i, z_i, lse_i, nll_i, factor_i, coefficient_i) in enumerate(zip(*by_rows, strict=True)):
         height = e_i.shape[0]
         chunk = slice(i * rows, i * rows + height)
+        if arrive is not None:
+            arrive(chunk)
+            z_i = target_logits(e_i, c, None, columns_i, o)
         w_i = w[:height, : c.shape[0]]
         scaled_i = None if scaled is None else scaled[:height, : e.shape[1]]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)

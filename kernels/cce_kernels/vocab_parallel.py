@@ -9,8 +9,10 @@ of a loss near 0 it would keep no digit.
 
 The backward pass is that of one device with the whole LSE: dC is complete where it is, dE is summed over the ranks in
 fp32 and rounded once. With stored exponentials (stored.py) each chunk of rows is settled, one all-gather, before it is
-multiplied: exp(LSE^r − LSE) goes into the rows' factors. dE of all but the last chunk is summed over the ranks while
-the last one is multiplied.
+multiplied: exp(LSE^r − LSE) goes into the rows' factors. What overlaps with computation: with rows="own" the gathering
+of E but its first chunk's; the sum of dE over the ranks but the last chunk's, which goes on while that is multiplied.
+What does not: each chunk's numbers (dC needs them, and dE's product is not taken first: the two fill each other's idle
+multiprocessors, which is worth more), and the last chunk's dE.
 
 `rows="same"`: every rank has all rows of E, as in tensor parallelism; dE by an all-reduce. `rows="own"`: every rank has
 rows of its own, as in sequence and data parallelism; E is gathered, dE reduced and scattered.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +42,10 @@ from .rows import IGNORED, Rows, assemble_loss, row_coefficients, target_columns
 from .schemes import Plan, Problem
 
 ROWS = ("same", "own")
+DIFFERENT = (
+    "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; take reduction='none', and "
+    "sum the rows' losses with the factors that they are to have"
+)
 
 
 def vocabulary_shards(vocab: int, ranks: int) -> list[int]:
@@ -184,13 +191,16 @@ class Spread:
 
     def owners(self, columns: Tensor) -> Tensor:
         """The rank that has each column (N,); some rank for those that are none."""
-        ends = torch.tensor(self.shards, device=columns.device).cumsum(0)
-        return torch.bucketize(columns, ends, right=True).clamp(max=self.ranks - 1)
+        return torch.bucketize(columns, self.ends(columns.device), right=True).clamp(max=self.ranks - 1)
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Where each rank's columns end (W,) int64."""
+        return _ends(self.shards, device)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...), in order of rank (W n, ...)."""
         out = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        all_gather(out, x.contiguous(), self.group)
+        all_gather(out, x.contiguous(), self.group).wait()
         return out
 
     def total(self, x: Tensor) -> Tensor:
@@ -199,18 +209,17 @@ class Spread:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
-        """All rows (N, ...) of a tensor of which this rank has its own (n, ...)."""
-        if not self.own:
-            return x
-        pieces = [self.all_gather(piece) for piece in x.split(self.chunk // self.ranks or len(x))]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
     def mine(self, x: Tensor) -> Tensor:
         """This rank's rows of x (N, ...)."""
         if not self.own:
             return x
         return torch.cat([piece.chunk(self.ranks)[self.rank] for piece in x.split(self.chunk or len(x))])
+
+
+@lru_cache(maxsize=64)
+def _ends(shards: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept: to bring numbers to a GPU the host waits for it."""
+    return torch.tensor(shards, device=device).cumsum(0)
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -224,9 +233,12 @@ class _VocabularyParallel(torch.autograd.Function):
             ctx.dtypes = [x.dtype if need else None for x, need in zip((e, c, bias), needs, strict=True)]
             plan = _plan(e, dtype, ctx.dtypes, bias, main_grad_c, uniform, spread, o)
             spread = spread.by_chunks(plan.rows)
-            columns = target_columns(spread.gather(targets), ignore_index, spread.vocab)
+            columns = target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
             here = spread.columns(columns)
-            e, c = backend.prepare(spread.gather(e.to(dtype))), backend.prepare(c.to(dtype))
+            gathered = Gathered(spread, e.to(dtype))
+            e, c = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
+            if e is not gathered.whole or not plan.rows:  # a copy, or nothing to wait for a part with
+                e = backend.prepare(gathered.all())
             bias = None if bias is None else bias.contiguous()
             # Every row has a target on every rank: another entry stands in for one that is elsewhere.
             standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
@@ -240,8 +252,9 @@ class _VocabularyParallel(torch.autograd.Function):
                 dtype_c = torch.bfloat16 if main_grad_c is not None else ctx.dtypes[1]
                 dtypes = (ctx.dtypes[0] and torch.float32, ctx.dtypes[1] and dtype_c)
                 rows, state = backend.stored.forward(
-                    e, c, standing, spread.chunk, dtypes, with_metrics, replace(o, z_loss=0.0), settle
-                )
+                    e, c, standing, spread.chunk, dtypes, with_metrics, replace(o, z_loss=0.0), settle,
+                    gathered.wait if spread.own else None,
+                )  # fmt: skip
             else:
                 rows = _whole(backend.forward(e, c, bias, standing, with_metrics, o), columns, spread, o)
             losses = assemble_loss(rows, columns, o)
@@ -265,13 +278,16 @@ class _VocabularyParallel(torch.autograd.Function):
             reduced = Reduced(spread)
             if state:
                 ctx.finished = True
+                scale = grad_rows[0].float()
+                scales = Gathered(spread, scale[None])
                 stored = backend_of(e).stored
                 grad_e, grad_c = state[stored.GRAD_E], state[stored.GRAD_C]
                 stored.backward(
-                    e, c, here, grad_rows[0].float(), spread.chunk, state, main_grad_c,
+                    e, c, here, scale, spread.chunk, state, main_grad_c,
                     lambda part: reduced.add(grad_e, part),
                 )  # fmt: skip
                 grad_bias = None
+                torch._assert_async((scales.all() == scale).all() | scale.isnan(), DIFFERENT)
                 grad_c = None if dtype_c is None or main_grad_c is not None else grad_c.to(dtype_c)
             else:
                 grad_e, grad_c, grad_bias = _recompute(ctx, grad_rows, grad_lse, e, c, bias, columns, here, lse)
@@ -286,7 +302,7 @@ def _recompute(ctx, grad_rows, grad_lse, e, c, bias, columns, here, lse):
     spread, o = ctx.spread, ctx.options
     main_grad_c, stats = ctx.written
     dtype_e, dtype_c, dtype_bias = ctx.dtypes
-    upstream = [None if x is None else spread.gather(x.float()) for x in (grad_rows, grad_lse)]
+    upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
     grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
     a, b = row_coefficients(grad_rows, upstream[1], lse, columns, o)
     # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
@@ -309,21 +325,21 @@ def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Sprea
     w_iv / S_i is a softmax over the shard: exp(LSE^r − LSE) makes p of it. The row's target here, a stand-in or its
     own, has its gradient apart.
     """
-    lse_here, z = rows.lse.clone(), rows.lse - rows.nll
-    is_target = spread.columns(columns) != IGNORED
-    whole = _whole(rows, columns, spread, o)
-    rows.lse.copy_(whole.lse)
-    rows.nll.copy_(whole.nll)
-    if rows.metrics is not None and whole.metrics is not None:
-        rows.metrics.copy_(whole.metrics)
-    b = where_it_counts(torch.ones_like(z), columns)
-    a = b * (1 + 2 * o.z_loss * whole.lse)
-    p = torch.where(is_target, -whole.nll, z - whole.lse).exp()
-    slope = 1.0 if o.softcap is None else 1 - (z / o.softcap).square()
-    gradient.factor.mul_(a * (lse_here - whole.lse).exp())
-    gradient.coefficient.copy_(o.logit_scale * (a * p - b * is_target) * slope)
+    parts = [rows.lse, rows.nll]
+    if rows.metrics is not None:
+        parts += _metric_parts(rows, spread.columns(columns) != IGNORED)
+    every = spread.all_gather(torch.stack(parts)[None])
+    backend_of(e).settle(every, spread.ends(e.device), spread.rank, columns, rows, gradient, o)
     if gradient.scaled is not None:
         torch.mul(e, gradient.factor[:, None], out=gradient.scaled)
+
+
+def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
+    """Σ p z over the shard, and the largest of its logits but the target's."""
+    assert rows.metrics is not None
+    assert rows.largest is not None
+    largest = torch.where(is_here, rows.largest, torch.maximum(rows.largest, rows.lse - rows.nll))
+    return [rows.lse - rows.metrics[1], largest]
 
 
 def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
@@ -333,9 +349,8 @@ def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
     parts = [rows.lse, torch.where(is_here, rows.nll, 0)]
     if rows.z_above_mean is not None:
         parts.append(spread.size * (z_target - rows.z_above_mean))  # Σ z
-    if rows.metrics is not None and rows.largest is not None:
-        largest = torch.where(is_here, rows.largest, torch.maximum(rows.largest, z_target))
-        parts += [rows.lse - rows.metrics[1], largest]  # Σ p z, largest z but the target's
+    if rows.metrics is not None:
+        parts += _metric_parts(rows, is_here)
     every = spread.all_gather(torch.stack(parts)[None])  # (W, parts, N)
     lses, nlls = every[:, 0], every[:, 1]
     lse = lses.logsumexp(dim=0)
@@ -373,16 +388,41 @@ def _plan(
     return backend_of(e).plan(problem, e, o)
 
 
-def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Every rank's `part`, in order of rank, into `out`. (torch 2.13 renames it and warns of the old name.)"""
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Every rank's `part`, in order of rank, into `out`, begun. (torch 2.13 renames it and warns of the old name.)"""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, part, group=group)
+    return gather(out, part, group=group, async_op=True)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """This rank's part of the sum of all ranks' `whole` into `out`, begun. (As above.)"""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(out, whole, group=group, async_op=True)
+
+
+class Gathered:
+    """All ranks' rows `whole` (N, ...) of a tensor of which each has its own (n, ...), begun chunk after chunk."""
+
+    def __init__(self, spread: Spread, x: Tensor) -> None:
+        self.whole, self._begun, self._waited = x, [], 0
+        if spread.own:
+            self.whole = x.new_empty(len(x) * spread.ranks, *x.shape[1:])
+        self._chunk = spread.chunk or len(self.whole)
+        if spread.own:
+            parts = zip(self.whole.split(self._chunk), x.contiguous().split(self._chunk // spread.ranks), strict=True)
+            self._begun = [all_gather(out, part, spread.group) for out, part in parts]
+
+    def wait(self, part: slice) -> None:
+        """Until `whole` may be read as far as `part` goes."""
+        chunks = -(-part.stop // self._chunk)
+        for work in self._begun[self._waited : chunks]:
+            work.wait()
+        self._waited = max(self._waited, chunks)
+
+    def all(self) -> Tensor:
+        """`whole`, all of which may be read."""
+        self.wait(slice(0, len(self.whole)))
+        return self.whole
 
 
 class Reduced:

@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +24,10 @@ from cases import BF16, FP32, IGNORE, Case, draw
 from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 from cce_kernels.interpreter import INTERPRETED
 from cce_kernels.schemes import Plan
-from torch import Tensor
 
+MODULES = {"exponentials": "stored", "product": "stored"} | dict.fromkeys(
+    ("all_gather", "reduce_scatter"), "vocab_parallel"
+)
 PATIENCE = 150  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
 
@@ -38,6 +41,7 @@ class Spread:
     shards: tuple[int, ...] | None = None  # None: as torch.chunk
     main_grad: bool = False
     stored_rows: int = 0  # per chunk, where the Triton kernels are to store exponentials
+    unequal: bool = False  # each rank's loss has another gradient
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -87,6 +91,8 @@ def cases(ranks: int) -> list[Spread]:
     found.append(
         Spread(Case("stored_softcap-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, options=softcap), stored_rows=64)
     )
+    unequal = Case("unequal-bf16", shape=(ranks, 5), vocab=97, dtype=BF16)
+    found.append(Spread(unequal, "own", stored_rows=64, unequal=True))
     found.append(  # losses beyond what the kernels' offset allows for
         Spread(Case("improbable-bf16", shape=(ranks, 43), vocab=391, dtype=BF16, peak=-90), stored_rows=64)
     )
@@ -119,8 +125,8 @@ def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment:
         return [torch.load(f"{folder}/output.{rank}", weights_only=True) for rank in range(ranks)]
 
 
-def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Tensor]:
-    """Results and gradients of one rank."""
+def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any]:
+    """Results and gradients of one rank; `trace`: what communication and products began and were waited for."""
     case = spread.case
     whole = draw(case, device)
     shards = spread.shards or vocabulary_shards(case.vocab, ranks)
@@ -131,7 +137,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Ten
     c = whole[1].detach()[here].requires_grad_()
     bias = None if whole[3] is None else whole[3].detach()[here].requires_grad_()
     buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
-    with stored(spread.stored_rows):
+    with stored(spread.stored_rows), traced() as trace:
         loss, *extras = _as_tuple(
             vocabulary_parallel_linear_cross_entropy(
                 e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
@@ -142,14 +148,22 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Ten
     if loss.dim():  # as cases.gradients has it
         shape = whole[2][..., case.options.get("shift", 0) :].shape
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(loss)[mine]
+    if spread.unequal:
+        upstream = torch.full_like(loss, 1.0 + rank)
     inputs = [x for x in (e, c, bias) if x is not None]
-    grads = torch.autograd.grad(loss, inputs, upstream, allow_unused=spread.main_grad)
+    try:
+        with traced(trace):
+            grads = torch.autograd.grad(loss, inputs, upstream, allow_unused=spread.main_grad)
+    except RuntimeError as error:
+        if not spread.unequal:
+            raise
+        return {"refused": str(error)}
     got = {"loss": loss, "e": grads[0], "c": grads[1] if buffer is None else buffer}
     if bias is not None:
         got["bias"] = grads[2]
     for extra in extras:
         got |= extra if isinstance(extra, dict) else {"lse": extra}
-    return {name: tensor.detach().cpu() for name, tensor in got.items()}
+    return {name: tensor.detach().cpu() for name, tensor in got.items()} | {"trace": trace}
 
 
 @contextlib.contextmanager
@@ -162,6 +176,50 @@ def stored(rows: int) -> Iterator[None]:
 
     with patch.object(fused, "plan", lambda *_: Plan(rows, 0)):
         yield
+
+
+@contextlib.contextmanager
+def traced(trace: list[str] | None = None) -> Iterator[list[str]]:
+    """Collectives as "begin NAME" and "wait NAME", and the kernels of stored exponentials by their names."""
+    from cce_kernels import vocab_parallel
+
+    trace = [] if trace is None else trace
+    patches = [patch.object(vocab_parallel, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
+    if INTERPRETED or torch.cuda.is_available():
+        from cce_kernels import stored
+
+        patches += [patch.object(stored, name, _recorded(trace, name)) for name in ("exponentials", "product")]
+    with contextlib.ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield trace
+
+
+def _recorded(trace: list[str], function: str) -> Any:
+    original = getattr(import_module(f"cce_kernels.{MODULES[function]}"), function)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        done = original(*arguments, **options)
+        if not isinstance(done, dist.Work):
+            trace.append(function)
+            return done
+        name = f"{function} {str(arguments[1].dtype)[6:]} {len(arguments[1])}"
+        trace.append(f"begin {name}")
+        return Recorded(done, lambda: trace.append(f"wait {name}"))
+
+    return call
+
+
+@dataclass
+class Recorded:
+    """A collective that says when it is waited for."""
+
+    work: dist.Work
+    say: Callable[[], None]
+
+    def wait(self) -> None:
+        self.say()
+        self.work.wait()
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:
