@@ -1,10 +1,12 @@
-"""64 to 1,024 GPUs on paper: writes results/scale_out.md. `python scripts/scale_out.py`."""
+"""64 to 1,024 GPUs on paper, at the rates in results/bench_parallel: writes results/scale_out.md."""
 
 from pathlib import Path
 
+from linrnn.parallel_report import read
 from linrnn.scale_out import page
 
 if __name__ == "__main__":
-    path = Path(__file__).resolve().parents[1] / "results" / "scale_out.md"
-    path.write_text(page() + "\n")
+    results = Path(__file__).resolve().parents[1] / "results"
+    path = results / "scale_out.md"
+    path.write_text(page(read(results / "bench_parallel")) + "\n")
     print(f"wrote {path}")

@@ -1,4 +1,7 @@
-"""From 64 to 1,024 GPUs on paper: which parallelism, memory and bytes of a GPU, expected MFU. Nothing is measured here.
+"""From 64 to 1,024 GPUs on paper: which parallelism, memory and bytes of a GPU, expected MFU.
+
+Rates are those that scripts/bench_parallel.py has measured on a few GPUs, else assumed; its training steps are compared
+with the same formulas.
 
 The time of a step is that of its FLOPs at the share of the peak that one GPU reaches, and of what communication does
 not hide behind it: blocks are gathered and reduced while others are computed; embedding, head and loss are not, nor is
@@ -7,20 +10,19 @@ each machine's network cards once, all of them together; a group of one GPU a ma
 """
 
 import math
+import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 
 from linrnn import accounting
 from linrnn.architecture import Architecture, resolve
 from linrnn.config import load_config
-from linrnn.config.schema import Config, FsdpConfig, VocabConfig
+from linrnn.config.schema import Config, FsdpConfig, ParallelConfig, VocabConfig
+from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow
 
-GIB, GB = 2**30, 1e9
+GIB, MIB, GB = 2**30, 2**20, 1e9
 GPU = "NVIDIA H200"
 MACHINE = 8  # GPUs
-NVLINK = 300 * GB  # bytes/s that a GPU sends in a ring within a machine
-CARD = 40 * GB  # bytes/s of a network card, one for each GPU: 400 Gbit/s less a fifth
-HOP = 4e-6  # s, latency of a step of a ring; of a tree over n ranks 2 log2 n of them
 MICRO_BATCH = 8  # sequences of a rank, at most
 SEQ_LEN = 2048
 
@@ -33,6 +35,34 @@ class Setting:
     size: str
     vocab_size: int
     sequences: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU computes and sends.
+
+    Attributes:
+        link: bytes/s that a GPU sends in a ring within a machine.
+        hop: s, latency of a step of a ring; of a tree over n ranks 2 log2 n of them.
+        card: bytes/s of a network card, one for each GPU.
+        shares: of the peak that one GPU reaches by hardware FLOPs: (model, size, share); ASSUMED_MFU for others.
+    """
+
+    link: float = 300 * GB
+    hop: float = 4e-6
+    card: float = 40 * GB  # 400 Gbit/s less a fifth
+    shares: tuple[tuple[str, str, float], ...] = ()
+
+    def share(self, model: str, size: str) -> float:
+        found = [share for of_model, of_size, share in self.shares if (of_model, of_size) == (model, size)]
+        return found[0] if found else accounting.ASSUMED_MFU
+
+    def of_ring(self, ranks: int) -> float:
+        """Bytes/s of a GPU in a ring over so many."""
+        return self.link if ranks <= MACHINE else min(self.link, MACHINE * self.card)
+
+
+ASSUMED = Rates()
 
 
 @dataclass(frozen=True)
@@ -71,7 +101,9 @@ def _config(setting: Setting, way: str) -> Config:
 
 
 @lru_cache
-def foresee(setting: Setting, way: str, gpus: int, precision: str = "bf16_autocast") -> Foreseen:
+def foresee(
+    setting: Setting, way: str, gpus: int, rates: Rates = ASSUMED, precision: str = "bf16_autocast"
+) -> Foreseen:
     """What a step takes; all GPUs share `setting.sequences` out evenly."""
     config = _config(setting, way)
     arch = resolve(config.model, config.size, setting.vocab_size)
@@ -92,61 +124,219 @@ def foresee(setting: Setting, way: str, gpus: int, precision: str = "bf16_autoca
     flops = accounting.step_flops(arch, of_gpu, SEQ_LEN, config.loss, "none")
     peak = accounting.peak_flops_per_second(GPU, precision)
     assert peak is not None
-    compute = flops.hardware / (peak * accounting.ASSUMED_MFU)
-    share = 1 - sum(part["vocabulary"] for part in (flops.forward, flops.backward)) / flops.model
-    exposed = _exposed(arch, parallel, sent, gpus, shard_ranks, micro_steps, share * compute)
+    compute = flops.hardware / (peak * rates.share(setting.model, setting.size))
+    exposed = _exposed(arch, parallel, sent, gpus, shard_ranks, micro_steps, _body(flops) * compute, rates)
     return Foreseen(
         way, gpus, sequences, micro_steps, memory.peak, sum(sent.within.values()), sum(sent.across.values()), compute,
         exposed, flops.model / (compute + exposed) / peak,
     )  # fmt: skip
 
 
+def _body(flops: accounting.StepFlops) -> float:
+    """The share of a step's FLOPs that is not the loss layer's."""
+    return 1 - sum(part["vocabulary"] for part in (flops.forward, flops.backward)) / flops.model
+
+
 def _exposed(
     arch: Architecture,
-    parallel: object,
+    parallel: ParallelConfig,
     sent: accounting.Communication,
     gpus: int,
     shard_ranks: int,
     micro_steps: int,
     body: float,
+    rates: Rates,
 ) -> float:
     """Seconds of communication that the `body`'s seconds of computation do not hide."""
     if not isinstance(parallel, FsdpConfig):  # beside the backward pass of the last micro-step
-        seconds = sent.total / _rate(gpus) + 2 * math.log2(gpus) * HOP * math.ceil(sent.total / 50e6)
-        last = 2 * 4 * arch.embedding_parameters / _rate(gpus)
+        seconds = sent.total / rates.of_ring(gpus) + 2 * math.log2(gpus) * rates.hop * math.ceil(sent.total / 50e6)
+        last = 2 * 4 * arch.embedding_parameters / rates.of_ring(gpus)
         return max(last, seconds - body * 2 / 3 / micro_steps)
-    rate, latency = _rate(shard_ranks), (shard_ranks - 1) * HOP
+    rate, latency = rates.of_ring(shard_ranks), (shard_ranks - 1) * rates.hop
     hidden = (sent.within["blocks gathered"] + sent.within["blocks reduced"]) / rate
     hidden += 3 * arch.num_layers * micro_steps * latency
     open_parts = sum(size for name, size in sent.within.items() if not name.startswith("blocks"))
     shown = open_parts / rate + 4 * micro_steps * latency
     replicas = gpus // shard_ranks
     if replicas > 1:
-        tree = 2 * math.log2(replicas) * HOP
-        hidden += sent.across["blocks"] / CARD + arch.num_layers * tree
-        shown += sent.across["embedding and head"] / CARD + 2 * tree
+        tree = 2 * math.log2(replicas) * rates.hop
+        hidden += sent.across["blocks"] / rates.card + arch.num_layers * tree
+        shown += sent.across["embedding and head"] / rates.card + 2 * tree
     return max(0.0, hidden - body) + shown
 
 
-def _rate(ranks: int) -> float:
-    """Bytes/s of a GPU in a ring over so many."""
-    return NVLINK if ranks <= MACHINE else min(NVLINK, MACHINE * CARD)
+# ------------------------------------------------------------------------------------------------------- measured
+def measured_rates(runs: list[Measured]) -> Rates:
+    """Rates of a machine from all runs on this kind of GPU; what they lack stays as it is assumed.
+
+    Links and latency: of collectives by themselves, over as many ranks as were measured, of the largest tensor and of
+    one number. Shares of the peak: of training steps of one GPU.
+    """
+    runs = [run for run in runs if run.device == GPU]
+    collectives = [row for run in runs for row in run.collectives]
+    large = [row.gb_per_second * GB for row in _most(collectives, largest=True) if row.gb_per_second]
+    small = [row.ms / 1e3 / (row.ranks - 1) for row in _most(collectives, largest=False) if not row.mib]
+    shares = {}
+    for run in runs:
+        for row in run.steps:
+            if row.parallel == "none":
+                shares[row.model, row.size] = _share_of_peak(row)
+    return Rates(
+        link=statistics.median(large) if large else ASSUMED.link,
+        hop=statistics.median(small) if small else ASSUMED.hop,
+        shares=tuple((*key, share) for key, share in sorted(shares.items())),
+    )
 
 
-def page() -> str:
-    """The page, as Markdown."""
+def _most(rows: list[CollectiveRow], largest: bool) -> list[CollectiveRow]:
+    """Those over the most ranks, of the largest or the smallest tensor."""
+    if not rows:
+        return []
+    ranks = max(row.ranks for row in rows)
+    size = (max if largest else min)(row.mib for row in rows if row.ranks == ranks)
+    return [row for row in rows if (row.ranks, row.mib) == (ranks, size)]
+
+
+def _share_of_peak(row: StepRow) -> float:
+    peak = accounting.peak_flops_per_second(GPU, row.precision)
+    assert peak is not None
+    flops = accounting.step_flops(_arch(row), row.sequences_of_rank, row.seq_len, _run(row).loss, "none")
+    return flops.hardware / (row.step_ms / 1e3) / peak
+
+
+def _run(row: StepRow) -> Config:
+    return load_config([f"model={row.model}", f"size={row.size}", "loss=cce_kahan", f"parallel={row.parallel}"])
+
+
+def _arch(row: StepRow) -> Architecture:
+    run = _run(row)
+    return resolve(run.model, run.size, row.vocab_size)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A training step on several GPUs, as foreseen from one GPU's and the rates, and as measured."""
+
+    row: StepRow
+    foreseen_ms: float
+    exposed_ms: float
+    foreseen_gib: float
+
+
+def compare(run: Measured, rates: Rates) -> list[Compared]:
+    """Every row of several GPUs for whose model the same run has one of a GPU alone."""
+    alone = {(row.model, row.size): row for row in run.steps if row.parallel == "none"}
+    found = []
+    for row in run.steps:
+        one = alone.get((row.model, row.size))
+        if row.parallel == "none" or one is None:
+            continue
+        arch, config = _arch(row), _run(row)
+        compute = one.step_ms / 1e3 * row.sequences_of_rank / one.sequences_of_rank
+        sent = accounting.communication(
+            arch, config.parallel, world_size=row.ranks, sequences=row.sequences_of_rank, seq_len=row.seq_len,
+            precision=row.precision,
+        )  # fmt: skip
+        shard_ranks = row.ranks if isinstance(config.parallel, FsdpConfig) else 1
+        flops = accounting.step_flops(arch, row.sequences_of_rank, row.seq_len, config.loss, "none")
+        exposed = _exposed(arch, config.parallel, sent, row.ranks, shard_ranks, 1, _body(flops) * compute, rates)
+        memory = accounting.memory_estimate(
+            arch, batch_size=row.sequences_of_rank, seq_len=row.seq_len, precision=row.precision, loss=config.loss,
+            activation_checkpointing="none", accumulation_steps=2 if shard_ranks == 1 else 1,
+            shard_ranks=shard_ranks, by_vocabulary=isinstance(config.parallel, VocabConfig),
+        )  # fmt: skip
+        found.append(Compared(row, (compute + exposed) * 1e3, exposed * 1e3, memory.peak / GIB))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- page
+def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
+    """Tables of what was foreseen and what was measured."""
+    runs = [run for run in runs if run.device == GPU]
+    steps = [compared for run in runs for compared in compare(run, rates)]
+    losses = [row for run in runs for row in run.loss]
+    lines = []
+    if steps:
+        lines += [
+            "## Training steps, foreseen and measured", "",
+            "Foreseen: the step of one GPU with as many sequences (in proportion, where fewer), and what the formulas "
+            "leave exposed of communication at the rates above. Memory: a rank's, from formulas alone.", "",
+            "| model | parallel | scaling | GPUs | B of a rank | ms foreseen | of it exposed | ms measured | "
+            "measured / foreseen | GiB foreseen | GiB measured |",
+            "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        ]  # fmt: skip
+        lines += [
+            f"| {c.row.model} {c.row.size} | {c.row.parallel} | {c.row.scaling} | {c.row.ranks} | "
+            f"{c.row.sequences_of_rank} | {c.foreseen_ms:.1f} | {c.exposed_ms:.1f} | {c.row.step_ms:.1f} | "
+            f"{c.row.step_ms / c.foreseen_ms:.3f} | {c.foreseen_gib:.1f} | {c.row.gib or 0:.1f} |"
+            for c in steps
+        ]
+        lines.append("")
+    if losses:
+        lines += [
+            "## The vocabulary-parallel loss, foreseen and measured", "",
+            "A rank's share of the work on a GPU by itself, what it sends at the measured rate, and both one after the "
+            "other; *hidden*: the part of that communication which does not show in the time measured.", "",
+            "| N × D × V | GPUs | ms of a shard | ms sending | ms foreseen | ms measured | hidden |",
+            "|---|--:|--:|--:|--:|--:|--:|",
+        ]  # fmt: skip
+        for row in losses:
+            sending = _sending_ms(row, rates)
+            hidden = 1 - (row.ms - row.ms_shard) / sending
+            lines.append(
+                f"| {row.tokens} × {row.width} × {row.vocabulary} | {row.ranks} | {row.ms_shard:.2f} | {sending:.2f} | "
+                f"{row.ms_shard + sending:.2f} | {row.ms:.2f} | {hidden:.0%} |"
+            )
+        lines.append("")
+    return lines
+
+
+def _sending_ms(row: LossRow, rates: Rates) -> float:
+    """Hidden states, numbers and gradients, each a ring."""
+    return (row.sent_mib * MIB / rates.of_ring(row.ranks) + 3 * (row.ranks - 1) * rates.hop) * 1e3
+
+
+def _measurements(runs: list[Measured]) -> str:
+    if not any(run.device == GPU for run in runs):
+        return "assumed rates; no run of `scripts/bench_parallel.py` has measured any yet"
+    return "the runs of `scripts/bench_parallel.py` in [bench_parallel](bench_parallel)"
+
+
+def _sources(rates: Rates) -> str:
+    """Where the rates come from, in words."""
+
+    def source(measured: bool) -> str:
+        return "measured" if measured else "assumed"
+
+    shares = [f"{model} {size} {share:.0%}" for model, size, share in rates.shares]
+    others = "of its peak by hardware FLOPs"
+    reached = f"one GPU reaches {', '.join(shares)} {others} (measured)" if shares else ""
+    missing = {(setting.model, setting.size) for setting in SETTINGS} - {share[:2] for share in rates.shares}
+    if missing:
+        reached += f"{'; others' if shares else 'one GPU reaches'} {accounting.ASSUMED_MFU:.0%}"
+        reached += f"{'' if shares else ' ' + others} (assumed)"
+    return (
+        f"{rates.link / GB:.0f} GB/s of a GPU within a machine ({source(rates.link != ASSUMED.link)}), "
+        f"{rates.card / GB:.0f} GB/s of its network card (assumed), {rates.hop * 1e6:.1f} µs a hop "
+        f"({source(rates.hop != ASSUMED.hop)}); {reached}"
+    )
+
+
+def page(runs: list[Measured]) -> str:
+    """The page, as Markdown, with the rates that the runs have measured."""
+    rates = measured_rates(runs)
     lines = [
         "# 64 to 1,024 GPUs, on paper", "",
-        "Made by `python scripts/scale_out.py` from `linrnn.accounting`; nothing here is measured. H200s, 8 a machine: "
-        f"{NVLINK / GB:.0f} GB/s of a GPU within a machine, {CARD / GB:.0f} GB/s of its network card, "
-        f"{HOP * 1e6:.0f} µs a hop; one GPU reaches {accounting.ASSUMED_MFU:.0%} of its peak by hardware FLOPs. "
+        f"Made by `python scripts/scale_out.py` from `linrnn.accounting` and {_measurements(runs)}. "
+        f"H200s, 8 a machine: {_sources(rates)}. "
         f"`bf16_autocast`, T = {SEQ_LEN}, `cce_kahan`, no activation checkpointing. The tokens of a step are the same "
         "for any number of GPUs.", "",
         "Communication of the blocks counts only as far as it takes longer than their computation; *exposed* is what "
         "is left of it, and all of embedding, head and loss. Bytes are those that a GPU sends in a step.", "",
+        *_comparison(runs, rates),
     ]  # fmt: skip
     for setting in SETTINGS:
-        rows = [foresee(setting, way, gpus) for gpus in GPUS for way in WAYS]
+        rows = [foresee(setting, way, gpus, rates) for gpus in GPUS for way in WAYS]
         tokens = setting.sequences * SEQ_LEN / 1e6
         lines += [
             f"## {setting.model} {setting.size}, V = {setting.vocab_size:,}, {tokens:.1f} M tokens a step", "",

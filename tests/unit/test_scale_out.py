@@ -1,17 +1,19 @@
-"""The page on many GPUs: what the formulas must give, whatever the constants."""
+"""The page on many GPUs: what the formulas must give, whatever the constants; rates and steps that were measured."""
 
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from linrnn.scale_out import GPUS, SETTINGS, WAYS, foresee, page
+from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow, read, write
+from linrnn.scale_out import ASSUMED, GPU, GPUS, SETTINGS, WAYS, compare, foresee, measured_rates, page
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_committed_page_is_what_the_script_writes() -> None:
-    assert (ROOT / "results" / "scale_out.md").read_text() == page() + "\n", "run python scripts/scale_out.py"
+    runs = read(ROOT / "results" / "bench_parallel")
+    assert (ROOT / "results" / "scale_out.md").read_text() == page(runs) + "\n", "run python scripts/scale_out.py"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -27,3 +29,64 @@ def test_more_gpus_compute_less_each_and_shards_hold_less(setting) -> None:
         assert fsdp.memory < hsdp.memory < ddp.memory
         assert vocab.memory < ddp.memory
         assert ddp.sent_across == fsdp.sent_across == 0 < hsdp.sent_across
+
+
+def steps(parallel: str, ranks: int, sequences: int, ms: float) -> StepRow:
+    scaling = {"none": "alone"}.get(parallel, "weak")
+    return StepRow(
+        "gla", "1b3", 128256, "bf16_autocast", parallel, scaling, ranks, sequences, 2048, ms,
+        ranks * sequences * 2048 / ms * 1e3, None, None, 60.0, 0.0,
+    )  # fmt: skip
+
+
+def run(ranks: int, device: str = GPU) -> Measured:
+    collectives = [
+        CollectiveRow("all_gather", ranks, 0, 0.005 * (ranks - 1), None),
+        CollectiveRow("all_gather", ranks, 64, 1.0, 50.0),
+        CollectiveRow("all_gather", ranks, 1024, 1.0, 100.0 * ranks),
+        CollectiveRow("all_reduce", ranks, 1024, 1.0, 110.0 * ranks),
+        CollectiveRow("reduce_scatter", ranks, 1024, 1.0, 120.0 * ranks),
+    ]
+    environment = {"packages": {"torch": "2", "triton": "3"}, "git": None}
+    loss = LossRow("x", 16384, 2048, 128256, ranks, 11.0, 40.0, 10.5, 500.0, 900.0, 100.0, 0.9, 1e-3, 1e-3)
+    rows = [steps("none", 1, 8, 400.0), steps("ddp", ranks, 8, 410.0), steps("fsdp", ranks, 4, 230.0)]
+    return Measured("torchrun …", device, ranks, environment, collectives, [loss], rows)
+
+
+def test_rates_are_those_of_the_most_ranks_and_the_largest_tensors() -> None:
+    rates = measured_rates([run(2), run(4), run(8, "another")])
+    assert rates.link == pytest.approx(440e9)
+    assert rates.hop == pytest.approx(5e-6)
+    assert rates.card == ASSUMED.card
+    assert rates.share("gla", "350m") == ASSUMED.share("gla", "350m")
+    setting = SETTINGS[1]
+    ddp = foresee(setting, "ddp", 256, rates)  # 8 sequences a GPU, as measured
+    assert (ddp.sequences, ddp.micro_steps) == (8, 1)
+    assert ddp.compute == pytest.approx(0.4, rel=1e-6)
+    assert measured_rates([]) == measured_rates([run(8, "another")]) == ASSUMED
+
+
+def test_steps_are_compared_with_those_of_one_gpu_and_what_communication_exposes() -> None:
+    ddp, fsdp = compare(run(4), ASSUMED)
+    assert ddp.foreseen_ms == pytest.approx(400 + ddp.exposed_ms)
+    assert fsdp.foreseen_ms == pytest.approx(200 + fsdp.exposed_ms)  # half the sequences
+    embedding = 2 * 4 * 128256 * 2048 / 300e9 * 1e3  # reduced last, both ways
+    assert ddp.exposed_ms == pytest.approx(embedding, rel=0.01)
+    assert fsdp.foreseen_gib < ddp.foreseen_gib
+    slow = measured_rates([run(2)])
+    assert [c.exposed_ms for c in compare(run(4), slow)] > [ddp.exposed_ms, fsdp.exposed_ms]
+
+
+def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
+    for ranks in (2, 4):
+        write(run(ranks), tmp_path, None)
+    text = page(read(tmp_path))
+    assert read(tmp_path) == [run(2), run(4)]
+    assert "440 GB/s of a GPU within a machine (measured)" in text
+    assert "40 GB/s of its network card (assumed)" in text
+    assert "5.0 µs a hop (measured)" in text
+    assert "one GPU reaches gla 1b3" in text
+    assert "others 40% (assumed)" in text
+    assert text.count("| gla 1b3 | ddp | weak |") == 2
+    # 0.24 ms of sending at 440 GB/s and 45 µs of latency, of which 0.5 ms show: less than none is hidden
+    assert "| 16384 × 2048 × 128256 | 4 | 10.50 | 0.28 | 10.78 | 11.00 | -76% |" in text
