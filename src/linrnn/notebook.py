@@ -96,7 +96,10 @@ def show_plot(draw: Callable[..., Any], runs: Sequence[Run], *arguments: Any) ->
         print("open: no curves were committed with these runs; scripts/report.py writes them")
         return
     figure = draw(runs, *arguments)
-    display(figure)
+    if any(axes.has_data() for axes in figure.axes):
+        display(figure)
+    else:
+        print("open: nothing to draw")
     pyplot.close(figure)
 
 

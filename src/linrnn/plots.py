@@ -35,31 +35,55 @@ def save(figure: Any, path: Path) -> Path:
 
 
 def loss_curves(runs: Sequence[Run], title: str) -> Any:
-    """Training losses, and each run's difference from the baseline of its seed below them.
+    """Training losses, and each run's difference from the baseline of its seed below them, a column a model.
 
-    Of each model the setting that most runs share is drawn: curves of others cannot be laid over each other.
+    Of each model the setting that most runs share is drawn: curves of others cannot be laid over each other. Seeds of a
+    loss have its colour, and a dash each.
     """
     runs = _one_setting(runs)
-    figure, (top, bottom) = subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
-    labels, colours = _labels(runs), _colours(runs)
+    models = list(dict.fromkeys(run.summary["model"] for run in runs))
+    figure, grid = subplots(
+        2, len(models), figsize=(3 + 4 * len(models), 7.5), sharex="col", height_ratios=(2, 1), squeeze=False
+    )
+    names, colours = backend_names([run.summary for run in runs]), _colours(runs)
     baseline = baseline_of(runs)
     bases = {(run.setting, run.summary["seed"]): run for run in runs if run.summary["loss"] == baseline}
-    models = list(dict.fromkeys(run.summary["model"] for run in runs))
-    for run, label, colour in zip(runs, labels, colours, strict=True):
-        if not run.losses:
-            continue
-        dash = DASHES[models.index(run.summary["model"]) % len(DASHES)]
+    seeds = sorted({run.summary["seed"] for run in runs})
+    lines: dict[str, Any] = {}
+    for run, name, colour in zip(runs, names, colours, strict=True):
+        top, bottom = grid[:, models.index(run.summary["model"])]
+        dash = DASHES[seeds.index(run.summary["seed"]) % len(DASHES)]
         style = {"color": colour, "linewidth": 1.2, "alpha": 0.9, "linestyle": dash}
-        top.plot(*zip(*run.losses, strict=True), label=label, **style)
+        label = f"{name}, seed {run.summary['seed']}" if len(seeds) > 1 else name
+        [lines[label]] = top.plot(*zip(*run.losses, strict=True), **style)
         base = bases.get((run.setting, run.summary["seed"]))
         if base is not None and base is not run and (difference := curve_difference(run, base)):
             bottom.plot(*zip(*difference, strict=True), **style)
-    top.set_ylabel("training loss, nats per token")
-    top.set_title(title)
-    top.legend(fontsize="small")
-    bottom.set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps; grey: ±0.01)")
-    bottom.set_xlabel("optimizer step")
-    bottom.axhspan(-0.01, 0.01, color="0.9")
+    for (top, bottom), model in zip(grid.T, models, strict=True):
+        top.set_title(model)
+        bottom.set_xlabel("optimizer step")
+        bottom.axhspan(-0.01, 0.01, color="0.9")
+    grid[0][0].set_ylabel("training loss, nats per token")
+    grid[1][0].set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps; grey: ±0.01)")
+    figure.suptitle(title)
+    _legend_below(figure, lines)
+    return figure
+
+
+def dropped_mass(runs: Sequence[Run]) -> Any:
+    """Softmax mass that filters drop from a token, mean and 99th percentile, by step."""
+    figure, axes = subplots(1, 1, figsize=(8, 4.2))
+    filtered = [run for run in runs if "dropped_mass_mean" in run.statistics]
+    for run, label, colour in zip(filtered, _labels(filtered), _colours(filtered), strict=True):
+        for name, style in (("dropped_mass_mean", "-"), ("dropped_mass_p99", ":")):
+            if curve := run.statistics.get(name):
+                words = f"{label}, {'mean' if style == '-' else '99th percentile'}"
+                axes.plot(*zip(*curve, strict=True), style, color=colour, label=words)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("softmax mass not kept, of 1")
+    axes.set_ylim(0, 1.02)
+    axes.set_title("How much of the gradient's mass does a filter drop, or leave to chance?")
+    axes.legend(fontsize="small")
     figure.tight_layout()
     return figure
 
@@ -82,6 +106,28 @@ def batch_scaling(runs: Sequence[Run]) -> Any:
         x_label="sequences per batch",
         title="Does a larger batch give speed?",
         along="batch_size",
+    )
+
+
+def length_scaling(runs: Sequence[Run]) -> Any:
+    """Tokens/s against the sequences' length at equal tokens a step, a panel a model."""
+    return _panels(
+        runs,
+        x=lambda s: s["seq_len"],
+        x_label=AXES["seq_len"],
+        title="What do longer sequences cost?",
+        along="seq_len",
+    )
+
+
+def chunk_sizes(runs: Sequence[Run]) -> Any:
+    """Tokens/s against the recurrent kernel's chunk size, a panel a model; runs that leave it to FLA are not drawn."""
+    return _panels(
+        [run for run in runs if run.summary.get("chunk_size")],
+        x=lambda s: s["chunk_size"],
+        x_label="tokens per chunk",
+        title="Which chunk size is fastest?",
+        along="chunk_size",
     )
 
 
@@ -133,6 +179,11 @@ def loss_share(runs: Sequence[Run], along: str) -> Any:
     )
 
 
+def varies(runs: Sequence[Run], along: str) -> bool:
+    """Whether runs that can be joined by a line differ in `along`."""
+    return bool(_family(_measured(runs), along))
+
+
 def loss_layer_share(run: Run) -> float | None:
     """The most that the loss layer's passes add, gradients included, as a share of the peak; None on a CPU."""
     memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
@@ -167,8 +218,14 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     """Peak memory by component, a bar a run; of each loss the first seed's."""
     kinds = ("parameters", "gradients", "optimizer", "activations", "loss layer")
     shades = ("#44546A", "#8497B0", "#ADB9CA", "#F4B183", "#C00000")
-    firsts = {(run.summary["model"], name): run for run, name in _named(_measured(runs))[::-1]}
-    entries = [(f"{model}, {name}", run) for (model, name), run in list(firsts.items())[::-1]]
+    firsts = {
+        (run.summary["model"], name, run.summary.get("activation_checkpointing") or "none"): run
+        for run, name in _named(_measured(runs))[::-1]
+    }
+    entries = [
+        (f"{model}, {name}" + (", checkpointing" if checkpointing == "full" else ""), run)
+        for (model, name, checkpointing), run in list(firsts.items())[::-1]
+    ]
     figure, axes = subplots(1, 1, figsize=(8, 1.5 + 0.35 * len(entries)))
     for row, (_, run) in enumerate(entries):
         memory, left = run.summary["memory_bytes"], 0.0
@@ -211,9 +268,14 @@ def _panels(
     value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
     measured = _named(_measured(runs) if along is None else _family(_measured(runs), along))
     models = list(dict.fromkeys(run.summary["model"] for run, _ in measured))
-    figure, grid = subplots(1, max(len(models), 1), figsize=(1 + 4.5 * max(len(models), 1), 4.2), squeeze=False)
+    columns = min(max(len(models), 1), 2)
+    rows = max(-(-len(models) // columns), 1)
+    figure, grid = subplots(rows, columns, figsize=(1 + 4.5 * columns, 0.8 + 3.8 * rows), squeeze=False)
+    for spare in grid.flat[len(models) :]:
+        spare.set_axis_off()
+    lines: dict[str, Any] = {}
     colours = dict(zip([name for _, name in measured], _colours([run for run, _ in measured]), strict=True))
-    for axes, model in zip(grid[0], models, strict=True):
+    for axes, model in zip(grid.flat, models, strict=False):
         series: dict[tuple[str, Any], list[tuple[float, float]]] = defaultdict(list)
         for run, name in measured:
             if run.summary["model"] == model:
@@ -221,12 +283,13 @@ def _panels(
                 series[name, checkpointing].append((x(run.summary), value(run)))
         for (name, checkpointing), points in series.items():
             label = name if checkpointing in (None, "none") else f"{name}, checkpointing {checkpointing}"
-            style = DASHES[0] if checkpointing in (None, "none") else DASHES[1]
+            style, face = (DASHES[0], colours[name]) if checkpointing in (None, "none") else (DASHES[1], "white")
             if along is not None:
                 by_x = {one: [b for a, b in points if a == one] for one, _ in points}
                 points = [(one, median(values)) for one, values in by_x.items()]
             xs, ys = zip(*sorted(points), strict=True)
-            axes.plot(xs, ys, "o", linestyle=style if along else "", color=colours[name], label=label, alpha=0.9)
+            marks = {"marker": "o", "markerfacecolor": face, "linestyle": style if along else ""}
+            [lines[label]] = axes.plot(xs, ys, color=colours[name], alpha=0.9, **marks)
         if level is not None:
             axes.axhline(level, color="0.6", linewidth=0.8)
         if along is not None:
@@ -237,11 +300,20 @@ def _panels(
         axes.set_title(model)
         axes.set_xlabel(x_label)
         axes.grid(alpha=0.25)
-    grid[0][0].set_ylabel(y_label)
-    grid[0][0].legend(fontsize="small")
+    for row in grid:
+        row[0].set_ylabel(y_label)
     figure.suptitle(title)
-    figure.tight_layout()
+    _legend_below(figure, lines)
     return figure
+
+
+def _legend_below(figure: Any, lines: dict[str, Any]) -> None:
+    """The legend of all panels below them, and room for it."""
+    columns = max(min(len(lines), int(figure.get_figwidth() * 12 // max(map(len, lines), default=1)), 4), 1)
+    height = 0.22 * -(-len(lines) // columns) + 0.1  # inches
+    figure.tight_layout(rect=(0, height / figure.get_figheight(), 1, 1))
+    if lines:
+        figure.legend(list(lines.values()), list(lines), loc="lower center", ncol=columns, fontsize="small")
 
 
 def _one_setting(runs: Sequence[Run]) -> list[Run]:
@@ -257,7 +329,9 @@ def _one_setting(runs: Sequence[Run]) -> list[Run]:
 
 
 def _family(runs: Sequence[Run], along: str) -> list[Run]:
-    """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone."""
+    """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone; none
+    of a model with one value of `along`.
+    """
     follow = {along, "steps", "n_parameters", "activation_checkpointing", "data_fingerprint"}
     if along == "seq_len":
         follow.add("batch_size")  # equal tokens a step
@@ -272,6 +346,8 @@ def _family(runs: Sequence[Run], along: str) -> list[Run]:
         for run in own:
             values[family(run)].add(run.summary[along])
         largest = max(values, key=lambda one: len(values[one]))
+        if len(values[largest]) < 2:
+            continue
         kept += [run for run in own if family(run) == largest]
     return kept
 

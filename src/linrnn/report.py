@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from linrnn import plots
@@ -17,10 +18,18 @@ from linrnn.results import (
     same_origin,
     write_committed,
 )
-from linrnn.verdicts import OPEN, Verdict, branches, verdicts
+from linrnn.verdicts import LEAST_STEPS, OPEN, Verdict, branches, verdicts
 
 GIB = 2**30
 OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in the report itself
+LAST = 50  # steps
+FILTER_COLUMNS = {
+    "entries kept": ("entries_kept", ".4%"),
+    "mass not kept, mean": ("dropped_mass_mean", ".3f"),
+    "99th percentile": ("dropped_mass_p99", ".3f"),
+    "most": ("dropped_mass_max", ".3f"),
+    "tokens computed exactly": ("exact_rows", ".2%"),
+}
 SATURATED = 0.9  # share of the device's peak above which a larger batch cannot help
 FOLLOW_UPS = (
     "* Follow-up 2 (FP8 or INT4 scan): open, no such scan is part of this harness.",
@@ -71,19 +80,26 @@ def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
     """The plots that have something to show."""
     measured = [run for run in runs if run.finished and run.summary["tokens_per_second"]]
     figures: list[tuple[str, Any]] = []
-    if any(run.losses for run in runs):
+    if any(run.losses and (run.summary["steps"] or 0) >= LEAST_STEPS for run in runs):
         figures.append(("loss_curves.png", plots.loss_curves(runs, title)))
-    if len({run.summary["loss"] for run in measured}) > 1:
+    if any("dropped_mass_mean" in run.statistics for run in runs):
+        figures.append(("dropped_mass.png", plots.dropped_mass(runs)))
+    several = [along for along in plots.AXES if plots.varies(measured, along)]
+    if len({run.summary["loss"] for run in measured}) > 1 and not several:
         figures.append(("pareto.png", plots.pareto(measured)))
-    if len({run.summary["batch_size"] for run in measured}) > 1:
+    if plots.varies(measured, "batch_size"):
         figures.append(("batch_scaling.png", plots.batch_scaling(measured)))
-    if len({run.summary["vocab_size"] for run in measured}) > 1:
+    if plots.varies([run for run in measured if run.summary.get("chunk_size")], "chunk_size"):
+        figures.append(("chunk_sizes.png", plots.chunk_sizes(measured)))
+    if "seq_len" in several:
+        figures.append(("length_scaling.png", plots.length_scaling(measured)))
+    if "vocab_size" in several:
         figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
     shares = (("share", plots.loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
-    for along in plots.AXES:
+    for along in several:
         for name, share, draw in shares:
             with_share = [run for run in measured if share(run) is not None]
-            if len({run.summary[along] for run in with_share}) > 1:
+            if plots.varies(with_share, along):
                 figures.append((f"loss_{name}_by_{along}.png", draw(with_share, along)))
     return figures
 
@@ -96,7 +112,7 @@ def _markdown(
     pictures: Sequence[Path],
 ) -> str:
     own = [verdict for verdict in found if verdict.backend.split()[0] in OURS]
-    lines = [f"# {title}", "", *_table(runs), *_origin(runs)]
+    lines = [f"# {title}", "", *_table(runs), *_filter_lines(runs), *_origin(runs)]
     if own:
         lines += ["## Verdicts", "", *verdict_table(own), "", "All backends: [verdicts.md](verdicts.md).", ""]
     if crossover := plots.crossover_lines(runs):
@@ -156,6 +172,26 @@ def _table(runs: Sequence[Run]) -> list[str]:
         if not run.finished
     ]
     return lines
+
+
+def _filter_lines(runs: Sequence[Run]) -> list[str]:
+    """What filters kept and dropped, means over the last logged steps of each run."""
+    rows = []
+    for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        if run.statistics:
+            last = {key: fmean(value for _, value in curve[-LAST:]) for key, curve in run.statistics.items()}
+            cells = [_show(last.get(key), form) for key, form in FILTER_COLUMNS.values()]
+            rows.append(f"| {run.summary['model']} | {name} | {run.summary['seed']} | {' | '.join(cells)} |")
+    if not rows:
+        return []
+    return [
+        f"| model | loss | seed | {' | '.join(FILTER_COLUMNS)} |",
+        f"|---|---|--:|{'--:|' * len(FILTER_COLUMNS)}",
+        *rows,
+        "",
+        f"Shares of softmax entries kept and of mass not kept, by token; means of the last {LAST} steps.",
+        "",
+    ]
 
 
 def _origin(runs: Sequence[Run]) -> list[str]:

@@ -1,6 +1,7 @@
 """What was measured, read back: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 COMMITTED = "runs.json"  # of a report: summaries, environment and thinned loss curves of its runs
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
+STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
 CURVE_POINTS = 500  # of a committed curve, at most
 # What two runs must share for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
@@ -45,11 +47,13 @@ class Run:
     Attributes:
         summary, environment: summary.json and environment.json; a run that could not start has no environment.
         losses: (step, nats per token) of every logged step.
+        statistics: what the loss reports beside it (a filter's `dropped_mass_mean`, say), by name, in the same way.
     """
 
     summary: dict[str, Any]
     environment: dict[str, Any]
     losses: list[tuple[int, float]] = field(default_factory=list)
+    statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -86,22 +90,37 @@ def read_committed(directory: Path) -> list[Run]:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})", "name a directory that scripts/report.py wrote") from error
-    curves = content.get("losses", {})
+    curves, statistics = content.get("losses", {}), content.get("statistics", {})
     return [
-        Run(summary, content["environment"], [(step, nats) for step, nats in curves.get(summary["run_name"], [])])
+        Run(
+            summary,
+            content["environment"],
+            [(step, nats) for step, nats in curves.get(summary["run_name"], [])],
+            {
+                name: [(step, value) for step, value in curve]
+                for name, curve in statistics.get(summary["run_name"], {}).items()
+            },
+        )
         for summary in content["runs"]
     ]
 
 
 def write_committed(runs: Sequence[Run], path: Path) -> None:
-    """Summaries, the environment that all share, and loss curves of at most `CURVE_POINTS` points."""
+    """Summaries, the environment that all share, and curves of at most `CURVE_POINTS` points."""
     content = {
         "environment": next((run.environment for run in runs if run.environment), {}),
         "runs": [run.summary for run in runs],
-        "losses": {run.summary["run_name"]: _thinned(run.losses) for run in runs if run.losses},
     }
-    curves = json.dumps(content.pop("losses"))
-    path.write_text(f'{json.dumps(content, indent=1)[:-2]},\n "losses": {curves}\n}}\n')
+    curves = {
+        "losses": {run.summary["run_name"]: _thinned(run.losses) for run in runs if run.losses},
+        "statistics": {
+            run.summary["run_name"]: {name: _thinned(curve) for name, curve in run.statistics.items()}
+            for run in runs
+            if run.statistics
+        },
+    }
+    lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in curves.items() if curve)
+    path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n")
 
 
 def check_origin(runs: Iterable[Run], title: str) -> None:
@@ -188,14 +207,20 @@ def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
     environment = directory / ENVIRONMENT
+    statistics: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith(STATISTIC) and value is not None and math.isfinite(value):
+                statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
     return Run(
         summary=json.loads((directory / SUMMARY).read_text()),
         environment=json.loads(environment.read_text()) if environment.exists() else {},
         losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
+        statistics=statistics,
     )
 
 
 def _thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Every n-th point, as many as are kept, the last one among them."""
     every = -(-len(curve) // CURVE_POINTS)
-    return [(step, round(nats, 5)) for step, nats in curve[::-every][::-1]] if curve else []
+    return [(step, float(f"{value:.6g}")) for step, value in curve[::-every][::-1]] if curve else []

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,13 +224,35 @@ def test_a_report_holds_table_verdicts_branches_and_the_plots_that_apply(tmp_pat
     ]
     paths = write_report([*THREE_SEEDS, *other, failed], tmp_path, "a group")
     names = {path.name for path in paths}
-    assert {"report.md", "verdicts.md", "runs.json", "loss_curves.png", "pareto.png"} <= names
+    assert {"report.md", "verdicts.md", "runs.json", "loss_curves.png"} <= names
+    assert "pareto.png" not in names, "points of two vocabularies belong in no one cloud"
     assert {"batch_scaling.png", "vocabulary_crossover.png", "loss_share_by_vocab_size.png"} <= names
     text = paths[0].read_text()
     assert "unsupported: no such GPU" in text
     assert "| gla | cce_kahan | compiled | 0.520 | ≤ 0.600 | +0.080 | 0.050 | 3 | **met** |" in text
     assert "Follow-up 2 (FP8 or INT4 scan): open" in text
     assert all(path.stat().st_size > 0 for path in paths)
+
+
+def test_lengths_chunk_sizes_and_shares_of_time_have_plots_and_short_runs_no_curves(tmp_path: Path) -> None:
+    times = {"loss_layer_ms": {"forward": 0.1, "backward": 0.2}, "steps": 20}
+    lengths = [run("cce_kahan", seq_len=t, batch_size=16384 // t, **times) for t in (512, 2048)]
+    chunks = [run("cce_kahan", seed=1, chunk_size=c, **times) for c in (64, 128)]
+    for runs, expected in (
+        (lengths, {"length_scaling.png", "loss_share_by_seq_len.png", "loss_time_by_seq_len.png"}),
+        (chunks, {"chunk_sizes.png"}),
+        ([*chunks, run("compiled", **times)], {"chunk_sizes.png", "pareto.png"}),
+    ):
+        assert {path.name for path in write_report(runs, tmp_path, "g") if path.suffix == ".png"} == expected
+
+
+def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path) -> None:
+    curves = {"entries_kept": [(1, 0.5), (2, 0.25)], "dropped_mass_mean": [(1, 0.5), (2, 0.3)]}
+    filtered = replace(run("cce_filter"), statistics=curves)
+    paths = write_report([run("compiled"), filtered], tmp_path, "g")
+    assert "| gla | cce_filter | 0 | 37.5000% | 0.400 | - | - | - |" in paths[0].read_text()
+    assert (tmp_path / "dropped_mass.png").exists()
+    assert [one.statistics for one in read_committed(tmp_path)] == [{}, curves]
 
 
 def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
@@ -268,7 +291,7 @@ def test_committed_runs_read_back_with_thinned_curves(tmp_path: Path) -> None:
     assert first.summary == long.summary
     assert len(first.losses) <= CURVE_POINTS
     assert first.losses[-1] == (1203, 1.0)
-    assert second.losses == [(step, round(nats, 5)) for step, nats in run("standard").losses]
+    assert second.losses == [(step, pytest.approx(nats, rel=1e-5)) for step, nats in run("standard").losses]
     with pytest.raises(DataError, match=r"scripts/report\.py"):
         read_committed(tmp_path / "nowhere")
 
