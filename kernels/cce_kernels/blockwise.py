@@ -19,6 +19,7 @@ from .accumulator import Accumulator, scratch_bytes
 from .filtered import FilterStats, Rule
 from .options import Options
 from .rows import Rows, empty_metrics, where_it_counts
+from .rows import target_columns as target_columns
 from .schemes import Plan, Problem
 
 _MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units

@@ -26,6 +26,7 @@ from .exponentials import exponentials, target_logits
 from .filtered import Rule, head_size
 from .finish import Gradient, finish_rows
 from .hashing import draw
+from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
 from .schemes import SEGMENTS, SLOTS, list_rows
@@ -34,6 +35,7 @@ from .tiles import cdiv
 BLOCK = 4096  # columns that select_kernel looks at together
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def select_kernel(
     w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets
@@ -109,6 +111,7 @@ def _ones(word):
     return (word * 0x01010101) >> 24
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "capacity"])
 def collect_kernel(
     w_ptr,  # (rows of the chunk, V), rows w_stride apart

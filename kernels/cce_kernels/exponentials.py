@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import hopper
 from .epilogues import exponentials_of
+from .launch import quick
 from .options import Options
 from .tiles import (
     GROUP,
@@ -48,6 +49,7 @@ MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 
 ROWS = 64  # of a program of target_logits_kernel
 
 
+@quick
 @triton.jit(do_not_specialize=["N", "D"])
 def target_logits_kernel(
     e_ptr,  # (N, D), rows e_stride apart
@@ -85,6 +87,7 @@ def target_logits_kernel(
     tl.store(z_ptr + rows, z, mask=rows < N)
 
 
+@quick
 @triton.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def exponentials_kernel(
     e_desc,  # (N, D)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .epilogues import HEADROOM, LOG2E
 from .exponentials import Sums, exponentials, target_logits
+from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
 from .tiles import cdiv, finish_logits, tiles_for
@@ -28,6 +29,7 @@ LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything fo
 ROWS = 64  # of a program
 
 
+@quick
 @triton.jit(do_not_specialize=["N", "D", "splits"])
 def rows_kernel(
     e_ptr,  # (N, D), rows e_stride apart

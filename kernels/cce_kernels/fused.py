@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from . import entries, gather, schemes, stored
+from .columns import target_columns
 from .finish import forward
 from .options import Options
 from .recompute import backward
@@ -11,7 +12,7 @@ from .settle import settle
 from .tiles import aligned as prepare
 from .tiles import multiprocessors
 
-__all__ = ["backward", "entries", "forward", "gather", "plan", "prepare", "settle", "stored"]
+__all__ = ["backward", "entries", "forward", "gather", "plan", "prepare", "settle", "stored", "target_columns"]
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:

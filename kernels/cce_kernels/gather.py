@@ -25,6 +25,7 @@ from .entries import Lists
 from .epilogues import HEADROOM, LOG2E
 from .exponentials import exponentials
 from .filtered import FilterStats, Rule
+from .launch import quick
 from .options import Options
 from .products import product
 from .recompute import Filter, gradients, parts
@@ -35,6 +36,7 @@ WIDTH, ENTRIES = 1024, 2  # of a program of gather_kernel: dimensions, rows gath
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
 
 
+@quick
 @triton.jit
 def coefficients_kernel(
     active_ptr,  # () int32: 1 for nothing to do
@@ -63,6 +65,7 @@ def coefficients_kernel(
             tl.store(row_ptr + k, row, mask=k < end)
 
 
+@quick
 @triton.jit
 def gather_kernel(
     active_ptr,  # () int32: 1 for nothing to do

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .epilogues import exponentials_of, gradient_of
+from .launch import quick
 from .tiles import GROUP, Tiles, compute_capability, grouped
 
 SHORT = Tiles(128, 256, 64, 4, 4)
@@ -142,6 +143,7 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
     return e_bufs, c_bufs, full, empty, ahead
 
 
+@quick
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
     e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, N, V, D, splits, tiles_per_split, logit_scale,
@@ -204,6 +206,7 @@ def _exponentials(
         tma.store_wait(0)
 
 
+@quick
 @gluon.jit(do_not_specialize=["N", "W", "D", "first", "splits", "tiles_per_split"])
 def hopper_gradient_kernel(
     e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr,

@@ -130,19 +130,20 @@ def linear_cross_entropy(
     stats = FilterStats.empty(e.device) if return_stats else None
     wanted = torch.is_grad_enabled()
     if flat.numel():
-        rows, lse, metrics = cross_entropy(
+        loss, lse, metrics = cross_entropy(
             e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
-            reduction != "none" and not return_lse, return_metrics,
+            reduction, reduction != "none" and not return_lse, return_metrics,
             [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
             *options.values(),
         )  # fmt: skip
     else:  # a sum over nothing, differentiable in all the same
-        rows = lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
-        metrics = rows.detach().expand(2, 0)
+        lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
+        loss, _ = reduce_loss(lse, flat, ignore_index, reduction)
+        metrics = lse.detach().expand(2, 0)
 
     last = shape[-1] - shift if shift else None
-    loss = reduce_loss(rows, flat, ignore_index, reduction, shape)
     if reduction == "none":
+        loss = loss.reshape(shape)
         loss = loss[..., :last] if shift else loss
     lse = lse.reshape(shape)
     extras = ((lse[..., :last] if shift else lse),) if return_lse else ()

@@ -1,8 +1,8 @@
 """The loss as custom operators, opaque to torch.compile, and their derivative.
 
-`cross_entropy` gives row losses and log-sum-exps and, if gradients are wanted, what the backward pass needs. How
-that one goes about it (stored.py: three products; recompute.py: four; blockwise.py on CPUs) follows from shapes,
-dtypes and options alone, so that the fake kernel knows the shapes of everything.
+`cross_entropy` gives loss and log-sum-exps and, if gradients are wanted, what the backward pass needs. How that one
+goes about it (stored.py: three products; recompute.py: four; blockwise.py on CPUs) follows from shapes, dtypes and
+options alone, so that the fake kernel knows the shapes of everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import blockwise
 from .filtered import FilterStats
 from .interpreter import INTERPRETED
 from .options import Options
-from .rows import assemble_loss, row_coefficients, target_columns
+from .rows import assemble_loss, reduce_loss, row_coefficients
 from .schemes import Plan, Problem
 
 # The fields of Options, in order; every operator ends in them.
@@ -27,11 +27,11 @@ OPTIONS = (
     "float? filter_mass, bool filter_e, bool filter_c, str accumulate, float? workspace_mib"
 )
 # e (N, D); c (V, D); targets (N,) int64; bias (V,); main_grad_c (V, D) fp32 to add dC to; stats (5,) fp32 for the
-# filter's statistics; dtype of the products; uniform: the backward pass will get one gradient for all row losses and
-# none for LSE; needs: whether gradients of e, c and bias are wanted.
+# filter's statistics; dtype of the products; reduction of the row losses; uniform: the backward pass will get one
+# gradient for all row losses and none for LSE; needs: whether gradients of e, c and bias are wanted.
 INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
-    "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
+    "ScalarType dtype, str reduction, bool uniform, bool with_metrics, bool[] needs"
 )
 
 USED_UP = (
@@ -41,7 +41,8 @@ USED_UP = (
 
 
 def backend_of(x: Tensor) -> ModuleType:
-    """The implementation that runs x: a module with prepare, plan, forward, backward (and stored, if planned)."""
+    """The implementation that runs x: a module with target_columns, prepare, plan, forward, backward (and, if
+    planned, stored, entries and gather)."""
     if x.is_cuda or INTERPRETED:
         from . import fused  # needs Triton, which a machine without a GPU may lack
 
@@ -58,19 +59,20 @@ def _cross_entropy(
     stats: Tensor | None,
     ignore_index: int,
     dtype: torch.dtype,
+    reduction: str,
     uniform: bool,
     with_metrics: bool,
     needs: list[bool],
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Row losses and LSE (N,) fp32, metrics (2, N) (empty if not asked for), and the state of the backward pass (none
-    if nothing is needed)."""
+    """Loss, () or (N,), and LSE (N,), fp32, metrics (2, N) (empty if not asked for), and the state of the backward pass
+    (none if nothing is needed)."""
     o = Options(*options)
     backend = backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         # First of all: this refuses a workspace that is too small.
         plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
-        columns = target_columns(targets, ignore_index, c.shape[0])
+        columns = backend.target_columns(targets, ignore_index, c.shape[0])
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         state: list[Tensor] = []
         if plan is not None and plan.rows:
@@ -81,13 +83,14 @@ def _cross_entropy(
         else:
             bias = None if bias is None else bias.contiguous()
             rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o)
-        losses = assemble_loss(rows, columns, o)
+        loss, counted = reduce_loss(assemble_loss(rows, columns, o), targets, ignore_index, reduction)
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
-        return losses, rows.lse, metrics, []
+        return loss, rows.lse, metrics, []
     # An output must not be an input: only copies made above are handed on.
     copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
-    return losses, rows.lse, metrics, [columns, *copies, *state]
+    counted = targets.new_empty(0) if counted is None else counted
+    return loss, rows.lse, metrics, [counted, columns, *copies, *state]
 
 
 _cross_entropy_op = torch.library.custom_op(
@@ -99,13 +102,14 @@ _cross_entropy_op = torch.library.custom_op(
 
 
 @_cross_entropy_op.register_fake
-def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, *options):
+def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, uniform, with_metrics, needs, *options):
     o = Options(*options)
     plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
-    rows = e.new_empty(e.shape[0], dtype=torch.float32)
-    metrics = rows.new_empty((2, e.shape[0]) if with_metrics else 0)
+    lse = e.new_empty(e.shape[0], dtype=torch.float32)
+    loss = torch.empty_like(lse) if reduction == "none" else lse.new_empty(())
+    metrics = lse.new_empty((2, e.shape[0]) if with_metrics else 0)
     if plan is None:
-        return rows, torch.empty_like(rows), metrics, []
+        return loss, lse, metrics, []
     backend = backend_of(e)
     copies = []
     for x in (e, c):
@@ -118,7 +122,8 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, wit
         )
     elif plan.capacity:
         state = backend.entries.empty_state(targets, int(c.shape[0]), plan.capacity, o)
-    return rows, torch.empty_like(rows), metrics, [torch.empty_like(targets), *copies, *state]
+    counted = targets.new_empty(() if reduction == "mean" else 0)
+    return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state]
 
 
 def _empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -142,7 +147,8 @@ def _recompute(
     dtype_bias: torch.dtype | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of e, c and bias (empty where no dtype is given) from recomputed logits, `width` columns at a time."""
+    """Gradients of e, c and bias (empty where no dtype is given) from recomputed logits, `width` columns at a time;
+    grad_rows: () or (N,)."""
     o = Options(*options)
     recorder = None if stats is None else FilterStats(stats)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
@@ -233,8 +239,8 @@ _finish_stored_op = torch.library.custom_op(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    e, c, _, bias, *ctx.written, _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[:11]
-    ctx.options = inputs[11:]
+    e, c, _, bias, *ctx.written, _, ctx.dtype, _, ctx.uniform, _, ctx.needs = inputs[:12]
+    ctx.options = inputs[12:]
     _, lse, _, state = output
     ctx.set_materialize_grads(False)
     # ctx.written (main_grad_c, stats): others may write to them before the backward pass, which does too.
@@ -243,11 +249,11 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(
-    ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op
+    ctx, grad_loss, grad_lse, *_, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op
 ):
     if ctx.finished:
         raise RuntimeError(USED_UP)
-    e, c, bias, lse, columns, e_as, c_as, *state = ctx.saved_tensors
+    e, c, bias, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
     o = Options(*ctx.options)
     plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
@@ -256,14 +262,13 @@ def _backward(
     if main_grad_c is not None:
         dtypes[1] = None
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
+    grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
     if plan.rows:
         ctx.finished = finish_stored is _finish_stored
-        finish_stored(grad_rows[0].float(), e, c, columns, plan.rows, state, main_grad_c)
+        finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c)
         stored = backend_of(e).stored
         grads = (state[stored.GRAD_E], state[stored.GRAD_C], None)
     else:
-        if grad_rows is None:
-            grad_rows = torch.zeros_like(lse)
         if plan.capacity:
             grads = *gather(
                 grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *dtypes[:2],
@@ -276,7 +281,7 @@ def _backward(
     grad_e, grad_c, grad_bias = (
         None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
     )
-    return grad_e, grad_c, None, grad_bias, *[None] * (7 + len(ctx.options))
+    return grad_e, grad_c, None, grad_bias, *[None] * (8 + len(ctx.options))
 
 
 def _setup_op_context(ctx, inputs, output) -> None:
@@ -292,22 +297,22 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        rows, lse, metrics, state = _cross_entropy(*inputs)
+        loss, lse, metrics, state = _cross_entropy(*inputs)
         ctx.mark_non_differentiable(metrics)
-        _setup_context(ctx, inputs, (rows, lse, metrics, state))
-        return rows, lse, metrics
+        _setup_context(ctx, inputs, (loss, lse, metrics, state))
+        return loss, lse, metrics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows, grad_lse, _):
-        return _backward(ctx, grad_rows, grad_lse, recompute=_recompute, gather=_gather, finish_stored=_finish_stored)
+    def backward(ctx, grad_loss, grad_lse, _):
+        return _backward(ctx, grad_loss, grad_lse, recompute=_recompute, gather=_gather, finish_stored=_finish_stored)
 
 
 def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Row losses and LSE (N,) fp32, differentiable in e, c and bias, and metrics (2, N); see INPUTS and OPTIONS."""
+    """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS."""
     if torch.compiler.is_compiling():
-        rows, lse, metrics, _ = _cross_entropy_op(*inputs)
-        return rows, lse, metrics
+        loss, lse, metrics, _ = _cross_entropy_op(*inputs)
+        return loss, lse, metrics
     return _CrossEntropy.apply(*inputs)
 
 

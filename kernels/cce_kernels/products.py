@@ -21,9 +21,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .compensated import read_sum, write_sum
+from .launch import quick
 from .tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
 
 
+@quick
 @triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split"])
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A

@@ -34,11 +34,13 @@ from .epilogues import gradient_of
 from .exponentials import most_splits, split_columns
 from .filtered import FilterStats, Rule
 from .hashing import draw
+from .launch import quick
 from .options import Options
 from .products import product
 from .tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
 
 
+@quick
 @triton.jit(do_not_specialize=["N", "W", "D", "first", "first_entry", "n_head", "splits", "tiles_per_split"])
 def gradient_kernel(
     e_desc,  # (N, D)

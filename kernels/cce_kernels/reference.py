@@ -68,7 +68,8 @@ def reference_linear_cross_entropy(
     z_target = z.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
     nll = where_it_counts(lse - z_target, columns)
     rows = assemble_loss(Rows(lse, nll, z_target - z.mean(dim=1)), columns, o)
-    return reduce_loss(rows, targets, ignore_index, reduction, shape), lse.reshape(shape)
+    loss, _ = reduce_loss(rows, targets, ignore_index, reduction)
+    return loss.reshape(shape if reduction == "none" else ()), lse.reshape(shape)
 
 
 def _logits(e: Tensor, c: Tensor, bias: Tensor | None, o: Options) -> Tensor:

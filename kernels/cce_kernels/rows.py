@@ -57,21 +57,24 @@ def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[st
     return {"accuracy": accuracy, "entropy": entropy}
 
 
-def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, shape: torch.Size) -> Tensor:
-    """Rows (N,) to a sum, a mean over the rows that are not ignored (0 if all are), or `shape`."""
+def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """Rows (N,) as they are, their sum, or their mean over those that are not ignored (0 if all are); and, for a mean,
+    what the sum was divided by."""
     if reduction == "none":
-        return rows.reshape(shape)
-    total = rows.sum()
+        return rows, None
     if reduction == "sum":
-        return total
-    return total / (targets != ignore_index).sum().clamp(min=1)
+        return rows.sum(), None
+    counted = (targets != ignore_index).sum().clamp_(min=1)
+    return rows.sum() / counted, counted
 
 
 def row_coefficients(
     grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
 ) -> tuple[Tensor, Tensor]:
-    """(a, b), both (N,), of the gradient a_i p_iv − b_i ((1 − s) [v = target] + s / V) with respect to
-    z_iv."""
+    """(a, b), both (N,), of the gradient a_i p_iv − b_i ((1 − s) [v = target] + s / V) with respect to z_iv.
+
+    grad_loss: dL/d(row loss), (N,), or () if all rows have the same.
+    """
     b = where_it_counts(grad_loss, columns)
     a = b * (1 + 2 * o.z_loss * lse) if o.z_loss else b
     return a if grad_lse is None else a + grad_lse, b

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -48,8 +49,7 @@ class Plan:
     capacity: int = 0  # of the lists of entries, where the filter goes by them (entries.py), `columns` if they overflow
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Sizes and dtypes of one call, as far as the choice depends on them."""
 
     n_rows: int

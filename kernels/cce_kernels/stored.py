@@ -30,6 +30,7 @@ from .accumulator import Accumulator
 from .compensated import read_sum, write_sum
 from .exponentials import exponentials, target_logits
 from .finish import Gradient, finish_rows
+from .launch import quick
 from .options import Options
 from .products import product
 from .rows import Rows, empty_metrics
@@ -37,6 +38,7 @@ from .schemes import splits_for
 from .tiles import cdiv, multiprocessors, power_of_2
 
 
+@quick
 @triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
 def hidden_kernel(
     part_ptr,  # (splits, N, D), splits part_stride apart: w C
@@ -74,6 +76,7 @@ def hidden_kernel(
     write_sum(total * tl.load(scale_ptr), out_ptr + offsets, None, mask)
 
 
+@quick
 @triton.jit(do_not_specialize=["N"])
 def targets_kernel(
     e_ptr,  # (N, D), rows e_stride apart
@@ -115,6 +118,7 @@ def targets_kernel(
     tl.store(spill_ptr + tl.program_id(0).to(tl.int64) * D + dims, spilled, mask=dims < D)
 
 
+@quick
 @triton.jit(do_not_specialize=["N"])
 def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add what targets_kernel spilled: the program in which a long run begins sums the parts of the later ones."""

@@ -232,8 +232,10 @@ def test_main_grad_is_added_to_in_place_of_a_gradient(filter_eps):
 def test_the_custom_operator_keeps_to_pytorchs_rules(options):
     """Schema, fake kernel, autograd registration and a trace through AOTAutograd, as torch.library checks them."""
     e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
-    needs = [True, True, True]
-    arguments = (e, c, targets, bias, None, None, IGNORE, FP32, True, True, needs, *astuple(Options(**options)))
+    arguments = (
+        e, c, targets, bias, None, None, IGNORE, FP32, "mean", True, True, [True, True, True],
+        *astuple(Options(**options)),
+    )  # fmt: skip
     torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
 
 

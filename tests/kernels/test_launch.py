@@ -1,0 +1,111 @@
+"""Quick launches: one compiled kernel for all that Triton compiles one kernel for, another for what it does not."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from cce_kernels import launch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
+
+
+class Compiled:
+    """A stand-in for a compiled kernel that notes what it is launched with."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((grid, args))
+
+
+@triton.jit(do_not_specialize=["n"])
+def kernel(x_ptr, y_desc, n, width, scale, BLOCK: tl.constexpr):
+    pass
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The kernel above, quick, and the stand-ins that it has compiled."""
+    compiled: list[Compiled] = []
+
+    def compile_one(self, *args, grid, warmup, **options):
+        compiled.append(Compiled())
+        return compiled[-1]
+
+    class Device:
+        def get_current_device(self):
+            return 0
+
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_one)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Device())
+    return launch.quick(kernel), compiled
+
+
+X = torch.zeros(64)
+
+
+def descriptor(block=(16, 16), dtype=torch.float32):
+    return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
+
+
+PLAIN = {"x": X, "y": descriptor(), "n": 32, "width": 48, "scale": 0.5, "block": 64, "num_warps": 4}
+SAME = {
+    "another tensor": {"x": torch.zeros(5)},
+    "another aligned part": {"x": X[4:]},
+    "a parameter": {"x": torch.nn.Parameter(X)},
+    "a descriptor of another tensor": {"y": descriptor()},
+    "a size that is not specialised on": {"n": 1},
+    "another multiple of 16": {"width": 64},
+    "another float": {"scale": 1.0},
+}
+OTHER = {
+    "dtype": {"x": torch.zeros(64, dtype=torch.float16)},
+    "alignment": {"x": X[1:]},
+    "no tensor": {"x": None},
+    "block of a descriptor": {"y": descriptor((16, 32))},
+    "dtype of a descriptor": {"y": descriptor(dtype=torch.bfloat16)},
+    "a size of 64 bits": {"n": 2**40},
+    "no multiple of 16": {"width": 50},
+    "one": {"width": 1},
+    "constant": {"block": 128},
+    "warps": {"num_warps": 8},
+}
+
+
+def call(kernel, x, y, n, width, scale, block, **options) -> None:
+    kernel[(3,)](x, y, n, width, scale, block, **options)
+
+
+@pytest.mark.parametrize("change", SAME.values(), ids=SAME)
+def test_a_launch_of_the_same_kind_takes_the_kernel_that_is_there(quick, change):
+    kernel, compiled = quick
+    call(kernel, **PLAIN)
+    arguments = PLAIN | change
+    call(kernel, **arguments)
+    assert len(compiled) == 1
+    (grid, args), *more = compiled[0].launches  # the first launch was Triton's own
+    assert not more
+    assert grid == (3, 1, 1)
+    assert all(a is b for a, b in zip(args, list(arguments.values())[:6], strict=True))
+
+
+@pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
+def test_a_launch_that_needs_another_kernel_is_compiled(quick, change):
+    kernel, compiled = quick
+    for arguments in (PLAIN, PLAIN | change, PLAIN | change, PLAIN):
+        call(kernel, **arguments)
+    assert len(compiled) == 2
+    assert [len(each.launches) for each in compiled] == [1, 1]
+
+
+def test_an_argument_of_unknown_kind_is_refused(quick):
+    with pytest.raises(TypeError, match="argument of type str"):
+        call(quick[0], **PLAIN | {"x": "text"})
