@@ -21,13 +21,15 @@ from .interpreter import INTERPRETED
 class Quick:
     """A kernel of `triton.jit` or Gluon, called like it: `kernel[grid](*arguments, **options)`.
 
-    The arguments stand in the kernel's order, constants (tl.constexpr) last; options are Triton's (num_warps, …).
+    The arguments stand in the kernel's order, constants (tl.constexpr) last; options are Triton's (num_warps, …), some of
+    which Gluon's kernels take as their last arguments.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
         params = kernel.params
+        self._names = [p.name for p in params]
         self._constants = next((p.num for p in params if p.is_constexpr), len(params))
         assert all(p.is_constexpr for p in params[self._constants :]), f"{kernel.__name__}: constants come last"
         self._specialised = [not p.do_not_specialize for p in params[: self._constants]]
@@ -43,7 +45,7 @@ class Quick:
         )  # fmt: skip
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[(*grid, 1, 1)](*args)
+            compiled[(*grid, 1, 1)](*args, *(options[name] for name in self._names[len(args) :]))
             return
         compiled = self.kernel[grid](*args, **options)
         if isinstance(compiled, CompiledKernel):

@@ -166,8 +166,8 @@ def check(case: Case, device: str, floor: float = 1e-6) -> None:
     assert loss.dtype == torch.float32
     assert loss.shape == truth.shape
     assert torch.isfinite(loss).all()
-    assert error(loss, truth) <= 2 * error(baseline, truth) + floor
     floor += _rounding_of_targets(case, e64, c64, targets, bias64)
+    assert error(loss, truth) <= 2 * error(baseline, truth) + floor
     inputs = {name: x for name, x in (("e", e), ("c", c), ("bias", bias)) if x is not None}
     for (name, x), grad, base, want in zip(inputs.items(), grads, baseline_grads, truth_grads, strict=True):
         assert grad.dtype == x.dtype
@@ -179,11 +179,15 @@ def check(case: Case, device: str, floor: float = 1e-6) -> None:
 
 
 def _rounding_of_targets(case: Case, e64: Tensor, c64: Tensor, targets: Tensor, bias64: Tensor | None) -> float:
-    """Relative error of p - 1 from fp32 logits (2^-22 of p) where it is largest: no less where every target is sure."""
+    """Relative error of -log p and p - 1 that rounding p in fp32 comes to where it matters least.
+
+    An exponential on a GPU is right to 2^-22, the log-sum-exp in it to its last place: 2^-21 of p. Where every target
+    has a p near 1, that is much of 1 - p.
+    """
     plain = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "none"}
     nll, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **_truth_options(case) | plain)
     unsure = -torch.expm1(-nll).max().item()
-    return 2**-22 / unsure if unsure > 0 else 0.0
+    return 2**-21 / unsure if unsure > 0 else 0.0
 
 
 def _truth_options(case: Case) -> dict[str, Any]:
