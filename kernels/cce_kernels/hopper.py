@@ -30,7 +30,7 @@ LONG = Tiles(128, 256, 32, 4, 8)  # as many bytes in smaller steps: each is fetc
 HALF = gl.constexpr(64)  # rows of a consumer
 # Triton versions under which these kernels have run on a GPU. Gluon is experimental, and a ring that miscounts waits
 # forever: another version takes Triton's kernels until tests/kernels/test_hopper.py has passed with it.
-TRITONS = ("3.6.",)
+TRITONS = ("3.6.", "3.7.")
 REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers then take more, the producer gives back
 
 

@@ -21,8 +21,8 @@ from .interpreter import INTERPRETED
 class Quick:
     """A kernel of `triton.jit` or Gluon, called like it: `kernel[grid](*arguments, **options)`.
 
-    The arguments stand in the kernel's order, constants (tl.constexpr) last; options are Triton's (num_warps, …), some of
-    which Gluon's kernels take as their last arguments.
+    The arguments stand in the kernel's order, constants (tl.constexpr) last; options are Triton's (num_warps, …), of
+    which Gluon's kernels take some as their last arguments.
     """
 
     def __init__(self, kernel: Any) -> None:

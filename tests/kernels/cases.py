@@ -166,28 +166,40 @@ def check(case: Case, device: str, floor: float = 1e-6) -> None:
     assert loss.dtype == torch.float32
     assert loss.shape == truth.shape
     assert torch.isfinite(loss).all()
-    floor += _rounding_of_targets(case, e64, c64, targets, bias64)
-    assert error(loss, truth) <= 2 * error(baseline, truth) + floor
+    rounded, rounded_grads = _rounded_terms(case, e64, c64, targets, bias64)
+    assert error(loss, truth) <= 2 * error(baseline, truth) + floor + error(truth + rounded, truth)
     inputs = {name: x for name, x in (("e", e), ("c", c), ("bias", bias)) if x is not None}
-    for (name, x), grad, base, want in zip(inputs.items(), grads, baseline_grads, truth_grads, strict=True):
+    each = zip(inputs.items(), grads, baseline_grads, truth_grads, rounded_grads, strict=True)
+    for (name, x), grad, base, want, rounded in each:
         assert grad.dtype == x.dtype
         assert grad.shape == x.shape
-        assert error(grad, want) <= 2 * error(base, want) + floor, name
+        assert error(grad, want) <= 2 * error(base, want) + floor + error(want + rounded, want), name
     if case.ignored == 1:
         assert not loss.any()
         assert not any(grad.any() for grad in grads)
 
 
-def _rounding_of_targets(case: Case, e64: Tensor, c64: Tensor, targets: Tensor, bias64: Tensor | None) -> float:
-    """Relative error of -log p and p - 1 that rounding p in fp32 comes to where it matters least.
+def _rounded_terms(
+    case: Case, e64: Tensor, c64: Tensor, targets: Tensor, bias64: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """What the targets' p rounded in fp32 may come to in the loss and in each gradient.
 
-    An exponential on a GPU is right to 2^-22, the log-sum-exp in it to its last place: 2^-21 of p. Where every target
-    has a p near 1, that is much of 1 - p.
+    An exponential on a GPU is right to 2^-22, the log-sum-exp in it to its last place: 2^-21 of p, and of the targets'
+    terms in the gradients. That is much of the whole where p is near 1 or the terms cancel.
     """
-    plain = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "none"}
-    nll, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **_truth_options(case) | plain)
-    unsure = -torch.expm1(-nll).max().item()
-    return 2**-21 / unsure if unsure > 0 else 0.0
+    shift = case.options.get("shift", 0)
+    if shift:
+        e64, targets = e64[..., :-shift, :], targets[..., shift:]
+    kept, columns = targets != IGNORE, targets.clamp(min=0)
+    z = case.options.get("logit_scale", 1.0) * (e64 * c64[columns]).sum(dim=-1)
+    if bias64 is not None:
+        z = z + bias64[columns]
+
+    def reduced(rows: Tensor) -> Tensor:
+        rows, reduction = 2**-21 * torch.where(kept, rows, 0), case.options.get("reduction", "mean")
+        return rows if reduction == "none" else rows.sum() / (1 if reduction == "sum" else kept.sum().clamp(min=1))
+
+    return reduced(kept.double()), gradients(reduced(z), (e64, c64, bias64))
 
 
 def _truth_options(case: Case) -> dict[str, Any]:
