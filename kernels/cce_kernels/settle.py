@@ -15,11 +15,13 @@ from torch import Tensor
 
 from .epilogues import LOG2E
 from .finish import LN2, ROWS, Gradient
+from .launch import quick
 from .options import Options
 from .rows import Rows
 from .tiles import cdiv
 
 
+@quick
 @triton.jit(do_not_specialize=["N", "rank"])
 def settle_kernel(
     every_ptr,  # (WORLD, PARTS, N) fp32: LSE, −log p; with metrics Σ p z and the largest logit but the target's
