@@ -4,7 +4,7 @@
 
 Softmax is known only after the last tile of a row, and whether an entry is kept depends on it (filtered.py). So a
 chunk of rows stores its exponentials (exponentials.py), and `select_kernel` reads them once, with the sums, and
-lists the columns that are kept, in ascending order. `collect_kernel` puts the lists of all chunks behind one another,
+lists the columns that are kept. `collect_kernel` puts the lists of all chunks behind one another,
 with the row's target before them. The head of the vocabulary is not listed: gather.py adds it densely.
 
 If the lists are too short, they are void, as `Lists.overflow` says on the device: the backward pass then goes by
@@ -25,14 +25,12 @@ from torch import Tensor
 from .exponentials import exponentials, target_logits
 from .filtered import Rule, head_size
 from .finish import Gradient, finish_rows
-from .hashing import draw
+from .hashing import draw, least_draw
 from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
-from .schemes import SEGMENTS, SLOTS, list_rows
+from .schemes import EIGHTS, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
-
-BLOCK = 4096  # columns that select_kernel looks at together
 
 
 @quick
@@ -40,25 +38,32 @@ BLOCK = 4096  # columns that select_kernel looks at together
 def select_kernel(
     w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets
     target_ptr,  # (N,) int64, negative for none
-    in_head_ptr,  # (V,) int8 or None: 1 for columns that are not listed
+    rank_ptr,  # (V,) int32 or None: below n_head for columns that are not listed
+    with_others_ptr,  # (⌈V / 256⌉,) int32 or None: bits of the eights with columns of the head, or beyond V
     hash_ptr,  # (N,) int32 or None: without, entries from eps on are kept
     factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
     lse_ptr,  # (N,) fp32
     slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
+    found_ptr,  # (rows of the chunk, SEGMENTS, EIGHTS) int32: scratch
     count_ptr,  # (N, SEGMENTS) int32: entries to list, in the first segment with the target, written
     dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the others, the head's aside, written
     w_stride,
     first,  # row of the chunk
     V,
+    n_head,
     logit_scale,
     z_loss,
     eps,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN_V: tl.constexpr,  # BLOCK divides V
+    EIGHTS: tl.constexpr,
 ):
-    """Survivors are few, so that what costs more than a few instructions an entry is done on words of 32 entries."""
+    """One warp a row and segment, which is every SEGMENTS-th block of 8 EIGHTS columns.
+
+    Survivors are few. Of each eight columns the largest w and the least draw tell whether any can be among them; those
+    eights are found again, side by side, and looked at column by column.
+    """
+    LANES: tl.constexpr = 32
     row = first + tl.program_id(0)
     place = tl.program_id(0) * SEGMENTS + tl.program_id(1)
     to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
@@ -69,46 +74,56 @@ def select_kernel(
         to_share *= 2.0**32
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
-    length = tl.cdiv(tl.cdiv(V, BLOCK), SEGMENTS) * BLOCK
-    start = tl.program_id(1) * length
+    found_ptr += place * EIGHTS
+    column = tl.arange(0, 8)[None, :]
     count = tl.zeros((), dtype=tl.int32)
-    dropped = tl.zeros((BLOCK,), dtype=tl.float32)
-    words: tl.constexpr = BLOCK // 32
-    for at in range(start, tl.minimum(start + length, V), BLOCK):
-        cols = at + tl.arange(0, BLOCK)
-        w = tl.load(w_ptr + cols, mask=cols < w_stride, other=0.0).to(tl.float32)  # whole vectors
-        if not EVEN_V:
-            w = tl.where(cols < V, w, 0.0)
-        if in_head_ptr is not None:
-            w = tl.where(tl.load(in_head_ptr + cols, mask=cols < V, other=1) != 0, 0.0, w)
-        if hash_ptr is None:
-            keep = w * to_share >= 1
-        else:
-            keep = w * to_share > draw(row_hash, cols)
-        dropped += tl.where(keep, 0.0, w)
-        bits = keep.to(tl.int32).reshape((words, 32)) << tl.arange(0, 32)[None, :]
-        word = tl.sum(bits, axis=1)
-        ones = _ones(word)
-        places = count + tl.cumsum(ones, axis=0) - ones
-        col = at + tl.arange(0, words) * 32
-        for _ in range(tl.max(ones, axis=0)):
-            low = word & -word
-            tl.store(slot_ptr + places, col + _ones(low - 1), mask=(word != 0) & (places < SLOTS))
-            places += (word != 0).to(tl.int32)
-            word ^= low
-        count += tl.sum(ones, axis=0)
+    dropped = tl.zeros((EIGHTS,), dtype=tl.float32)
+    dropped_beside = tl.zeros((LANES,), dtype=tl.float32)
+    eights = tl.cdiv(V, 8)
+    for at in range(tl.program_id(1) * EIGHTS, eights, SEGMENTS * EIGHTS):
+        eighth = at + tl.arange(0, EIGHTS)
+        w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
+        share = tl.max(w, axis=1) * to_share
+        look = share >= 1 if hash_ptr is None else share > least_draw(row_hash, eighth)
+        if with_others_ptr is not None:
+            bits = tl.load(with_others_ptr + (eighth >> 5), mask=eighth < eights, other=0)
+            look |= ((bits >> (eighth & 31)) & 1) != 0
+        dropped += tl.where(look, 0.0, tl.sum(w, axis=1))
+        places, found = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
+        tl.store(found_ptr + places.reshape((EIGHTS,)), eighth, mask=look)
+        tl.debug_barrier()  # what other lanes have found is read next
+        for begin in range(0, found, LANES):
+            lane = begin + tl.arange(0, LANES)
+            nearby = tl.load(found_ptr + lane, mask=lane < found, other=0)
+            columns = nearby[:, None] * 8 + column
+            listable = tl.load(w_ptr + columns, mask=(lane < found)[:, None], other=0.0).to(tl.float32)
+            if with_others_ptr is not None:
+                inside = columns < V
+                if rank_ptr is not None:
+                    inside &= tl.load(rank_ptr + columns, mask=inside, other=0) >= n_head
+                listable = tl.where(inside, listable, 0.0)
+            if hash_ptr is None:
+                keep = listable * to_share >= 1
+            else:
+                keep = listable * to_share > draw(row_hash, columns)
+            dropped_beside += tl.sum(tl.where(keep, 0.0, listable), axis=1)
+            slots, kept = _places(keep.to(tl.int32), 1)
+            slots += count
+            tl.store(slot_ptr + slots, columns, mask=keep & (slots < SLOTS))
+            count += kept
+        tl.debug_barrier()  # all is read before the next is found
     has_target = (tl.program_id(1) == 0) & (tl.load(target_ptr + row) >= 0)
     tl.store(count_ptr + first * SEGMENTS + place, count + has_target.to(tl.int32))
-    tl.store(dropped_ptr + first * SEGMENTS + place, tl.sum(dropped, axis=0) * to_p)
+    mass = tl.sum(dropped, axis=0) + tl.sum(dropped_beside, axis=0)
+    tl.store(dropped_ptr + first * SEGMENTS + place, mass * to_p)
 
 
 @triton.jit
-def _ones(word):
-    """How many bits of an int32 are set."""
-    word -= (word >> 1) & 0x55555555
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return (word * 0x01010101) >> 24
+def _places(ones, axis: tl.constexpr):
+    """How many ones stand before each, lane by lane (`axis` is that within a lane); and how many there are."""
+    own = tl.sum(ones, axis=axis)
+    before = tl.cumsum(own, axis=0) - own
+    return tl.cumsum(ones, axis=axis) - ones + tl.expand_dims(before, axis), tl.sum(own, axis=0)
 
 
 @quick
@@ -235,7 +250,7 @@ def forward(
     for ours, made in ((lists.hashes, rule.hashes), (lists.rank, rule.rank), (lists.head, rule.head)):
         if made is not None:
             ours.copy_(made)
-    in_head = None if rule.rank is None else (rule.rank < rule.n_head).to(torch.int8)
+    with_others = _with_others(rule, vocab)
     lists.starts[:1].zero_()
     lists.column.fill_(vocab)
     z_target = target_logits(e, c, None, columns, o)
@@ -244,6 +259,7 @@ def forward(
     rows = list_rows(n_rows, vocab, capacity, o)
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
+    found = e.new_empty((rows, SEGMENTS, EIGHTS), dtype=torch.int32)
     scales = float(o.logit_scale), float(o.z_loss)
     by_rows = (x.split(rows) for x in (e, columns, z_target, lse, nll, factor, coefficient))
     for i, (e_i, columns_i, z_i, lse_i, nll_i, factor_i, coefficient_i) in enumerate(zip(*by_rows, strict=True)):
@@ -255,8 +271,8 @@ def forward(
         if metrics is not None and part.metrics is not None:
             metrics[:, first : first + height] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, in_head, rule.hashes, factor, lse, slots, lists.count, lists.dropped, w.stride(0), first,
-            vocab, *scales, o.filter_eps, SEGMENTS, SLOTS, BLOCK, vocab % BLOCK == 0, num_warps=4,
+            w_i, columns, rule.rank, with_others, rule.hashes, factor, lse, slots, found, lists.count, lists.dropped,
+            w.stride(0), first, vocab, rule.n_head, *scales, o.filter_eps, SEGMENTS, SLOTS, EIGHTS, num_warps=1,
         )  # fmt: skip
         collect_kernel[(height, SEGMENTS)](
             w_i, slots, columns, factor, lse, lists.count, lists.starts, lists.column, lists.weight, w.stride(0), first,
@@ -264,6 +280,20 @@ def forward(
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
     return Rows(lse, nll, None, metrics), lists.tensors()
+
+
+def _with_others(rule: Rule, vocab: int) -> Tensor | None:
+    """select_kernel's bits (⌈V / 256⌉,) int32, or None where all are 0."""
+    if rule.rank is None and vocab % 8 == 0:
+        return None
+    words = cdiv(vocab, 256)
+    others = torch.ones(words * 256, dtype=torch.bool, device=rule.eps.device)
+    if rule.rank is None:
+        others[:vocab] = False
+    else:
+        torch.lt(rule.rank, rule.n_head, out=others[:vocab])
+    bits = others.view(words, 32, 8).any(dim=2) * 2 ** torch.arange(32, device=others.device)
+    return bits.sum(dim=1).to(torch.int32)  # of bit 31 wraps around to the sign
 
 
 def empty_state(columns: Tensor, vocab: int, capacity: int, o: Options) -> list[Tensor]:

@@ -33,7 +33,8 @@ STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
-SEGMENTS, SLOTS = 4, 2048  # of a row, listed one by one; entries that can be listed in one of them
+SEGMENTS, SLOTS = 8, 1024  # of a row, listed one by one; entries that can be listed in one of them
+EIGHTS = 256  # of columns, that are looked at together (entries.py)
 LEAST_LISTED, MOST_LISTED = 64, 512  # entries that lists hold a row; where more are kept, dense products are as fast
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 BYTES_PER_ENTRY = 21  # the same, row, coefficient, and what sorting a part of them takes
@@ -162,5 +163,5 @@ def _capacity(p: Problem, o: Options) -> int:
 def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
     """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists."""
     budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - STATE_BYTES_PER_ENTRY * capacity
-    rows = budget // (2 * vocab + 4 * SLOTS * SEGMENTS)
+    rows = budget // (2 * vocab + 4 * (SLOTS + EIGHTS) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

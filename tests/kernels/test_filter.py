@@ -44,16 +44,19 @@ def test_the_unbiased_rule_is_right_on_average():
 
 
 def test_draws_are_uniform_and_independent():
-    """Of rows with consecutive targets and places, and of consecutive entries: moments, and correlations at any lag."""
+    """Of rows with consecutive targets and places, and of consecutive eights: moments, and correlations at any lag;
+    within eight entries they are an eighth apart."""
     u = uniform(row_hashes(torch.arange(512) // 3), torch.arange(2000)).double()
     n = u.numel()
     assert 0 <= u.min() < 1e-4 < 1 - 1e-4 < u.max() <= 1
     assert abs(u.mean() - 0.5) < 5 / (12 * n) ** 0.5
     assert abs(u.square().mean() - 1 / 3) < 5 * (4 / 45 / n) ** 0.5
     centred = (u - 0.5) * 12**0.5
-    for by, across in ((0, 1), (0, 7), (1, 1), (1, 2), (1, 64), (1, 1024)):
+    for by, across in ((0, 1), (0, 7), (1, 8), (1, 16), (1, 64), (1, 1024)):
         correlation = (centred * centred.roll(across, dims=by)).mean()
         assert abs(correlation) < 5 / n**0.5, (by, across)
+    apart = u.view(512, 250, 8).sort(dim=2).values.diff(dim=2)
+    torch.testing.assert_close(apart, torch.full_like(apart, 0.125), rtol=0, atol=1e-7)
     rare = (u < 2.0**-8).double()  # as far as lists go
     assert abs(rare.mean(dim=0).std() / (2.0**-8 / 512) ** 0.5 - 1) < 0.1
     assert abs(rare.mean(dim=1).std() / (2.0**-8 / 2000) ** 0.5 - 1) < 0.1
