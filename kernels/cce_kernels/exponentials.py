@@ -33,6 +33,7 @@ from . import hopper
 from .epilogues import exponentials_of
 from .launch import quick
 from .options import Options
+from .schemes import most_splits
 from .tiles import (
     GROUP,
     cdiv,
@@ -44,7 +45,6 @@ from .tiles import (
     tiles_for,
 )
 
-MAX_SPLITS = 32
 MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
 ROWS = 64  # of a program of target_logits_kernel
 
@@ -213,11 +213,6 @@ def exponentials(
         **tiles.launch,
     )  # fmt: skip
     return Sums(sums, z_sums, metrics)
-
-
-def most_splits(row_tiles: int, programs: int) -> int:
-    """No more than these: enough for all programs, where rows are few."""
-    return max(MAX_SPLITS, cdiv(programs, row_tiles))
 
 
 @lru_cache

@@ -29,10 +29,10 @@ from .launch import quick
 from .options import Options
 from .products import product
 from .recompute import Filter, gradients, parts
-from .schemes import LIST_PARTS, SEGMENTS
+from .schemes import SEGMENTS, list_parts
 from .tiles import aligned, cdiv, power_of_2
 
-WIDTH, ENTRIES = 1024, 2  # of a program of gather_kernel: dimensions, rows gathered together
+WIDTHS, AT_ONCE = (512, 256), 1024  # of a program of gather_kernel: dimensions; numbers that are gathered together
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
 
 
@@ -69,7 +69,7 @@ def coefficients_kernel(
 @triton.jit
 def gather_kernel(
     active_ptr,  # () int32: 1 for nothing to do
-    starts_ptr,  # (PARTS, rows of out, starts_step apart, and one) int64: where in a part of the lists a row's begins
+    starts_ptr,  # (PARTS, rows of out, starts_step apart, and one): where in a part of the lists a row's begins
     index_ptr,  # (PARTS, part_size) int32: rows of x
     coefficient_ptr,  # (PARTS, part_size) fp32
     x_ptr,  # rows x_stride apart
@@ -87,23 +87,26 @@ def gather_kernel(
     STARTS_STEP: tl.constexpr,
     ENTRIES: tl.constexpr,
     WIDTH: tl.constexpr,
+    EVEN_D: tl.constexpr,  # WIDTH divides D
 ):
-    """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of one row a program."""
+    """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of one row a program, of one warp."""
     blocks = tl.cdiv(D, WIDTH)
     row = tl.program_id(0) // blocks
     dims = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
     if tl.load(active_ptr) == 0:
         acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
         for part in tl.static_range(PARTS):
-            begin = tl.load(starts_ptr + part * starts_size + row * STARTS_STEP)
-            end = tl.load(starts_ptr + part * starts_size + (row + 1) * STARTS_STEP)
-            for at in range(begin, end, ENTRIES):
+            begin = tl.load(starts_ptr + part * starts_size + row * STARTS_STEP).to(tl.int32)
+            length = tl.load(starts_ptr + part * starts_size + (row + 1) * STARTS_STEP).to(tl.int32) - begin
+            index_ptrs = index_ptr + part * part_size + begin
+            coefficient_ptrs = coefficient_ptr + part * part_size + begin
+            for at in range(0, length, ENTRIES):
                 k = at + tl.arange(0, ENTRIES)
-                inside = k < end
-                index = tl.load(index_ptr + part * part_size + k, mask=inside, other=0).to(tl.int64)
-                coefficient = tl.load(coefficient_ptr + part * part_size + k, mask=inside, other=0.0)
-                mask = inside[:, None] & (dims < D)[None, :]
-                x = tl.load(x_ptr + index[:, None] * x_stride + dims[None, :], mask=mask, other=0.0)
+                k_inside = tl.minimum(k, length - 1)  # the last one stands in: no masks, half of the instructions
+                index = tl.load(index_ptrs + k_inside).to(tl.int64)
+                coefficient = tl.where(k < length, tl.load(coefficient_ptrs + k_inside), 0.0)
+                x_ptrs = x_ptr + index[:, None] * x_stride + dims[None, :]
+                x = tl.load(x_ptrs) if EVEN_D else tl.load(x_ptrs, mask=(dims < D)[None, :], other=0.0)
                 acc += x.to(tl.float32) * coefficient[:, None]
         total = tl.sum(acc, axis=0)
         offsets = row.to(tl.int64) * D + dims
@@ -168,13 +171,14 @@ def backward(
         factor = None if rule.head is None else scaled_a
         _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
     if with_c:
-        starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab)
+        n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
+        starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
         out = grad_c if main_grad_c is None else main_grad_c
         assert out is not None
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
         _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head)
-        del starts
-    del rows, coefficients
+        del starts, head
+    del rows, coefficients, grad_head  # room for the workspace
 
     kept, dropped = parts(e)
     dense = Filter(rule.exact_where(exact), kept, dropped, active, grad_e, grad_c)
@@ -223,17 +227,19 @@ def _head(
     return grad_head
 
 
-def _by_column(lists: Lists, rows: Tensor, coefficients: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The lists in LIST_PARTS parts, each by column: starts (parts, V + 1), rows and coefficients (parts, size).
+def _by_column(
+    lists: Lists, rows: Tensor, coefficients: Tensor, vocab: int, n_parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The lists in parts, each by column: starts (parts, V + 1), rows and coefficients (parts, size).
 
     Parts are sorted one after another and in place, for less memory.
     """
     bounds = torch.arange(vocab + 1, dtype=torch.int32, device=lists.column.device)
-    starts = torch.empty(LIST_PARTS, vocab + 1, dtype=torch.int64, device=lists.column.device)
-    columns, rows, coefficients = (x.view(LIST_PARTS, -1) for x in (lists.column, rows, coefficients))
-    for i in range(LIST_PARTS):
+    starts = torch.empty(n_parts, vocab + 1, dtype=torch.int32, device=lists.column.device)
+    columns, rows, coefficients = (x.view(n_parts, -1) for x in (lists.column, rows, coefficients))
+    for i in range(n_parts):
         keys, order = columns[i].sort(stable=True)
-        torch.searchsorted(keys, bounds, out=starts[i])
+        torch.searchsorted(keys, bounds, out_int32=True, out=starts[i])
         rows[i] = rows[i][order]
         coefficients[i] = coefficients[i][order]
     return starts, rows, coefficients
@@ -252,10 +258,10 @@ def _gather(
 ) -> None:
     """out (or into +)= Σ coefficient · x[index], row by row; see gather_kernel."""
     n_rows, dim = out.shape
-    width = min(WIDTH, power_of_2(dim))
+    width = next((width for width in WIDTHS if dim % width == 0), min(WIDTHS[-1], power_of_2(dim)))
     rank, grad_head = head or (None, None)
     gather_kernel[(n_rows * cdiv(dim, width),)](
         active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
         index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], dim,
-        len(starts), starts.shape[1] // n_rows, ENTRIES, width, num_warps=4,
+        len(starts), starts.shape[1] // n_rows, AT_ONCE // width, width, dim % width == 0, num_warps=1,
     )  # fmt: skip

@@ -31,12 +31,13 @@ from torch import Tensor
 from . import hopper
 from .accumulator import Accumulator
 from .epilogues import gradient_of
-from .exponentials import most_splits, split_columns
+from .exponentials import split_columns
 from .filtered import FilterStats, Rule
 from .hashing import draw
 from .launch import quick
 from .options import Options
 from .products import product
+from .schemes import most_splits
 from .tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
 
 

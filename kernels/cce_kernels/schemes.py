@@ -33,12 +33,13 @@ STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
+MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 1024  # of a row, listed one by one; entries that can be listed in one of them
 EIGHTS = 256  # of columns, that are looked at together (entries.py)
 LEAST_LISTED, MOST_LISTED = 64, 512  # entries that lists hold a row; where more are kept, dense products are as fast
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
-BYTES_PER_ENTRY = 21  # the same, row, coefficient, and what sorting a part of them takes
-LIST_PARTS = 8  # sorted one after another
+LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
+LIST_PARTS = 8  # sorted one after another, at most
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     capacity = _capacity(p, o)
     if capacity:
         try:  # with what is left beside the lists
-            return Plan(0, _columns(p, o, STATE_BYTES_PER_ENTRY * capacity), capacity)
+            return Plan(0, _columns(p, o, _beside_lists(p, programs, capacity, o)), capacity)
         except WorkspaceTooSmall:
             pass
     return Plan(0, columns)
@@ -97,6 +98,11 @@ def splits_for(rows: int, cols: int, programs: int) -> int:
     """
     tiles = math.ceil(rows / TILE_ROWS) * math.ceil(cols / TILE_COLS)
     return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * tiles))))
+
+
+def most_splits(row_tiles: int, programs: int) -> int:
+    """No more parts of the vocabulary than these: enough for all programs, where rows are few."""
+    return max(MAX_SPLITS, math.ceil(programs / row_tiles))
 
 
 def _storable(p: Problem, o: Options) -> bool:
@@ -153,15 +159,47 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     if p.has_bias or o.softcap is not None or p.dtype != torch.bfloat16:
         return 0
-    n_head = head_size(p.n_rows, p.vocab) if o.filter_unbiased else 0
-    beside = n_head * p.dim * 4  # the head's gradient
-    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside
-    capacity = budget // BYTES_PER_ENTRY // LIST_PARTS * LIST_PARTS
+    beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.vocab, 0)
+    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside - LIST_PARTS * _starts_bytes(p.vocab)
+    capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS)) // LIST_PARTS * LIST_PARTS
     return min(capacity, MOST_LISTED * p.n_rows) if capacity >= LEAST_LISTED * p.n_rows else 0
+
+
+def _state_bytes(n_rows: int, vocab: int, capacity: int) -> int:
+    """Of the lists, and of what else stands beside a number or eight of each row, and the entries' ranks."""
+    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (16 * SEGMENTS + 64) + 4 * vocab
+
+
+def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
+    """What the four-product scheme finds taken where it goes in for the lists: these, what the sum of dE has lost to
+    rounding, two partial statistics of each row."""
+    lost = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
+    splits = most_splits(math.ceil(p.n_rows / TILE_ROWS), programs)
+    return _state_bytes(p.n_rows, p.vocab, capacity) + lost + 8 * splits * p.n_rows
+
+
+def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
+    return 4 * dim * head_size(n_rows, vocab) if o.filter_unbiased else 0
+
+
+def _starts_bytes(vocab: int) -> int:
+    """Of a part of the lists by column."""
+    return 4 * (vocab + 1)
+
+
+def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
+    """Into how many parts the lists are cut to be sorted by column: as few as the workspace allows, as each has to be
+    looked through for each column."""
+    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - _head_gradient_bytes(n_rows, dim, vocab, o)
+    budget -= _state_bytes(n_rows, vocab, capacity) + (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
+    parts = 1
+    while parts < LIST_PARTS and SORT_BYTES_PER_ENTRY * capacity // parts + parts * _starts_bytes(vocab) > budget:
+        parts *= 2
+    return parts
 
 
 def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
     """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists."""
-    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - STATE_BYTES_PER_ENTRY * capacity
+    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - _state_bytes(n_rows, vocab, capacity)
     rows = budget // (2 * vocab + 4 * (SLOTS + EIGHTS) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

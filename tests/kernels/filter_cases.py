@@ -47,7 +47,7 @@ FILTERED = [
     Filtered("mass", {"filter_mass": 0.2}),
     Filtered("mass_unbiased", UNBIASED | {"filter_mass": 0.1}),
     Filtered("mass_never_reached", UNBIASED | {"filter_mass": 0.999}),
-    Filtered("short_lists", UNBIASED | {"workspace_mib": 0.06, "accumulate": "fp32"}, peak=0, overflows=True),
+    Filtered("short_lists", UNBIASED | {"workspace_mib": 0.09, "accumulate": "fp32"}, peak=0, overflows=True),
     Filtered("short_slots", {"filter_eps": 2.0**-16}, shape=(5, 16, 9001), peak=0, overflows=True),
 ]
 

@@ -84,6 +84,12 @@ def test_lists_of_several_segments_and_blocks(monkeypatch):
 
 
 @in_interpreter
+def test_lists_sorted_in_parts(monkeypatch):
+    monkeypatch.setattr("cce_kernels.gather.list_parts", lambda *_: 4)
+    check_filtered(Filtered("parts", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
+
+
+@in_interpreter
 def test_lists_too_long_for_their_slots(monkeypatch):
     monkeypatch.setattr("cce_kernels.entries.SLOTS", 8)
     check_filtered(Filtered("slots", {"filter_unbiased": True}, (20, 16, 610), overflows=True), BF16, "cpu")
