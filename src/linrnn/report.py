@@ -260,7 +260,7 @@ def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]])
     """The largest part of time and of memory with our loss, and the most that a loss without cost could give."""
     environment = next((run.environment for run in runs if run.environment), {})
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
-    lines = []
+    lines = _bound_lines(runs)
     for breakdown in breakdowns:
         run, step = breakdown["run"], breakdown["time"]["step"]["total"]
         if (run["model"], run["size"]) not in kinds or not step:
@@ -281,6 +281,22 @@ def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]])
                 "queue; freed memory is better spent on longer sequences, a larger model or no checkpointing."
             )
     return lines or [f"* The next bottleneck: {OPEN}, needs scripts/breakdown.py."]
+
+
+def _bound_lines(runs: Sequence[Run]) -> list[str]:
+    """Of each model and loss, with and without checkpointing: what a loss that cost no time would make of its step."""
+    firsts: dict[tuple[str, str, str], tuple[Run, float]] = {}
+    for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        share = loss_time_share(run)
+        if run.finished and share is not None and run.summary["loss"] in (plots.baseline_of(runs), *OURS):
+            checkpointing = run.summary.get("activation_checkpointing") or "none"
+            firsts.setdefault((run.summary["model"], name, checkpointing), (run, share))
+    return [
+        f"* {model} x {name}, B = {run.summary['batch_size']}, T = {run.summary['seq_len']}, "
+        f"V = {run.summary['vocab_size']:,}, checkpointing {checkpointing}: the loss takes {share:.1%} of a step; "
+        f"without any cost it would be {1 / (1 - share):.3f} x as fast."
+        for (model, name, checkpointing), (run, share) in firsts.items()
+    ]
 
 
 def _order(run: Run, name: str) -> tuple[Any, ...]:

@@ -208,6 +208,16 @@ def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_o
     assert "its breakdown is left out, made with another gpus" in text
 
 
+def test_the_bound_of_a_free_loss_comes_from_the_runs_own_times(tmp_path: Path) -> None:
+    times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.15}, "step_time_ms_median": 1.0}
+    runs = [run("compiled", **times), run("liger", **times), run("compiled", seed=1, **times)]
+    lines = write_report(runs, tmp_path, "g")[0].read_text().splitlines()
+    words = (
+        "T = 2048, V = 32,000, checkpointing none: the loss takes 20.0% of a step; without any cost it would be 1.250 x"
+    )
+    assert [line for line in lines if "without any cost" in line] == [f"* gla x compiled, B = 8, {words} as fast."]
+
+
 def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
     options = [{"accumulate": "kahan", "workspace_mib": None}, {"accumulate": "fp32", "workspace_mib": None}]
     summaries = [run("cce_kahan", loss_options=o).summary for o in options] + [run("standard").summary]
