@@ -300,6 +300,27 @@ def test_cuda_events_time_the_device_without_waiting_for_it():
 
 
 @pytest.mark.gpu
+def test_cuda_times_of_the_loss_layer_add_up_to_less_than_the_step():
+    device = torch.device("cuda")
+    timer, steps = LossTimer(device, skip=1), StepTimer(device, skip=1)
+    weight = nn.Parameter(torch.randn(32000, 512, device=device))
+    hidden = torch.randn(4096, 512, device=device, requires_grad=True)
+    labels = torch.zeros(4096, dtype=torch.long, device=device)
+
+    def loss(h, w, labels):
+        return Output(nn.functional.cross_entropy(h @ w.T, labels, reduction="sum"))
+
+    for _ in range(5):
+        steps.start()
+        watched_loss(loss, hidden * 2, weight, labels, timer).sum_nats.backward()
+        steps.stop()
+        timer.step_ended()
+    seconds, step = timer.median_seconds(), steps.median_seconds()
+    assert 0.5 * step < seconds["forward"] + seconds["backward"] < step
+    assert seconds["backward"] > seconds["forward"] / 2
+
+
+@pytest.mark.gpu
 def test_cuda_memory_of_an_eager_loss_is_what_its_tensors_add_up_to():
     device = torch.device("cuda")
     n, d, v = 1024, 64, 32000
