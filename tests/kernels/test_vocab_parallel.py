@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, IGNORE, draw, error, gradients, in_fp64, torch_path
+from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import (
     linear_cross_entropy,
     reference_linear_cross_entropy,
     vocabulary_parallel_linear_cross_entropy,
     vocabulary_shards,
 )
+from cce_kernels.options import Options
 from torch import distributed as dist
 from vocab_parallel_ranks import Spread, cases, start
 
@@ -177,13 +178,28 @@ def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
         vocabulary_shards(5, 4)
 
 
-def test_under_torch_compile_it_is_a_graph_break(alone):
+@pytest.mark.parametrize("rows", ["same", "own"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0}, {"filter_eps": 2**-6}], ids=str)
+def test_the_custom_operator_keeps_to_pytorchs_rules(options, rows, alone):
+    """As test_linear_cross_entropy has it."""
+    e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
+    place = dist.group.WORLD.group_name, [30], rows == "own"
+    inputs = (e, c, targets, bias, None, None, IGNORE, FP32, True, True, [True] * 3)
+    torch.library.opcheck(torch.ops.cce_kernels.vocab_parallel.default, (*inputs, *place, *Options(**options).values()))
+
+
+def test_under_torch_compile_all_of_it_is_in_one_graph(alone):
     e, c = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
-    targets = torch.arange(4)
+    targets = torch.tensor([1, IGNORE, 3, 9])
 
-    def loss(e: torch.Tensor) -> torch.Tensor:
-        return 2 * vocabulary_parallel_linear_cross_entropy(2 * e, c, targets, shards=[10])
+    def losses(e: torch.Tensor) -> Any:
+        loss, metrics = vocabulary_parallel_linear_cross_entropy(
+            2 * e, c, targets, shards=[10], rows="own", return_metrics=True, group=dist.group.WORLD
+        )
+        return 2 * loss, metrics["entropy"]
 
-    compiled = torch.compile(loss, backend="eager")(e)
-    assert torch.equal(compiled, loss(e))
-    assert torch.equal(torch.autograd.grad(compiled, e)[0], torch.autograd.grad(loss(e), e)[0])
+    torch._dynamo.reset()
+    compiled, plain = torch.compile(losses, backend="aot_eager", fullgraph=True)(e), losses(e)
+    torch.testing.assert_close(compiled, plain)
+    for a, b in zip(*(torch.autograd.grad(loss, (e, c)) for loss, _ in (compiled, plain)), strict=True):
+        torch.testing.assert_close(a, b)

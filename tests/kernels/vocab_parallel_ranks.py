@@ -25,9 +25,7 @@ from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_sha
 from cce_kernels.interpreter import INTERPRETED
 from cce_kernels.schemes import Plan
 
-MODULES = {"exponentials": "stored", "product": "stored"} | dict.fromkeys(
-    ("all_gather", "reduce_scatter"), "vocab_parallel"
-)
+MODULES = {"exponentials": "stored", "product": "stored"} | dict.fromkeys(("all_gather", "reduce_scatter"), "spread")
 PATIENCE = 150  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
 
@@ -42,6 +40,7 @@ class Spread:
     main_grad: bool = False
     stored_rows: int = 0  # per chunk, where the Triton kernels are to store exponentials
     unequal: bool = False  # each rank's loss has another gradient
+    compiled: bool = False  # under torch.compile, in one graph
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -91,6 +90,16 @@ def cases(ranks: int) -> list[Spread]:
     found.append(
         Spread(Case("stored_softcap-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, options=softcap), stored_rows=64)
     )
+    everything = Case("compiled-fp32", shape=(ranks, 43), vocab=777, options=plain["everything"], bias=True)
+    found += [Spread(everything, rows, extras=EXTRAS, compiled=True) for rows in ("same", "own")]
+    found.append(Spread(Case("compiled_mean-bf16", shape=(ranks, 43), vocab=777, dtype=BF16), "own", compiled=True))
+    found += [
+        Spread(
+            Case("compiled_stored-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8),
+            rows, stored_rows=64, main_grad=rows == "own", compiled=True,
+        )
+        for rows in ("same", "own")
+    ]  # fmt: skip
     unequal = Case("unequal-bf16", shape=(ranks, 5), vocab=97, dtype=BF16)
     found.append(Spread(unequal, "own", stored_rows=64, unequal=True))
     found.append(  # losses beyond what the kernels' offset allows for
@@ -136,10 +145,13 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
     e, targets = whole[0].detach()[mine].requires_grad_(), whole[2][mine]
     c = whole[1].detach()[here].requires_grad_()
     bias = None if whole[3] is None else whole[3].detach()[here].requires_grad_()
+    function = vocabulary_parallel_linear_cross_entropy
+    if spread.compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
     buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
     with stored(spread.stored_rows), traced() as trace:
         loss, *extras = _as_tuple(
-            vocabulary_parallel_linear_cross_entropy(
+            function(
                 e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
                 **spread.extras,
             )
@@ -152,7 +164,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
         upstream = torch.full_like(loss, 1.0 + rank)
     inputs = [x for x in (e, c, bias) if x is not None]
     try:
-        with traced(trace):
+        with stored(spread.stored_rows), traced(trace):
             grads = torch.autograd.grad(loss, inputs, upstream, allow_unused=spread.main_grad)
     except RuntimeError as error:
         if not spread.unequal:
@@ -181,10 +193,10 @@ def stored(rows: int) -> Iterator[None]:
 @contextlib.contextmanager
 def traced(trace: list[str] | None = None) -> Iterator[list[str]]:
     """Collectives as "begin NAME" and "wait NAME", and the kernels of stored exponentials by their names."""
-    from cce_kernels import vocab_parallel
+    from cce_kernels import spread
 
     trace = [] if trace is None else trace
-    patches = [patch.object(vocab_parallel, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
+    patches = [patch.object(spread, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
     if INTERPRETED or torch.cuda.is_available():
         from cce_kernels import stored
 

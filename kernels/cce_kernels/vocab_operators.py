@@ -1,0 +1,399 @@
+"""The loss of vocab_parallel.py as custom operators, opaque to torch.compile, and their derivative.
+
+As in operators.py: how the backward pass goes about it follows from shapes, dtypes and options alone. A process group
+goes by its name; the operators communicate, so that all ranks must run the same graph, as with torch's own collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import softplus
+
+from .filtered import FilterStats, Rule
+from .operators import INPUTS, OPTIONS, USED_UP, backend_of
+from .options import Options
+from .rows import IGNORED, Rows, assemble_loss, row_coefficients, target_columns, where_it_counts
+from .schemes import Plan, Problem
+from .spread import Gathered, Reduced, Spread, chunk_rows, process_group
+
+PLACE = "str group, int[] shards, bool own"
+DIFFERENT = (
+    "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; take reduction='none', and "
+    "sum the rows' losses with the factors that they are to have"
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+def _forward(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+    uniform: bool,
+    with_metrics: bool,
+    needs: list[bool],
+    group: str,
+    shards: list[int],
+    own: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Row losses and LSE (N,) fp32 and metrics (N, 2) (empty if not asked for), with `own` of the rank's rows, and the
+    state of the backward pass."""
+    o, backend = Options(*options), backend_of(e)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
+        spread = Spread.of(group, shards, own).by_chunks(plan.rows)
+        columns = target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
+        here = spread.columns(columns)
+        gathered = Gathered(spread, e.to(dtype))
+        e_as, c_as = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
+        if e_as is not gathered.whole or not plan.rows:  # a copy, or nothing to wait for a part with
+            e_as = backend.prepare(gathered.all())
+        # Every row has a target on every rank: another entry stands in for one that is elsewhere.
+        standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
+        state: list[Tensor] = []
+        if plan.rows:
+            here = standing
+
+            def settle(chunk: slice, rows: Rows, gradient: Any) -> None:
+                _settle(e_as[chunk], rows, gradient, columns[chunk], spread, o)
+
+            rows, state = backend.stored.forward(
+                e_as, c_as, standing, spread.chunk, _stored_dtypes(c, main_grad_c, needs), with_metrics,
+                replace(o, z_loss=0.0), settle, gathered.wait if own else None,
+            )  # fmt: skip
+        else:
+            bias = None if bias is None else bias.contiguous()
+            rows = _whole(backend.forward(e_as, c_as, bias, standing, with_metrics, o), columns, spread, o)
+        losses = assemble_loss(rows, columns, o)
+    metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
+    if not any(needs):
+        return spread.mine(losses), spread.mine(rows.lse), metrics, []
+    # An output must be neither an input nor another output.
+    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    lse = rows.lse if own else losses.new_empty(0)
+    return spread.mine(losses), spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state]
+
+
+_forward_op = torch.library.custom_op(
+    "cce_kernels::vocab_parallel",
+    _forward,
+    mutates_args=(),
+    schema=f"({INPUTS}, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
+)
+
+
+@_forward_op.register_fake
+def _(
+    e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, group, shards, own,
+    *options,
+):  # fmt: skip
+    o, backend = Options(*options), backend_of(e)
+    plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
+    losses = e.new_empty(e.shape[0], dtype=torch.float32)
+    metrics = losses.new_empty((e.shape[0], 2) if with_metrics else (0, 0))
+    if not any(needs):
+        return losses, torch.empty_like(losses), metrics, []
+    n_rows = e.shape[0] * (len(shards) if own else 1)
+    whole = e.new_empty(n_rows, e.shape[1], dtype=dtype) if own else e.to(dtype)
+    e_as, c_as = backend.prepare(whole), backend.prepare(c.to(dtype))
+    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    state = []
+    if plan.rows:
+        chunk = chunk_rows(plan.rows, len(shards), own)
+        state = backend.stored.empty_state(e_as, c, chunk, _stored_dtypes(c, main_grad_c, needs), o)
+    columns = targets.new_empty(n_rows)
+    return (
+        losses, torch.empty_like(losses), metrics,
+        [columns, torch.empty_like(columns), losses.new_empty(n_rows if own else 0), *copies, *state],
+    )  # fmt: skip
+
+
+def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Spread, o: Options) -> None:
+    """Turn what stored.py finds of a chunk's rows in the shard alone into what they are in the whole vocabulary.
+
+    w_iv / S_i is a softmax over the shard: exp(LSE^r − LSE) makes p of it. The row's target here, a stand-in or its
+    own, has its gradient apart.
+    """
+    parts = [rows.lse, rows.nll]
+    if rows.metrics is not None:
+        parts += _metric_parts(rows, spread.columns(columns) != IGNORED)
+    every = spread.all_gather(torch.stack(parts)[None])
+    backend_of(e).settle(every, spread.ends(e.device), spread.rank, columns, rows, gradient, o)
+    if gradient.scaled is not None:
+        torch.mul(e, gradient.factor[:, None], out=gradient.scaled)
+
+
+def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
+    """Σ p z over the shard, and the largest of its logits but the target's."""
+    assert rows.metrics is not None
+    assert rows.largest is not None
+    largest = torch.where(is_here, rows.largest, torch.maximum(rows.largest, rows.lse - rows.nll))
+    return [rows.lse - rows.metrics[1], largest]
+
+
+def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
+    """The rows of the whole vocabulary from those of every shard: one all-gather."""
+    is_here = spread.columns(columns) != IGNORED
+    z_target = rows.lse - rows.nll  # or of the stand-in
+    parts = [rows.lse, torch.where(is_here, rows.nll, 0)]
+    if rows.z_above_mean is not None:
+        parts.append(spread.size * (z_target - rows.z_above_mean))  # Σ z
+    if rows.metrics is not None:
+        parts += _metric_parts(rows, is_here)
+    every = spread.all_gather(torch.stack(parts)[None])  # (W, parts, N)
+    lses, nlls = every[:, 0], every[:, 1]
+    lse = lses.logsumexp(dim=0)
+    owner = spread.owners(columns)[None]
+    lse_owner, nll_owner = lses.gather(0, owner)[0], nlls.gather(0, owner)[0]
+    others = lses.scatter(0, owner, -torch.inf).logsumexp(dim=0)
+    nll = nll_owner + softplus(others - lse_owner)
+    z_above_mean = metrics = None
+    if rows.z_above_mean is not None:
+        z_above_mean = lse_owner - nll_owner - every[:, 2].sum(dim=0) / spread.vocab
+    if rows.metrics is not None:
+        means, largest = every[:, -2], every[:, -1].amax(dim=0)
+        entropy = lse - ((lses - lse).exp() * means).nan_to_num_(nan=0).sum(dim=0)  # 0 · −inf: a shard masked out
+        metrics = torch.stack(((lse_owner - nll_owner > largest).float(), entropy))
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics)
+
+
+# --------------------------------------------------------------------------------------------------------- backward
+def _finish_stored(
+    scale: Tensor,
+    e: Tensor,
+    c: Tensor,
+    here: Tensor,
+    state: list[Tensor],
+    main_grad_c: Tensor | None,
+    chunk: int,
+    group: str,
+    shards: list[int],
+    own: bool,
+) -> Tensor:
+    """Finish the sums of both gradients, times scale (), where they lie in `state`; with `own`, the gradient of e that
+    is returned is the sum of the ranks', of this rank's rows (N, D) fp32 (empty if not wanted)."""
+    stored = backend_of(e).stored
+    spread = replace(Spread.of(group, shards, own), chunk=chunk)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        scales, reduced = Gathered(replace(spread, chunk=0), scale[None]), Reduced(spread)
+        grad_e = state[stored.GRAD_E]
+        stored.backward(e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part))
+        torch._assert_async((scales.all() == scale).all() | scale.isnan(), DIFFERENT)
+        total = reduced.result() if grad_e.numel() else grad_e
+    return total if own and grad_e.numel() else grad_e.new_empty(0)
+
+
+_finish_stored_op = torch.library.custom_op(
+    "cce_kernels::vocab_parallel_backward_stored",
+    _finish_stored,
+    mutates_args=("state", "main_grad_c"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor here, Tensor(a!)[] state, Tensor(b!)? main_grad_c, int chunk, "
+    f"{PLACE}) -> Tensor",
+)
+
+
+@_finish_stored_op.register_fake
+def _(scale, e, c, here, state, main_grad_c, chunk, group, shards, own):
+    wanted = own and state[backend_of(e).stored.GRAD_E].numel()
+    return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
+
+
+def _recompute(
+    grad_rows: Tensor | None,
+    grad_lse: Tensor | None,
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    lse: Tensor,
+    columns: Tensor,
+    here: Tensor,
+    width: int,
+    dtype_e: torch.dtype | None,
+    dtype_c: torch.dtype | None,
+    dtype_bias: torch.dtype | None,
+    group: str,
+    shards: list[int],
+    own: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of e, with `own` of the rank's rows, c and bias (empty where no dtype is given) from recomputed
+    logits, `width` columns at a time."""
+    o, spread = Options(*options), Spread.of(group, shards, own)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
+        grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
+        a, b = row_coefficients(grad_rows, upstream[1], lse, columns, o)
+        # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
+        elsewhere = o.label_smoothing * spread.size / spread.vocab
+        share = 1 - o.label_smoothing + elsewhere
+        recorder = rule = None
+        if stats is not None:
+            recorder = FilterStats(stats, lambda x: dist.all_reduce(x, group=spread.group))
+        if o.filter_eps is not None:
+            rule = Rule.of(columns, spread.vocab, o).shard(sum(spread.shards[: spread.rank]), spread.size)
+        bias = None if bias is None else bias.contiguous()
+        grads = backend_of(e).backward(
+            e, c, bias, here, lse, a, b * share, width, replace(o, label_smoothing=elsewhere / share),
+            (dtype_e and torch.float32, dtype_c, dtype_bias), main_grad_c, recorder, rule,
+        )  # fmt: skip
+        if grads[0] is not None:
+            reduced = Reduced(spread)
+            reduced.add(grads[0], slice(0, len(grads[0])))
+            grads = (reduced.result().to(dtype_e), *grads[1:])
+    grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
+    return grad_e, grad_c, grad_bias
+
+
+_recompute_op = torch.library.custom_op(
+    "cce_kernels::vocab_parallel_backward",
+    _recompute,
+    mutates_args=("main_grad_c", "stats"),
+    schema="(Tensor? grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
+    "Tensor(b!)? stats, Tensor lse, Tensor columns, Tensor here, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
+    f"ScalarType? dtype_bias, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_recompute_op.register_fake
+def _(
+    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, here, width, dtype_e, dtype_c, dtype_bias, group,
+    shards, own, *options,
+):  # fmt: skip
+    part = e[: e.shape[0] // len(shards)] if own else e
+    wanted = ((part, dtype_e), (c, dtype_c), (bias, dtype_bias))
+    return tuple(e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype) for x, dtype in wanted)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    e, c, _, bias, *ctx.written, _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[:11]
+    ctx.place, ctx.options = inputs[11:14], inputs[14:]
+    _, lse, _, state = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(e, c, bias, lse, *state)
+    ctx.finished = False
+
+
+def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stored=_finish_stored_op):
+    if ctx.finished:
+        raise RuntimeError(USED_UP)
+    e, c, bias, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
+    (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
+    o = Options(*ctx.options)
+    plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
+    dtypes = [None if x is None or not need else x.dtype for x, need in zip((e, c, bias), ctx.needs, strict=True)]
+    if main_grad_c is not None:
+        dtypes[1] = None
+    e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
+    if plan.rows:
+        ctx.finished = finish_stored is _finish_stored
+        stored, chunk = backend_of(e).stored, chunk_rows(plan.rows, len(shards), own)
+        total = finish_stored(grad_rows[0].float(), e, c, here, state, main_grad_c, chunk, *ctx.place)
+        grads = (total if own else state[stored.GRAD_E], state[stored.GRAD_C], None)
+    else:
+        grads = recompute(
+            grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
+            *dtypes, *ctx.place, *ctx.options,
+        )  # fmt: skip
+    grad_e, grad_c, grad_bias = (
+        None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+    )
+    return grad_e, grad_c, None, grad_bias, *[None] * (10 + len(ctx.options))
+
+
+def _setup_op_context(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(output[2], *output[3])
+    _setup_context(ctx, inputs, output)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_op_context)
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """The same without the dispatcher; see operators.py."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        losses, lse, metrics, state = _forward(*inputs)
+        ctx.mark_non_differentiable(metrics)
+        _setup_context(ctx, inputs, (losses, lse, metrics, state))
+        return losses, lse, metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_lse, _):
+        return _backward(ctx, grad_rows, grad_lse, recompute=_recompute, finish_stored=_finish_stored)
+
+
+def vocabulary_parallel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Row losses and LSE (N,) fp32, differentiable in e, c and bias, and metrics (N, 2); see INPUTS, PLACE, OPTIONS."""
+    if torch.compiler.is_compiling():
+        losses, lse, metrics, _ = _forward_op(*inputs)
+        return losses, lse, metrics
+    return _VocabularyParallel.apply(*inputs)
+
+
+# -------------------------------------------------------------------------------------------------------------- sums
+def _total(x: Tensor, group: str) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total, group=process_group(group))
+    return total
+
+
+_total_op = torch.library.custom_op(
+    "cce_kernels::total", _total, mutates_args=(), schema="(Tensor x, str group) -> Tensor"
+)
+
+
+@_total_op.register_fake
+def _(x, group):
+    return torch.empty_like(x)
+
+
+def total(x: Tensor, group: str) -> Tensor:
+    """The sum of the ranks' x."""
+    return _total_op(x, group) if torch.compiler.is_compiling() else _total(x, group)
+
+
+# -------------------------------------------------------------------------------------------------------------- plan
+def _plan(
+    e: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    dtype_c: torch.dtype,
+    dtype: torch.dtype,
+    uniform: bool,
+    needs: list[bool],
+    shards: list[int],
+    own: bool,
+    o: Options,
+) -> Plan:
+    """How the largest shard goes about the backward pass, which all ranks then do: they have the same chunks."""
+    if not any(needs):
+        return Plan(0, 0)
+    problem = Problem(
+        int(e.shape[0]) * (len(shards) if own else 1), int(e.shape[1]), max(shards), dtype,
+        torch.float32 if needs[0] else None, dtype_c if needs[1] else None, main_grad_c is not None, uniform,
+        bias is not None,
+    )  # fmt: skip
+    return backend_of(e).plan(problem, e, o)
+
+
+def _stored_dtypes(
+    c: Tensor, main_grad_c: Tensor | None, needs: list[bool]
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What the stored scheme sums the gradients of e and c for: dE, of which a rank has a part, in fp32."""
+    dtype_c = torch.bfloat16 if main_grad_c is not None else c.dtype
+    return torch.float32 if needs[0] else None, dtype_c if needs[1] else None
