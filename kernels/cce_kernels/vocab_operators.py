@@ -16,12 +16,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
 from .filtered import FilterStats, Rule
-from .operators import INPUTS, OPTIONS, USED_UP, backend_of
+from .operators import OPTIONS, USED_UP, backend_of
 from .options import Options
-from .rows import IGNORED, Rows, assemble_loss, row_coefficients, target_columns, where_it_counts
+from .rows import IGNORED, Rows, assemble_loss, row_coefficients, where_it_counts
 from .schemes import Plan, Problem
 from .spread import Gathered, Reduced, Spread, chunk_rows, process_group
 
+# As of operators.py, but the reduction: rows are summed where the ranks' are, or not at all.
+INPUTS = (
+    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
+    "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
+)
 PLACE = "str group, int[] shards, bool own"
 DIFFERENT = (
     "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; take reduction='none', and "
@@ -53,7 +58,7 @@ def _forward(
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
         spread = Spread.of(group, shards, own).by_chunks(plan.rows)
-        columns = target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
+        columns = backend.target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
         here = spread.columns(columns)
         gathered = Gathered(spread, e.to(dtype))
         e_as, c_as = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
