@@ -203,15 +203,15 @@ def _record(weights: Tensor, p: Tensor, rows: Tensor, cols: Tensor, kept: Tensor
 def _rule(
     rule: Rule | None, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options
 ) -> tuple[Rule, Tensor]:
-    """The rule of a call, and the rows (N,) bool where it would drop too much and is exact instead (one product)."""
+    """The rule of a call, and whether it would drop too much of a row and is exact instead, () bool (one product)."""
     vocab = c.shape[0]
     rule = rule or Rule.of(columns, vocab, o)
     if o.filter_mass is None:
-        return rule, torch.zeros_like(columns, dtype=torch.bool)
+        return rule, torch.zeros((), dtype=torch.bool, device=columns.device)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
     for chunk in _chunks(vocab, width):
         p = _logits(e, c[chunk], None if bias is None else bias[chunk], o).sub_(lse[:, None]).exp_()
         rows, cols = _targets_in(columns, chunk)
         _record(_kept(rule, p, rows, cols, chunk), p, rows, cols, kept, dropped)
-    exact = dropped > o.filter_mass
-    return rule.exact_where(exact), exact
+    exact = ((dropped > o.filter_mass) & (columns >= 0)).any()
+    return rule.exact_if(exact), exact

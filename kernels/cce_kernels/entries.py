@@ -7,14 +7,15 @@ chunk of rows stores its exponentials (exponentials.py), and `select_kernel` rea
 lists the columns that are kept. `collect_kernel` puts the lists of all chunks behind one another,
 with the row's target before them. The head of the vocabulary is not listed: gather.py adds it densely.
 
-If the lists are too short, they are void, as `Lists.overflow` says on the device: the backward pass then goes by
-recompute.py, with the same rule.
+If the lists are too short, or a row drops more than filter_mass, they are void, as `Lists.void` says on the device from
+the chunk on where that is seen: the backward pass then goes by recompute.py, with the same rule or without any.
 
 Cost: N D V multiply-adds on the tensor cores; 2 bytes × N × V written and read, through a workspace of one chunk.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ def select_kernel(
     lse_ptr,  # (N,) fp32
     slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
     found_ptr,  # (rows of the chunk, SEGMENTS, EIGHTS) int32: scratch
+    void_ptr,  # () int32: 1 for nothing to do
     count_ptr,  # (N, SEGMENTS) int32: entries to list, in the first segment with the target, written
     dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the others, the head's aside, written
     w_stride,
@@ -80,7 +82,8 @@ def select_kernel(
     dropped = tl.zeros((EIGHTS,), dtype=tl.float32)
     dropped_beside = tl.zeros((LANES,), dtype=tl.float32)
     eights = tl.cdiv(V, 8)
-    for at in range(tl.program_id(1) * EIGHTS, eights, SEGMENTS * EIGHTS):
+    end = eights * (1 - tl.load(void_ptr))
+    for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
         eighth = at + tl.arange(0, EIGHTS)
         w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
         share = tl.max(w, axis=1) * to_share
@@ -135,6 +138,8 @@ def collect_kernel(
     factor_ptr,  # (N,) fp32
     lse_ptr,  # (N,) fp32
     count_ptr,  # (N, SEGMENTS) int32
+    dropped_ptr,  # (N, SEGMENTS) fp32
+    void_ptr,  # () int32: 1 written where the lists do not do
     starts_ptr,  # (N SEGMENTS + 1,) int64: those of earlier chunks and this one's first are there, the rest written
     column_ptr,  # (capacity,) int32, written
     weight_ptr,  # (capacity,) fp32, written
@@ -144,11 +149,13 @@ def collect_kernel(
     logit_scale,
     z_loss,
     least,  # weight of an entry: eps under the unbiased rule, else 0
+    most,  # mass that may be dropped of a row
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Bring the lists of a chunk to their places; in a row's first segment its target comes first."""
+    """Bring the lists of a chunk to their places; in a row's first segment its target comes first. Say so if they are
+    void: an entry has no place, or a row has dropped too much."""
     row = first + tl.program_id(0)
     segment = tl.program_id(1)
     place = tl.program_id(0) * SEGMENTS + segment
@@ -159,11 +166,16 @@ def collect_kernel(
     for before in range(0, place, BLOCK):
         others = before + tl.arange(0, BLOCK)
         start += tl.sum(tl.load(count_ptr + others, mask=others < place, other=0), axis=0).to(tl.int64)
-    end = start + tl.load(count_ptr + place)
+    count = tl.load(count_ptr + place)
+    end = start + count
     tl.store(starts_ptr + place + 1, end)
-    end = tl.minimum(end, capacity)
     target = tl.load(target_ptr + row)
-    if (segment == 0) & (target >= 0):
+    has_target = (segment == 0) & (target >= 0)
+    mass = tl.sum(tl.load(dropped_ptr + row * SEGMENTS + tl.arange(0, SEGMENTS)), axis=0)
+    if (end > capacity) | (count - has_target.to(tl.int32) > SLOTS) | ((mass > most) & (target >= 0)):
+        tl.store(void_ptr, 1)
+    end = tl.minimum(end, capacity)
+    if has_target:
         if start < capacity:
             tl.store(column_ptr + start, target.to(tl.int32))
         start += 1
@@ -183,8 +195,9 @@ class Lists:
     starts: (N SEGMENTS + 1,) int64, the entries of row i stand from starts[i SEGMENTS] to starts[(i + 1) SEGMENTS],
     the target first; beyond the capacity they are missing. column: (capacity,) int32, V where nothing stands. weight:
     (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped:
-    (N, SEGMENTS) fp32, the mass that it does not. nll: (N,) fp32, −log p of the target. hashes, rank, head: the rule's,
-    empty where it has none.
+    (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has dropped more
+    than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank, head: the
+    rule's, empty where it has none.
     """
 
     starts: Tensor
@@ -192,6 +205,7 @@ class Lists:
     weight: Tensor
     count: Tensor
     dropped: Tensor
+    void: Tensor
     nll: Tensor
     hashes: Tensor
     rank: Tensor
@@ -211,6 +225,7 @@ class Lists:
             weight=new(capacity, dtype=torch.float32),
             count=new(n_rows, SEGMENTS, dtype=torch.int32),
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
+            void=new(dtype=torch.int32),
             nll=new(n_rows, dtype=torch.float32),
             hashes=new(n_rows if o.filter_unbiased else 0, dtype=torch.int32),
             rank=new(vocab if n_head else 0, dtype=torch.int32),
@@ -223,14 +238,6 @@ class Lists:
     def rule(self, eps: float) -> Rule:
         hashes, rank, head = (x if x.numel() else None for x in (self.hashes, self.rank, self.head))
         return Rule(torch.full_like(self.nll, eps), hashes, rank, head)
-
-    def overflow(self) -> Tensor:
-        """Whether an entry is missing, () bool."""
-        return (
-            (self.starts[-1] > self.column.shape[0])
-            | (self.count[:, 1:].max() > SLOTS)
-            | (self.count[:, 0].max() > SLOTS + 1)
-        )
 
 
 def forward(
@@ -252,6 +259,7 @@ def forward(
             ours.copy_(made)
     with_others = _with_others(rule, vocab)
     lists.starts[:1].zero_()
+    lists.void.zero_()
     lists.column.fill_(vocab)
     z_target = target_logits(e, c, None, columns, o)
     lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
@@ -271,12 +279,14 @@ def forward(
         if metrics is not None and part.metrics is not None:
             metrics[:, first : first + height] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, rule.rank, with_others, rule.hashes, factor, lse, slots, found, lists.count, lists.dropped,
-            w.stride(0), first, vocab, rule.n_head, *scales, o.filter_eps, SEGMENTS, SLOTS, EIGHTS, num_warps=1,
+            w_i, columns, rule.rank, with_others, rule.hashes, factor, lse, slots, found, lists.void, lists.count,
+            lists.dropped, w.stride(0), first, vocab, rule.n_head, *scales, o.filter_eps,
+            SEGMENTS, SLOTS, EIGHTS, num_warps=1,
         )  # fmt: skip
         collect_kernel[(height, SEGMENTS)](
-            w_i, slots, columns, factor, lse, lists.count, lists.starts, lists.column, lists.weight, w.stride(0), first,
-            capacity, *scales, o.filter_eps if o.filter_unbiased else 0.0, SEGMENTS, SLOTS, 256, num_warps=2,
+            w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
+            lists.weight, w.stride(0), first, capacity, *scales, o.filter_eps if o.filter_unbiased else 0.0,
+            math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 256, num_warps=2,
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
     return Rows(lse, nll, None, metrics), lists.tensors()

@@ -8,13 +8,15 @@ q is the softmax as the filter weights it (filtered.py), 0 nearly everywhere; al
 * the others, and the targets, stand in the lists that entries.py made: a program sums a part of a row of dE, and one
   of dC, over the lists ordered by column. The targets, where p − 1 cancels, have fp32 coefficients.
 
-Where the lists overflowed, or filter_mass makes rows exact, recompute.py does the work instead. The device decides
+Where the lists overflowed, or filter_mass makes the call exact, recompute.py does the work instead. The device decides
 that: the kernels of the way not taken are launched, too, and return at once.
 
 Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered; dC written once.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -150,11 +152,7 @@ def backward(
     (n_rows, _), vocab = e.shape, c.shape[0]
     lists = Lists(*state)
     rule = lists.rule(o.filter_eps)
-    overflow = lists.overflow()
-    mass, exact = lists.dropped.sum(dim=1), torch.zeros_like(columns, dtype=torch.bool)
-    if o.filter_mass is not None:  # where mass is unknown, nothing is dropped
-        exact = (mass > o.filter_mass) | overflow
-    active = (overflow | exact.any()).to(torch.int32)
+    active = lists.void
 
     grad_e = None if dtypes[0] is None else torch.empty(e.shape, dtype=dtypes[0], device=e.device)
     grad_c = None if dtypes[1] is None else torch.empty(c.shape, dtype=dtypes[1], device=c.device)
@@ -180,16 +178,20 @@ def backward(
         del starts, head
     del rows, coefficients, grad_head  # room for the workspace
 
-    kept, dropped = parts(e)
-    dense = Filter(rule.exact_where(exact), kept, dropped, active, grad_e, grad_c)
+    dense = Filter(None, None, None, active, grad_e, grad_c)  # where mass is unknown or too large, nothing is dropped
+    if o.filter_mass is None:
+        kept, dropped = parts(e)
+        dense = replace(dense, rule=rule, kept=kept, dropped=dropped)
     gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, dense)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
         if rule.rank is not None:  # targets of the head are listed, too
             listed = listed - (rule.rank[columns.clamp(min=0)] < rule.n_head).long()
-        kept = torch.where(active == 0, listed, kept.sum(dim=0))
-        dropped = torch.where(active == 0, mass, dropped.sum(dim=0))
-        stats.write(kept, dropped, exact, b != 0, vocab)
+        mass, exact = lists.dropped.sum(dim=1), active != 0
+        if dense.kept is not None and dense.dropped is not None:
+            listed = torch.where(exact, dense.kept.sum(dim=0), listed)
+            mass, exact = torch.where(exact, dense.dropped.sum(dim=0), mass), torch.zeros_like(exact)
+        stats.write(listed, mass, exact, b != 0, vocab)
     return grad_e, grad_c
 
 

@@ -209,13 +209,15 @@ def _exponentials(
 @quick
 @gluon.jit(do_not_specialize=["N", "W", "D", "first", "splits", "tiles_per_split"])
 def hopper_gradient_kernel(
-    e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr,
+    e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr, active_ptr,
     N, W, D, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
     STAGES: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `gradient_kernel` without filter and dbias."""
     ring = _ring(e_desc, c_desc, STAGES)
     staging = gl.allocate_shared_memory(dz_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], dz_desc.layout)
+    if active_ptr is not None:
+        splits *= gl.load(active_ptr)
     work = (N, W, D, splits, tiles_per_split)
     rows = (columns_ptr, lse_ptr, a_ptr, b_ptr)
     numbers = (first, logit_scale, on_target, elsewhere)
@@ -297,10 +299,10 @@ def exponentials(
 
 
 def gradient(
-    programs: int, e: Tensor, c: Tensor, dz: Tensor, pointers: tuple[Tensor, ...], first: int, splits: int,
+    programs: int, e: Tensor, c: Tensor, dz: Tensor, pointers: tuple[Tensor | None, ...], first: int, splits: int,
     tiles_per_split: int, logit_scale: float, on_target: float, elsewhere: float,
 ) -> None:  # fmt: skip
-    """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b of `gradient_kernel`."""
+    """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b, active of `gradient_kernel`."""
     (n_rows, dim), width = e.shape, c.shape[0]
     t = logits_tiles(dim)
     hopper_gradient_kernel[(programs,)](

@@ -87,8 +87,8 @@ def linear_cross_entropy(
         filter_unbiased: an entry of probability p below filter_eps is not dropped for sure, but kept with
             probability p / filter_eps and weight filter_eps, so that gradients are right on average (filtered.py).
             The draws are a hash of each row's place and target and of the entry.
-        filter_mass: largest softmax mass, in [0, 1), that may be dropped from a row: rows where filter_eps would
-            drop more are computed exactly. 0: all are, whatever filter_eps says.
+        filter_mass: largest softmax mass, in [0, 1), that may be dropped from a row: a call where filter_eps would
+            drop more of any is computed exactly. 0: every one is, whatever filter_eps says.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only
             one of them costs one more product.
         accumulate: how a gradient is summed over chunks: "kahan" (its own dtype, and what rounding lost in 8
@@ -103,9 +103,9 @@ def linear_cross_entropy(
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
         return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
             accuracy (the target's logit is larger than every other) and entropy (of the softmax, nats).
-        return_stats: also return a dict of 0-d device tensors: entries_kept and exact_rows (shares),
-            dropped_mass_mean, dropped_mass_p99 and dropped_mass_max (over rows); see filtered.FilterStats. The
-            backward pass fills them in; NaN until then, and under activation checkpointing, which hands backward
+        return_stats: also return a dict of 0-d device tensors: entries_kept (share), dropped_mass_mean,
+            dropped_mass_p99 and dropped_mass_max (over rows), exact (0 or 1); see filtered.FilterStats. The backward
+            pass fills them in; NaN until then, and under activation checkpointing, which hands backward
             to a second call.
         preset: a name in PRESETS, in place of filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
 

@@ -170,11 +170,11 @@ def _filter(dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, ran
 class Filter:
     """The filter of a backward pass.
 
-    rule: what is kept. kept, dropped: of `parts`, fp32, or None: parts of what each row kept and dropped, added
-    to. active: () int32 or None: 0 if the gradients are there already. grad_e, grad_c: then where they are.
+    rule: what is kept; None: all. kept, dropped: of `parts`, fp32, or None: parts of what each row kept and dropped,
+    added to. active: () int32 or None: 0 if the gradients are there already. grad_e, grad_c: then where they are.
     """
 
-    rule: Rule
+    rule: Rule | None
     kept: Tensor | None
     dropped: Tensor | None
     active: Tensor | None = None
@@ -237,8 +237,9 @@ def gradients(
         for eps in passes:
             rule_applies = None if eps is None else filtering
             dbias = _gradient(
-                e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies
-            )
+                e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies,
+                active,
+            )  # fmt: skip
             if out_c is not None and eps == o.eps_c:
                 into = None if main_grad_c is None else main_grad_c[chunk]
                 product(dz, e, out_c[chunk], transpose_a=True, scale=scale, into=into, active=active)
@@ -268,7 +269,7 @@ def dropped_mass(
         dz = workspace[:, : chunk.stop - first]
         bias_chunk = None if bias is None else bias[chunk]
         measured = Filter(rule, kept, dropped)
-        _gradient(e, c[chunk], bias_chunk, columns, lse, ones, ones, dz, first, c.shape[0], False, o, measured)
+        _gradient(e, c[chunk], bias_chunk, columns, lse, ones, ones, dz, first, c.shape[0], False, o, measured, None)
     return dropped.sum(dim=0)
 
 
@@ -286,24 +287,26 @@ def _gradient(
     with_bias: bool,
     o: Options,
     filtering: Filter | None,
+    active: Tensor | None,
 ) -> Tensor | None:
     """Write dz / peak of one chunk; return dbias / peak by row tile, if asked for."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
-    on_hopper = hopper.fits(e) and filtering is None and bias_chunk is None and o.softcap is None
+    rule = None if filtering is None else filtering.rule
+    on_hopper = hopper.fits(e) and rule is None and bias_chunk is None and o.softcap is None
     tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
-    eps = hashes = rank = kept = dropped = active = None
+    eps = hashes = rank = kept = dropped = None
     first_entry, n_head = first, 0
-    if filtering is not None:
-        rule, kept, dropped, active = filtering.rule, filtering.kept, filtering.dropped, filtering.active
+    if filtering is not None and rule is not None:
+        kept, dropped = filtering.kept, filtering.dropped
         eps, hashes, n_head, first_entry = rule.eps, rule.hashes, rule.n_head, rule.first + first
         rank = None if rule.rank is None else rule.rank[first : first + width]
     programs = multiprocessors(e)
     splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
     scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
     if on_hopper:
-        pointers = (columns, lse, a, b)
+        pointers = (columns, lse, a, b, active)
         hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
         return None
     gradient_kernel[(programs,)](
@@ -344,11 +347,12 @@ def backward(
     need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
     if o.filters(dtypes[0] is not None, need_c):
         rule = rule or Rule.of(columns, vocab, o)
-        exact = torch.zeros_like(columns, dtype=torch.bool)
+        exact = torch.zeros((), dtype=torch.bool, device=e.device)
         if o.filter_mass is not None:
-            exact = dropped_mass(e, c, bias, columns, lse, width, o, rule) > o.filter_mass
+            mass = dropped_mass(e, c, bias, columns, lse, width, o, rule)
+            exact = ((mass > o.filter_mass) & (columns >= 0)).any()
         kept, dropped = parts(e)
-        filtering = Filter(rule.exact_where(exact), kept, dropped)
+        filtering = Filter(rule.exact_if(exact), kept, dropped)
     grads = gradients(e, c, bias, columns, lse, a, b, width, o, dtypes, main_grad_c, filtering)
     if stats is not None:
         stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b != 0, vocab)

@@ -57,7 +57,8 @@ def reference_linear_cross_entropy(
         rule = Rule.of(columns, c.shape[0], o)
         if o.filter_mass is not None:
             stays = (rule.weights(p, entries) > 0) | is_target
-            rule = rule.exact_where(torch.where(stays, 0, p).sum(dim=1) > o.filter_mass)
+            dropped = torch.where(stays, 0, p).sum(dim=1)
+            rule = rule.exact_if(((dropped > o.filter_mass) & (columns >= 0)).any())
         factor = torch.where(is_target, 1, rule.weights(p, entries) / p.clamp(min=torch.finfo(dtype).tiny))
         for z, filtered in ((z_e, o.filter_e), (z_c, o.filter_c)):
             if filtered and z.requires_grad:

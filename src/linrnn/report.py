@@ -28,7 +28,7 @@ FILTER_COLUMNS = {
     "mass not kept, mean": ("dropped_mass_mean", ".3f"),
     "99th percentile": ("dropped_mass_p99", ".3f"),
     "most": ("dropped_mass_max", ".3f"),
-    "tokens computed exactly": ("exact_rows", ".2%"),
+    "steps computed exactly": ("exact", ".2%"),
 }
 SATURATED = 0.9  # share of the device's peak above which a larger batch cannot help
 FOLLOW_UPS = (

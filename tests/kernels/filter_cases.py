@@ -86,7 +86,7 @@ def check_filtered(case: Filtered, dtype: torch.dtype, device: str) -> None:
     assert stats["dropped_mass_mean"] <= stats["dropped_mass_p99"] <= stats["dropped_mass_max"]
     if "filter_mass" in options:
         assert stats["dropped_mass_max"] <= options["filter_mass"]
-        assert (stats["exact_rows"] > 0) == (options["filter_mass"] < 0.9)
+        assert stats["exact"] == (options["filter_mass"] < 0.9)
 
 
 def drawn(case: Filtered, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -113,10 +113,9 @@ def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tupl
     stays = Rule.of(torch.where(targets == IGNORE, -1, targets), c.shape[0], o).weights(p, entries) > 0
     stays |= targets[:, None] == entries
     dropped = torch.where(stays, 0, p).sum(dim=1)
-    if o.filter_mass is not None:
-        exact = dropped > o.filter_mass
-        stays[exact], dropped[exact] = True, 0
     counts = targets != IGNORE
+    if o.filter_mass is not None and (dropped[counts] > o.filter_mass).any():
+        stays[:], dropped[:] = True, 0
     return stays[counts].double().mean(dim=1), dropped[counts]
 
 
@@ -133,7 +132,7 @@ def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) ->
     assert capacity
     columns = torch.where(targets == IGNORE, -1, targets)
     _, state = entries.forward(fused.prepare(e.detach()), fused.prepare(c.detach()), columns, capacity, False, o)
-    return bool(entries.Lists(*state).overflow())
+    return bool(entries.Lists(*state).void)
 
 
 def _interpreted() -> bool:

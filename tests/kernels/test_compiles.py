@@ -136,21 +136,22 @@ def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
     check_resources(name, kernel, BF16)
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize(("unbiased", "mass"), [(False, None), (True, None), (True, 0.1)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
-def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased):
+def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
     from cce_kernels import fused
     from cce_kernels.filtered import FilterStats
     from cce_kernels.options import Options
 
-    o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased)
+    o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased, filter_mass=mass)
     e, c, targets, _ = draw(Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192}), "cpu")
     e, c, ones = e.detach(), c.detach(), torch.ones(e.shape[0])
     state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
     stats = FilterStats(FilterStats.empty(e.device))
     fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
     lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
-    dense = {"hopper_exponentials_kernel", "rows_kernel", "gradient_kernel", "product_kernel"}
+    gradient = "gradient_kernel" if mass is None else "hopper_gradient_kernel"  # without the rule
+    dense = {"hopper_exponentials_kernel", "rows_kernel", gradient, "product_kernel"}
     assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists
     for name, kernel in compiled:
         check_resources(name, kernel, BF16)

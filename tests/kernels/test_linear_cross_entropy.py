@@ -167,7 +167,7 @@ def test_statistics_without_a_filter_say_that_nothing_was_dropped():
     loss, stats = linear_cross_entropy(e, c, targets, return_stats=True)
     gradients(loss, (e, c))
     assert {name: value.item() for name, value in stats.items()} == {
-        "entries_kept": 1, "dropped_mass_mean": 0, "dropped_mass_p99": 0, "dropped_mass_max": 0, "exact_rows": 1,
+        "entries_kept": 1, "dropped_mass_mean": 0, "dropped_mass_p99": 0, "dropped_mass_max": 0, "exact": 1,
     }  # fmt: skip
 
 
