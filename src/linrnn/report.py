@@ -275,6 +275,10 @@ def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]])
             f"({parts[name] / step:.0%}); the loss takes {share:.1%}: without any cost a step would be "
             f"{1 / (1 - share):.3f} x as fast."
         )
+        memory = breakdown.get("memory", {})
+        peak, without = (memory.get(name, {}).get("measured") for name in ("peak", "peak/without_loss_layer"))
+        if peak and without:
+            lines.append(f"  Its peak is {peak / without:.3f} x that of the same step without a loss layer.")
         if (breakdown["hardware_utilisation"] or 0) > SATURATED:
             lines.append(
                 f"  It computes at {breakdown['hardware_utilisation']:.0%} of the peak: more sequences would only "
