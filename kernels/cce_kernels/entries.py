@@ -252,15 +252,6 @@ def forward(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     assert o.filter_eps is not None
-    rule = Rule.of(columns, vocab, o)
-    lists = Lists.empty(columns, vocab, capacity, o)
-    for ours, made in ((lists.hashes, rule.hashes), (lists.rank, rule.rank), (lists.head, rule.head)):
-        if made is not None:
-            ours.copy_(made)
-    with_others = _with_others(rule, vocab)
-    lists.starts[:1].zero_()
-    lists.void.zero_()
-    lists.column.fill_(vocab)
     z_target = target_logits(e, c, None, columns, o)
     lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
     factor, coefficient = torch.empty_like(z_target), torch.empty_like(z_target)
@@ -274,6 +265,9 @@ def forward(
         first, height = i * rows, e_i.shape[0]
         w_i = w[:height, :vocab]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
+        if i == 0:  # while the first product runs: the host has some thirty small operations to launch for these
+            rule, lists = _rule_and_lists(columns, vocab, capacity, o)
+            with_others = _with_others(rule, vocab)
         part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics))
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, Gradient(w_i, factor_i, coefficient_i, None))
         if metrics is not None and part.metrics is not None:
@@ -290,6 +284,18 @@ def forward(
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
     return Rows(lse, nll, None, metrics), lists.tensors()
+
+
+def _rule_and_lists(columns: Tensor, vocab: int, capacity: int, o: Options) -> tuple[Rule, Lists]:
+    """The rule, and lists that hold its tensors and no entry."""
+    rule, lists = Rule.of(columns, vocab, o), Lists.empty(columns, vocab, capacity, o)
+    for ours, made in ((lists.hashes, rule.hashes), (lists.rank, rule.rank), (lists.head, rule.head)):
+        if made is not None:
+            ours.copy_(made)
+    lists.starts[:1].zero_()
+    lists.void.zero_()
+    lists.column.fill_(vocab)
+    return rule, lists
 
 
 def _with_others(rule: Rule, vocab: int) -> Tensor | None:

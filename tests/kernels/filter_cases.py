@@ -31,6 +31,7 @@ class Filtered:
 
 
 UNBIASED = {"filter_unbiased": True}
+SHORT = UNBIASED | {"filter_eps": 2.0**-9, "workspace_mib": 0.14, "accumulate": "fp32"}
 FILTERED = [
     Filtered("threshold"),
     Filtered("threshold_bias", bias=True),
@@ -47,7 +48,7 @@ FILTERED = [
     Filtered("mass", {"filter_mass": 0.2}),
     Filtered("mass_unbiased", UNBIASED | {"filter_mass": 0.1}),
     Filtered("mass_never_reached", UNBIASED | {"filter_mass": 0.999}),
-    Filtered("short_lists", UNBIASED | {"workspace_mib": 0.09, "accumulate": "fp32"}, peak=0, overflows=True),
+    Filtered("short_lists", SHORT, peak=0, overflows=True),
     Filtered("short_slots", {"filter_eps": 2.0**-16}, shape=(5, 16, 9001), peak=0, overflows=True),
 ]
 
