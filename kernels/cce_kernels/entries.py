@@ -33,6 +33,8 @@ from .rows import Rows, empty_metrics
 from .schemes import EIGHTS, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
+SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many programs as it can
+
 
 @quick
 @triton.jit(do_not_specialize=["first"])
@@ -275,7 +277,7 @@ def forward(
         select_kernel[(height, SEGMENTS)](
             w_i, columns, rule.rank, with_others, rule.hashes, factor, lse, slots, found, lists.void, lists.count,
             lists.dropped, w.stride(0), first, vocab, rule.n_head, *scales, o.filter_eps,
-            SEGMENTS, SLOTS, EIGHTS, num_warps=1,
+            SEGMENTS, SLOTS, EIGHTS, num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height, SEGMENTS)](
             w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
