@@ -187,11 +187,11 @@ def _rounded_terms(
     An exponential on a GPU is right to 2^-22, the log-sum-exp in it to its last place: 2^-21 of p, and of the targets'
     terms in the gradients. That is much of the whole where p is near 1 or the terms cancel.
     """
-    shift = case.options.get("shift", 0)
+    shift, e_at = case.options.get("shift", 0), e64
     if shift:
-        e64, targets = e64[..., :-shift, :], targets[..., shift:]
+        e_at, targets = e64[..., :-shift, :], targets[..., shift:]
     kept, columns = targets != IGNORE, targets.clamp(min=0)
-    z = case.options.get("logit_scale", 1.0) * (e64 * c64[columns]).sum(dim=-1)
+    z = case.options.get("logit_scale", 1.0) * (e_at * c64[columns]).sum(dim=-1)
     if bias64 is not None:
         z = z + bias64[columns]
 
