@@ -34,7 +34,7 @@ FLOPS = 700e12
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
-SEGMENTS, SLOTS = 8, 1024  # of a row, listed one by one; entries that can be listed in one of them
+SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
 EIGHTS = 256  # of columns, that are looked at together (entries.py)
 LEAST_LISTED, MOST_LISTED = 64, 512  # entries that lists hold a row; where more are kept, dense products are as fast
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
@@ -199,7 +199,9 @@ def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> 
 
 
 def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
-    """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists."""
+    """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists and
+    what sorting the vocabulary by frequency takes."""
     budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - _state_bytes(n_rows, vocab, capacity)
+    budget -= SORT_BYTES_PER_ENTRY * vocab
     rows = budget // (2 * vocab + 4 * (SLOTS + EIGHTS) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

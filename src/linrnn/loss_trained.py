@@ -1,6 +1,7 @@
 """Problems for loss backends from a trained model: its hidden states, its head and its validation split's labels."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -43,14 +44,21 @@ class TrainedTensors:
         Tokenizers number frequent tokens first, which filters by tiles would profit from: labels and head are
         permuted together, so that the loss stays the same. Dtypes as in `loss_problems.make_problem`.
         """
-        order = torch.randperm(self.shape.v, generator=torch.Generator().manual_seed(seed))
+        weight_VD, places_V = _permuted(self, seed, device)
         rows = slice(batch * self.shape.n, (batch + 1) * self.shape.n)
-        labels = order.argsort()[self.labels_N[rows]].to(device)
         leaves = [
-            x.to(device, dtype).to(gradient_dtype or dtype).requires_grad_()
-            for x in (self.hidden_ND[rows].clone(), self.weight_VD[order])
+            x.to(device, dtype).to(gradient_dtype or dtype, copy=True).requires_grad_()
+            for x in (self.hidden_ND[rows], weight_VD)
         ]
-        return Problem(leaves[0], leaves[1], labels, dtype)
+        return Problem(leaves[0], leaves[1], places_V[self.labels_N[rows]].to(device), dtype)
+
+
+@lru_cache(maxsize=1)
+def _permuted(trained: TrainedTensors, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The head (V, D) on `device` in an order that `seed` draws, and each entry's place in it (V,), on the CPU: the
+    same for all batches."""
+    order = torch.randperm(trained.shape.v, generator=torch.Generator().manual_seed(seed))
+    return trained.weight_VD[order].to(device), order.argsort()
 
 
 def read_trained(config: BenchLossConfig, batches: int) -> TrainedTensors:
