@@ -34,7 +34,8 @@ from .recompute import Filter, gradients, parts
 from .schemes import SEGMENTS, list_parts
 from .tiles import aligned, cdiv, power_of_2
 
-WIDTHS, AT_ONCE = (512, 256), 1024  # of a program of gather_kernel: dimensions; numbers that are gathered together
+WIDTH, ENTRIES = 256, 4  # of a program of gather_kernel: dimensions, rows of x gathered together
+COLUMNS = 8  # columns of a program, for dC: their lists are short
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
 
 
@@ -84,22 +85,30 @@ def gather_kernel(
     starts_size,  # of a part
     x_stride,
     n_head,
+    n_rows,
     D,
     PARTS: tl.constexpr,
     STARTS_STEP: tl.constexpr,
     ENTRIES: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     EVEN_D: tl.constexpr,  # WIDTH divides D
 ):
-    """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of one row a program, of one warp."""
-    blocks = tl.cdiv(D, WIDTH)
-    row = tl.program_id(0) // blocks
-    dims = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
-    if tl.load(active_ptr) == 0:
+    """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of ROWS rows a program, of one warp.
+
+    The same dimensions of all rows come one after another: so much of x may stay in L2.
+    """
+    row_blocks = tl.cdiv(n_rows, ROWS)
+    first = tl.program_id(0) % row_blocks * ROWS
+    dims = tl.program_id(0) // row_blocks * WIDTH + tl.arange(0, WIDTH)
+    end = tl.minimum(first + ROWS, n_rows) * (1 - tl.load(active_ptr))
+    for i in range(end - first):
+        row = first + i
         acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
         for part in tl.static_range(PARTS):
-            begin = tl.load(starts_ptr + part * starts_size + row * STARTS_STEP).to(tl.int32)
-            length = tl.load(starts_ptr + part * starts_size + (row + 1) * STARTS_STEP).to(tl.int32) - begin
+            starts_ptrs = starts_ptr + part * starts_size + row * STARTS_STEP
+            begin = tl.load(starts_ptrs).to(tl.int32)
+            length = tl.load(starts_ptrs + STARTS_STEP).to(tl.int32) - begin
             index_ptrs = index_ptr + part * part_size + begin
             coefficient_ptrs = coefficient_ptr + part * part_size + begin
             for at in range(0, length, ENTRIES):
@@ -174,7 +183,7 @@ def backward(
         out = grad_c if main_grad_c is None else main_grad_c
         assert out is not None
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
-        _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head)
+        _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head, together=COLUMNS)
         del starts, head
     del rows, coefficients, grad_head  # room for the workspace
 
@@ -257,13 +266,14 @@ def _gather(
     into: Tensor | None = None,
     factor: Tensor | None = None,
     head: tuple[Tensor, Tensor] | None = None,
+    together: int = 1,
 ) -> None:
-    """out (or into +)= Σ coefficient · x[index], row by row; see gather_kernel."""
+    """out (or into +)= Σ coefficient · x[index], row by row, `together` rows by one program; see gather_kernel."""
     n_rows, dim = out.shape
-    width = next((width for width in WIDTHS if dim % width == 0), min(WIDTHS[-1], power_of_2(dim)))
+    width = min(WIDTH, power_of_2(dim))
     rank, grad_head = head or (None, None)
-    gather_kernel[(n_rows * cdiv(dim, width),)](
+    gather_kernel[(cdiv(n_rows, together) * cdiv(dim, width),)](
         active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
-        index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], dim,
-        len(starts), starts.shape[1] // n_rows, AT_ONCE // width, width, dim % width == 0, num_warps=1,
+        index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], n_rows,
+        dim, len(starts), starts.shape[1] // n_rows, ENTRIES, width, together, dim % width == 0, num_warps=1,
     )  # fmt: skip
