@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,7 @@ def _plot_tradeoff(rows: list[Row], path: Path, title: str) -> None:
                 if row.extra_mib is not None and row.ratio_to_compiled is not None:
                     panel.plot(max(row.extra_mib, 1), row.ratio_to_compiled, linestyle="none", **styles[row.label])
             panel.axhline(1, color="0.6", linewidth=1, zorder=1)
-            panel.set(xscale="log", yscale="log", title=f"{shape}\n{logits} logits, {gradients} gradients")
+            panel.set(xscale="log", yscale="log", title=f"{_wrapped(shape)}\n{logits} logits, {gradients} gradients")
             _plain_ticks(panel, [row.ratio_to_compiled for row in points])
             panel.xaxis.set_major_formatter("{x:,.0f}")
             panel.set_xlabel("memory beyond inputs and gradients, MiB")
@@ -288,13 +289,18 @@ def _plot_errors(rows: list[Row], path: Path, title: str) -> None:
                     if (eps := filter_eps(row)) is not None:
                         panel.annotate(power(eps), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
             panel.axvline(1, color="0.6", linewidth=1, zorder=1)
-            panel.set(yscale="log", title=f"{problem[0]}\n{problem[3]} logits, {problem[2]} gradients")
+            panel.set(yscale="log", title=f"{_wrapped(problem[0])}\n{problem[3]} logits, {problem[2]} gradients")
             panel.set_xlabel("forward + backward time / torch.compile's")
             panel.grid(which="major", color="0.92")
         line[0].set_ylabel(f"{label}, relative to fp64")
     _legend(figure, styles, title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _wrapped(shape: str) -> str:
+    """A shape's name, which may be that of a run, in lines no wider than a panel."""
+    return textwrap.fill(shape, 40)
 
 
 def _rules(rows: list[Row]) -> dict[str, list[Row]]:
