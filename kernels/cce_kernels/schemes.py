@@ -36,7 +36,9 @@ MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
 EIGHTS = 256  # of columns, that are looked at together (entries.py)
-LEAST_LISTED, MOST_LISTED = 64, 512  # entries that lists hold a row; where more are kept, dense products are as fast
+# Entries a row that lists hold, on average over the rows: at least, usually, at most. An unbiased row keeps 1 / eps at
+# most, of which the head and the target take half where eps is small; beyond V / 120 dense products are as fast.
+LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 512, 1024
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
 LIST_PARTS = 8  # sorted one after another, at most
@@ -162,7 +164,10 @@ def _capacity(p: Problem, o: Options) -> int:
     beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.vocab, 0)
     budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS)) // LIST_PARTS * LIST_PARTS
-    return min(capacity, MOST_LISTED * p.n_rows) if capacity >= LEAST_LISTED * p.n_rows else 0
+    listed = USUALLY_LISTED
+    if o.filter_unbiased:
+        listed = max(USUALLY_LISTED, min(MOST_LISTED, int(0.5 / o.filter_eps)))
+    return min(capacity, listed * p.n_rows) if capacity >= LEAST_LISTED * p.n_rows else 0
 
 
 def _state_bytes(n_rows: int, vocab: int, capacity: int) -> int:
