@@ -13,7 +13,9 @@ import pytest
 import wandb
 
 from linrnn.config import load_config
+from linrnn.errors import ConfigError
 from linrnn.metrics import read_jsonl
+from linrnn.trained import Reading, open_reading
 from linrnn.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -107,12 +109,13 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
 def test_the_sparsity_of_trained_models_is_profiled(
     small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    run = trained(small("trainer.max_steps=4")).directory.path
+    run = trained(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
     out = tmp_path / "sparsity"
     done = command("scripts/profile_sparsity.py", f"checkpoints=[{run}]", "max_tokens=400", f"output_dir={out}")
     assert done.returncode == 0, done.stderr
     (found,) = json.loads((out / "sparsity.json").read_text())
     assert found["n_tokens"] <= 400
+    assert found["vocab_size"] == 640
     assert found["share_above"]["all"] == sorted(found["share_above"]["all"])
     assert found["share_above"]["all"][-1] > 0.99
     assert {path.name for path in out.iterdir()} == {"sparsity.json", "sparsity.md", "sparsity.png"}
@@ -170,6 +173,28 @@ def test_bits_per_byte_are_of_the_split_that_is_read(
     expected = float(found[1]) / math.log(2) * shards.n_tokens / shards.n_bytes
     assert float(found[2]) == pytest.approx(expected, rel=1e-3)
     assert shards.n_tokens / shards.n_bytes != trainer.data.valid.n_tokens / trainer.data.valid.n_bytes
+
+
+def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: Path, data_cache: Path) -> None:
+    overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
+    run = trained([*overrides, "data.tokenizer_vocab_size=300", "size.vocab_size=320"]).directory.path
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"a line of other text, number {i}"}) + "\n" for i in range(400)))
+
+    def reading(*data: str) -> Reading:
+        other = ("data=text", f"data.path={text}", f"data.cache_dir={data_cache}", *data)
+        return open_reading("checkpoint", str(run), load_config([f"checkpoint={run}", *other], "evaluate").data, "cpu")
+
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        reading("data.tokenizer_vocab_size=290")
+    with pytest.raises(ConfigError, match=r"vocabulary of 400, the model .* one of 320"):
+        reading("data.tokenizer_vocab_size=400")
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        open_reading("checkpoint", str(tmp_path), None, "cpu")
+    own = reading(f"data.tokenizer={run / 'tokenizer.json'}")
+    (step, vocab_size), labels = (own.step, own.vocab_size), next(own.batches(100)).labels
+    assert (step, vocab_size, own.data.vocab_size) == (3, 320, 300)
+    assert (labels >= 0).sum() == 100
 
 
 def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
