@@ -118,8 +118,8 @@ def gradient_kernel(
                 if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if some_filtered:
                         dz, kept, dropped = _filter(
-                            dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, rank_ptr, n_head, kept,
-                            dropped,
+                            dz, p, is_target, cols, first_entry, W, a, eps, row_hash, hash_ptr, rank_ptr, n_head, kept,
+                            dropped, HAS_SOFTCAP,
                         )  # fmt: skip
                 dz_desc.store([row, col], dz.to(dz_desc.dtype))
                 if dbias_ptr is not None:
@@ -132,8 +132,8 @@ def gradient_kernel(
                 if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if some_filtered:
                         dz, kept, dropped = _filter(
-                            dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, rank_ptr, n_head, kept,
-                            dropped,
+                            dz, p, is_target, cols, first_entry, W, a, eps, row_hash, hash_ptr, rank_ptr, n_head, kept,
+                            dropped, HAS_SOFTCAP,
                         )  # fmt: skip
                 dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
                 if dbias_ptr is not None:
@@ -147,7 +147,10 @@ def gradient_kernel(
 
 
 @triton.jit
-def _filter(dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, rank_ptr, n_head, kept, dropped):
+def _filter(
+    dz, p, is_target, cols, first_entry, W, a, eps, row_hash, hash_ptr, rank_ptr, n_head, kept, dropped,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """dz of one half tile after the filter; entries kept and mass dropped of the rows, with this half's added."""
     eps = eps[:, None]
     if hash_ptr is None:
@@ -155,13 +158,16 @@ def _filter(dz, p, is_target, cols, first_entry, W, eps, row_hash, hash_ptr, ran
         weighted = dz
     else:
         keep = p * 2.0**32 > eps * draw(row_hash[:, None], (first_entry + cols)[None, :])
-        weighted = dz * tl.maximum(1.0, eps / tl.maximum(p, 1e-37))
+        if HAS_SOFTCAP:
+            weighted = dz * tl.maximum(1.0, eps / tl.maximum(p, 1e-37))
+        else:  # dz is a p where no target is
+            weighted = tl.where(p < eps, a[:, None] * eps, dz)
     always = is_target
     if rank_ptr is not None:
         always |= (tl.load(rank_ptr + cols, mask=cols < W, other=0) < n_head)[None, :]
     entry = (cols < W)[None, :]
     stays = (keep | always) & entry
-    kept += tl.sum(stays.to(tl.float32), axis=1)
+    kept += tl.sum(tl.where(stays, 1.0, 0.0), axis=1)
     dropped += tl.sum(tl.where(stays | (entry == 0), 0.0, p), axis=1)
     return tl.where(always, dz, tl.where(keep, weighted, 0.0)), kept, dropped
 
