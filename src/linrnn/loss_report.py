@@ -233,6 +233,16 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
     }
 
 
+def _round_ticks(axis: Any, values: list[float]) -> None:
+    """Ticks of a logarithmic axis at powers of ten or, where these are few, at 1, 2 and 5 times them."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    decades = math.log10(max(values) / min(values)) if values else 0
+    axis.set_major_locator(LogLocator(subs=(1,) if decades > 1.5 else (1, 2, 5)))
+    axis.set_major_formatter("{x:,.0f}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _pyplot() -> Any:
     import matplotlib
 
@@ -257,7 +267,7 @@ def _plot_tradeoff(rows: list[Row], path: Path, title: str) -> None:
             panel.axhline(1, color="0.6", linewidth=1, zorder=1)
             panel.set(xscale="log", yscale="log", title=f"{_wrapped(shape)}\n{logits} logits, {gradients} gradients")
             _plain_ticks(panel, [row.ratio_to_compiled for row in points])
-            panel.xaxis.set_major_formatter("{x:,.0f}")
+            _round_ticks(panel.xaxis, [max(row.extra_mib, 1) for row in points if row.extra_mib is not None])
             panel.set_xlabel("memory beyond inputs and gradients, MiB")
             panel.grid(which="major", color="0.92")
         line[0].set_ylabel("forward + backward time / torch.compile's")
