@@ -47,7 +47,7 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
     )
     names, colours = backend_names([run.summary for run in runs]), _colours(runs)
     baseline = baseline_of(runs)
-    bases = {(run.setting, run.summary["seed"]): run for run in runs if run.summary["loss"] == baseline}
+    bases = {(run.course, run.summary["seed"]): run for run in runs if run.summary["loss"] == baseline}
     seeds = sorted({run.summary["seed"] for run in runs})
     lines: dict[str, Any] = {}
     for run, name, colour in zip(runs, names, colours, strict=True):
@@ -56,7 +56,7 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
         style = {"color": colour, "linewidth": 1.2, "alpha": 0.9, "linestyle": dash}
         label = f"{name}, seed {run.summary['seed']}" if len(seeds) > 1 else name
         [lines[label]] = top.plot(*zip(*run.losses, strict=True), **style)
-        base = bases.get((run.setting, run.summary["seed"]))
+        base = bases.get((run.course, run.summary["seed"]))
         if base is not None and base is not run and (difference := curve_difference(run, base)):
             bottom.plot(*zip(*difference, strict=True), **style)
     for (top, bottom), model in zip(grid.T, models, strict=True):
@@ -245,9 +245,9 @@ def memory_parts(runs: Sequence[Run]) -> Any:
 
 
 def baseline_of(runs: Sequence[Run]) -> str:
-    """The loss that ratios are taken to: compiled where it was run, else eager."""
+    """The loss that ratios are taken to: compiled where it was run, else eager, else our exact one."""
     losses = {run.summary["loss"] for run in runs if run.finished}
-    return next((name for name in BASELINES if name in losses), BASELINES[0])
+    return next((name for name in (*BASELINES, "cce_kahan") if name in losses), BASELINES[0])
 
 
 # -------------------------------------------------------------------------------------------------------- drawing
@@ -321,10 +321,10 @@ def _one_setting(runs: Sequence[Run]) -> list[Run]:
     kept: list[Run] = []
     for model in dict.fromkeys(run.summary["model"] for run in runs):
         own = [run for run in runs if run.summary["model"] == model and run.losses]
-        settings = [run.setting for run in own]
-        if settings:
-            common = max(settings, key=settings.count)
-            kept += [run for run in own if run.setting == common]
+        courses = [run.course for run in own]
+        if courses:
+            common = max(courses, key=courses.count)
+            kept += [run for run in own if run.course == common]
     return kept
 
 

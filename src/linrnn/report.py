@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,7 @@ from linrnn.results import (
     same_origin,
     write_committed,
 )
-from linrnn.verdicts import LEAST_STEPS, OPEN, Verdict, branches, verdicts
+from linrnn.verdicts import LEAST_STEPS, OPEN, SMOOTHED_STEPS, Verdict, branches, largest_difference, verdicts
 
 GIB = 2**30
 OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in the report itself
@@ -112,7 +113,7 @@ def _markdown(
     pictures: Sequence[Path],
 ) -> str:
     own = [verdict for verdict in found if verdict.backend.split()[0] in OURS]
-    lines = [f"# {title}", "", *_table(runs), *_filter_lines(runs), *_origin(runs)]
+    lines = [f"# {title}", "", *_table(runs), *course_lines(runs), *_filter_lines(runs), *_origin(runs)]
     if own:
         lines += ["## Verdicts", "", *verdict_table(own), "", "All backends: [verdicts.md](verdicts.md).", ""]
     if crossover := plots.crossover_lines(runs):
@@ -125,10 +126,12 @@ def _markdown(
 
 
 def _table(runs: Sequence[Run]) -> list[str]:
+    checkpointing = plots.varies(runs, "activation_checkpointing")
     lines = [
-        "| model | size | loss | B | T | V | seed | status | train loss, nats | valid loss, nats | bits per byte "
-        "| peak memory, GiB | ratio | tokens/s | ratio | step, ms | of it loss | MFU |",
-        "|---|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| model | size | loss | {'checkpointing | ' * checkpointing}B | T | V | seed | status | train loss, nats "
+        "| valid loss, nats | bits per byte | peak memory, GiB | ratio | tokens/s | ratio | step, ms "
+        "| of it loss | MFU |",
+        f"|---|---|---|{'---|' * checkpointing}--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     baseline = plots.baseline_of(runs)
     bases = {(run.setting, run.summary["seed"]): run.summary for run in runs if run.summary["loss"] == baseline}
@@ -139,6 +142,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
             s["model"],
             s["size"],
             name,
+            *([s["activation_checkpointing"]] if checkpointing else []),
             str(s["batch_size"]),
             str(s["seq_len"]),
             _show(s["vocab_size"], ","),
@@ -172,6 +176,50 @@ def _table(runs: Sequence[Run]) -> list[str]:
         if not run.finished
     ]
     return lines
+
+
+def course_lines(runs: Sequence[Run]) -> list[str]:
+    """Where a run ended early: curves over the steps that two have, of two losses or of two seeds of one."""
+    if not any(run.losses and not run.finished for run in runs):
+        return []
+    names = dict(zip((run.summary["run_name"] for run in runs), backend_names([r.summary for r in runs]), strict=True))
+    baseline, rows = plots.baseline_of(runs), []
+    for a, b in combinations(sorted(runs, key=lambda run: run.summary["loss"] != baseline), 2):
+        common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
+        same_loss, same_seed = (names[a.summary["run_name"]] == names[b.summary["run_name"]], _seed(a) == _seed(b))
+        if a.course != b.course or same_loss == same_seed or len(common) < LEAST_STEPS:
+            continue
+        means = [fmean(dict(run.losses)[step] for step in common[-LAST:]) for run in (b, a)]
+        validated = max(dict(a.validations).keys() & dict(b.validations).keys(), default=None)
+        valid = [None if validated is None else dict(run.validations)[validated] for run in (b, a)]
+        cells = [
+            a.summary["model"],
+            f"{names[b.summary['run_name']]}, seed {_seed(b)}",
+            f"{names[a.summary['run_name']]}, seed {_seed(a)}",
+            str(len(common)),
+            _show(largest_difference(b, a), ".4f"),
+            f"{means[0] - means[1]:+.4f}",
+            _show(validated, ","),
+            *(_show(value, ".2f") for value in valid),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return []
+    return [
+        "## Over the steps that two runs have",
+        "",
+        f"| model | run | against | steps | largest difference (mean of {SMOOTHED_STEPS}), nats "
+        f"| mean of the last {LAST}, difference | validated at step | perplexity | against |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+        "Two seeds see other batches: their curves differ by the batches' noise as well.",
+        "",
+    ]
+
+
+def _seed(run: Run) -> int:
+    return int(run.summary["seed"])
 
 
 def _filter_lines(runs: Sequence[Run]) -> list[str]:

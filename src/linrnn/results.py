@@ -38,6 +38,8 @@ SETTING = (
     "world_size",
     "steps",
 )
+# What runs share whose curves can be laid over each other, whether or not they reached their last step.
+COURSE = tuple(key for key in SETTING if key not in ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps"))
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class Run:
         summary, environment: summary.json and environment.json; a run that could not start has no environment.
         losses: (step, nats per token) of every logged step.
         statistics: what the loss reports beside it (a filter's `dropped_mass_mean`, say), by name, in the same way.
+        validations: (step, perplexity) of every validation.
     """
 
     summary: dict[str, Any]
     environment: dict[str, Any]
     losses: list[tuple[int, float]] = field(default_factory=list)
     statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    validations: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -63,6 +67,11 @@ class Run:
     def setting(self) -> tuple[Any, ...]:
         """What it shares with the runs that it can be compared with."""
         return tuple(self.summary.get(key) for key in SETTING)
+
+    @property
+    def course(self) -> tuple[Any, ...]:
+        """What it shares with the runs whose curves can be laid over its own."""
+        return tuple(self.summary.get(key) for key in COURSE)
 
 
 def read_runs(group: Path) -> list[Run]:
@@ -91,6 +100,7 @@ def read_committed(directory: Path) -> list[Run]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})", "name a directory that scripts/report.py wrote") from error
     curves, statistics = content.get("losses", {}), content.get("statistics", {})
+    validations = content.get("validations", {})
     return [
         Run(
             summary,
@@ -100,6 +110,7 @@ def read_committed(directory: Path) -> list[Run]:
                 name: [(step, value) for step, value in curve]
                 for name, curve in statistics.get(summary["run_name"], {}).items()
             },
+            [(step, perplexity) for step, perplexity in validations.get(summary["run_name"], [])],
         )
         for summary in content["runs"]
     ]
@@ -118,6 +129,7 @@ def write_committed(runs: Sequence[Run], path: Path) -> None:
             for run in runs
             if run.statistics
         },
+        "validations": {run.summary["run_name"]: _thinned(run.validations) for run in runs if run.validations},
     }
     lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in curves.items() if curve)
     path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n")
@@ -217,6 +229,7 @@ def _read(directory: Path) -> Run:
         environment=json.loads(environment.read_text()) if environment.exists() else {},
         losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
         statistics=statistics,
+        validations=[(r["step"], r["valid/perplexity"]) for r in records if r.get("valid/perplexity") is not None],
     )
 
 

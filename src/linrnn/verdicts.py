@@ -64,7 +64,7 @@ CURVES = Criterion(
     0.01,
     True,
     ".4f",
-    "runs of both losses in one setting",
+    PERPLEXITY.source,
 )
 BACKWARD = Criterion(
     "backward pass of the loss, speed-up (H3: 1.5-2)", 1.5, False, ".2f", "runs of both losses in one setting"
@@ -148,10 +148,10 @@ def _ratio(key: str) -> Compare:
 
 
 def _difference(key: str, absolute: bool = False) -> Compare:
-    """Of what was learnt: runs of a few steps, made for speed and memory, say nothing about it."""
+    """Of what was learnt."""
 
     def compare(run: Run, base: Run) -> float | None:
-        if min(run.summary.get("steps") or 0, base.summary.get("steps") or 0) < LEAST_STEPS:
+        if not _learnt(run, base):
             return None
         value, other = run.summary.get(key), base.summary.get(key)
         if value is None or other is None:
@@ -170,10 +170,20 @@ def curve_difference(run: Run, base: Run) -> list[tuple[int, float]]:
     return [(step, sum(window) / len(window)) for step, window in zip(steps, windows, strict=True)]
 
 
-def _largest_difference(run: Run, base: Run) -> float | None:
+def largest_difference(run: Run, base: Run) -> float | None:
+    """Nats between two curves, the most of a mean over SMOOTHED_STEPS steps; None for fewer common steps than that."""
     # The first window has few steps; from a full one on.
     smooth = curve_difference(run, base)[SMOOTHED_STEPS - 1 :]
     return max((abs(nats) for _, nats in smooth), default=None)
+
+
+def _largest_difference(run: Run, base: Run) -> float | None:
+    return largest_difference(run, base) if _learnt(run, base) else None
+
+
+def _learnt(run: Run, base: Run) -> bool:
+    """Whether losses can be compared: runs of a few steps, made for speed and memory, say nothing about them."""
+    return min(run.summary.get("steps") or 0, base.summary.get("steps") or 0) >= LEAST_STEPS
 
 
 def _backward_speed_up(run: Run, base: Run) -> float | None:
@@ -350,12 +360,12 @@ def branches(found: Sequence[Verdict]) -> list[tuple[str, str, str]]:
     base = "compiled" if values(MEMORY, ours, "compiled") else "standard"
     rows = []
     batch, speed = values(BATCH, ours, base), values(SPEED_AT_LARGEST, ours, base)
+    saturated = "a larger batch does not give speed: the GPU is saturated already"
     if batch and speed:
-        holds = max(batch) > 1 and max(speed) < 1.08
         figures = f"batch x {max(batch):.2f}, tokens/s x {max(speed):.3f} at most"
-        rows.append(("a larger batch does not give speed: the GPU is saturated already", _word(holds), figures))
+        rows.append((saturated, _word(max(speed) < 1.08) if max(batch) > 1 else OPEN, figures))
     else:
-        rows.append(("a larger batch does not give speed: the GPU is saturated already", OPEN, BATCH.source))
+        rows.append((saturated, OPEN, BATCH.source))
     losses = values(MVE_LOSS, ours, base) + values(CURVES, ours, base)
     figures = f"at most {max(losses):.4f} nats apart" if losses else CURVES.source
     rows.append(("CCE-Kahan loses precision in linear RNNs", _word(max(losses) > 0.01) if losses else OPEN, figures))

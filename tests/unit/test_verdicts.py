@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 from linrnn import plots, verdicts
 from linrnn.errors import ConfigError, DataError
@@ -103,7 +104,7 @@ def test_ratios_are_medians_over_paired_seeds_with_margin_and_spread() -> None:
 
 def test_losses_of_a_few_steps_are_not_compared() -> None:
     found = verdicts.verdicts([run("compiled", steps=49), run("cce_kahan", steps=49, nats=7.0)])
-    for criterion in (verdicts.PERPLEXITY, verdicts.MVE_LOSS):
+    for criterion in (verdicts.PERPLEXITY, verdicts.MVE_LOSS, verdicts.CURVES):
         verdict = only(found, criterion, "cce_kahan", "compiled")
         assert verdict.verdict == "open"
         assert "50 steps" in verdict.remark
@@ -156,6 +157,8 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     assert holds["a larger batch does not give speed: the GPU is saturated already"] == "holds"
     assert holds["CCE-Kahan loses precision in linear RNNs"] == "does not hold"
     assert holds["Liger already captures most of the benefit"] == "open"
+    no_larger = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 12, 1010)])
+    assert verdicts.branches(no_larger)[0][1] == "open"
     strange = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
     batch = only(strange, verdicts.BATCH, "cce_kahan", "compiled")
     assert batch.verdict == "open"
@@ -258,6 +261,40 @@ def test_lengths_chunk_sizes_and_shares_of_time_have_plots_and_short_runs_no_cur
         assert {path.name for path in write_report(runs, tmp_path, "g") if path.suffix == ".png"} == expected
 
 
+def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path: Path) -> None:
+    def course(loss: str, steps: int, nats: float, seed: int = 0) -> Run:
+        killed = {} if steps == 80 else {"status": "failed", "reason": "killed", "data_fingerprint": None}
+        curve = [(step, nats + 1 / step) for step in range(1, steps + 1)]
+        valid = [(step, 100 * nats + step) for step in (40, 80) if step <= steps]
+        return replace(run(loss, seed=seed, steps=steps, **killed), losses=curve, validations=valid)
+
+    runs = [course("cce_kahan", 70, 4.998), course("compiled", 80, 5.0), course("cce_kahan", 80, 4.9, seed=1)]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "| gla | cce_kahan, seed 0 | compiled, seed 0 | 70 | 0.0020 | -0.0020 | 40 | 539.80 | 540.00 |" in text
+    assert "| gla | cce_kahan, seed 1 | cce_kahan, seed 0 | 70 | 0.0980 | -0.0980 | 40 | 530.00 | 539.80 |" in text
+    assert "cce_kahan, seed 1 | compiled, seed 0" not in text
+    assert [one.validations for one in read_committed(tmp_path)] == [one.validations for one in runs]
+    figure = plots.loss_curves(runs, "g")
+    assert max(figure.axes[1].lines[0].get_xdata()) == 70, "the killed run's curve is drawn against compiled's"
+    pyplot.close(figure)
+    assert "steps that two runs have" not in write_report(runs[1:], tmp_path, "g")[0].read_text()
+    short = [course("cce_kahan", 40, 4.998), runs[1]]
+    assert "steps that two runs have" not in write_report(short, tmp_path, "g")[0].read_text()
+
+
+def test_checkpointing_has_a_column_where_runs_differ_in_it(tmp_path: Path) -> None:
+    runs = [run("compiled"), run("compiled", activation_checkpointing="full", run_name="other")]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "| gla | mve | compiled | full | 8 | 2048 |" in text
+    assert "checkpointing |" not in write_report(runs[:1], tmp_path, "g")[0].read_text().splitlines()[2]
+
+
+def test_without_compiled_and_eager_ratios_are_to_our_exact_loss() -> None:
+    assert plots.baseline_of([run("cce_filter"), run("cce_kahan")]) == "cce_kahan"
+    assert plots.baseline_of([run("cce_filter"), run("standard"), run("cce_kahan")]) == "standard"
+    assert plots.baseline_of([run("cce_filter")]) == "compiled"
+
+
 def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path) -> None:
     curves = {"entries_kept": [(1, 0.5), (2, 0.25)], "dropped_mass_mean": [(1, 0.5), (2, 0.3)]}
     filtered = replace(run("cce_filter"), statistics=curves)
@@ -316,7 +353,9 @@ def test_every_committed_summary_reads_judges_and_plots(directory: str) -> None:
     assert table["peak_memory_gib"].notna().any()
     verdicts.verdicts(runs)
     for plot in (plots.pareto, plots.memory_parts, plots.batch_scaling):
-        assert plot(runs).axes
+        figure = plot(runs)
+        assert figure.axes
+        pyplot.close(figure)
 
 
 def test_a_frame_has_the_loss_layer_s_shares() -> None:
