@@ -69,7 +69,7 @@ def measure_collective(
 def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device) -> LossRow:
     """One shape, tokens and head spread evenly over the ranks."""
     shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
-    whole = make_problem(shape, "peaked", dtype, device, config.seed)
+    whole = _of_first(make_problem(shape, "peaked", dtype, device, config.seed))
     here = ranks.under(_parallel("vocab"))
     shards = -(-shape.v // world)
     rows = slice(ranks.rank * shards, min((ranks.rank + 1) * shards, shape.v))
@@ -107,6 +107,14 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig
         name, shape.n, shape.d, shape.v, world, ms["together"], ms["alone"], ms["shard"], memory["together"],
         memory["alone"], sent / MIB, ms["alone"] / (world * ms["together"]), *errors,
     )  # fmt: skip
+
+
+def _of_first(problem: Problem) -> Problem:
+    """Rank 0's tensors on every rank: a GPU that draws labels twice from one seed may draw a few others, since
+    torch.multinomial searches sums whose order of addition is not fixed there."""
+    for tensor in (problem.hidden_ND, problem.weight_VD, problem.labels_N):
+        dist.broadcast(tensor.detach(), 0)
+    return problem
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

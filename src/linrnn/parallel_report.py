@@ -63,7 +63,7 @@ class StepRow:
 
     Attributes:
         scaling: `alone` (each rank by itself), `weak` (the same sequences a rank), `strong` (the same in all).
-        efficiency: tokens/s against that of as many GPUs alone.
+        efficiency: tokens/s against that of as many GPUs alone, each with the sequences of `weak`.
         gib: peak memory of the rank that has most; null on a CPU.
         sent_gib: by each rank in a step, from formulas.
     """
@@ -182,7 +182,7 @@ def markdown(runs: list[Measured]) -> str:
     if steps:
         lines += _table(
             "Training steps",
-            "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, with the batch of that row.",
+            "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, each with the B of its run's row `alone`.",
             (
                 "model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "GiB",
                 "GiB sent",

@@ -7,6 +7,7 @@ The time of a step is that of its FLOPs at the share of the peak that one GPU re
 not hide behind it: blocks are gathered and reduced while others are computed; embedding, head and loss are not, nor is
 DDP's last gradient, the embedding's. A ring over n ranks takes a hop's latency n − 1 times; among machines it crosses
 each machine's network cards once, all of them together; a group of one GPU a machine (HSDP's replicas) has one card.
+No micro-step is faster than its host launches it.
 """
 
 import math
@@ -43,19 +44,28 @@ class Rates:
 
     Attributes:
         link: bytes/s that a GPU sends in a ring within a machine.
+        call: s, of a collective of one number, whatever the ranks.
         hop: s, latency of a step of a ring; of a tree over n ranks 2 log2 n of them.
         card: bytes/s of a network card, one for each GPU.
         shares: of the peak that one GPU reaches by hardware FLOPs: (model, size, share); ASSUMED_MFU for others.
+        floors: s, that a micro-step takes at least, however little work a GPU has: (model, size, ddp or fsdp, s); 0
+            for others.
     """
 
     link: float = 300 * GB
+    call: float = 20e-6
     hop: float = 4e-6
     card: float = 40 * GB  # 400 Gbit/s less a fifth
     shares: tuple[tuple[str, str, float], ...] = ()
+    floors: tuple[tuple[str, str, str, float], ...] = ()
 
     def share(self, model: str, size: str) -> float:
         found = [share for of_model, of_size, share in self.shares if (of_model, of_size) == (model, size)]
         return found[0] if found else accounting.ASSUMED_MFU
+
+    def floor(self, model: str, size: str, parallel: ParallelConfig) -> float:
+        way = "fsdp" if isinstance(parallel, FsdpConfig) else parallel.name  # vocab does all that fsdp does
+        return next((seconds for *of, seconds in self.floors if of == [model, size, way]), 0.0)
 
     def of_ring(self, ranks: int) -> float:
         """Bytes/s of a GPU in a ring over so many."""
@@ -78,6 +88,7 @@ class Foreseen:
     sent_across: int
     compute: float
     exposed: float
+    launches: float
     mfu: float
 
 
@@ -126,9 +137,10 @@ def foresee(
     assert peak is not None
     compute = flops.hardware / (peak * rates.share(setting.model, setting.size))
     exposed = _exposed(arch, parallel, sent, gpus, shard_ranks, micro_steps, _body(flops) * compute, rates)
+    launches = micro_steps * rates.floor(setting.model, setting.size, parallel)
     return Foreseen(
         way, gpus, sequences, micro_steps, memory.peak, sum(sent.within.values()), sum(sent.across.values()), compute,
-        exposed, flops.model / (compute + exposed) / peak,
+        exposed, launches, flops.model / max(compute + exposed, launches) / peak,
     )  # fmt: skip
 
 
@@ -149,17 +161,18 @@ def _exposed(
 ) -> float:
     """Seconds of communication that the `body`'s seconds of computation do not hide."""
     if not isinstance(parallel, FsdpConfig):  # beside the backward pass of the last micro-step
-        seconds = sent.total / rates.of_ring(gpus) + 2 * math.log2(gpus) * rates.hop * math.ceil(sent.total / 50e6)
+        latency = rates.call + 2 * math.log2(gpus) * rates.hop
+        seconds = sent.total / rates.of_ring(gpus) + latency * math.ceil(sent.total / 50e6)
         last = 2 * 4 * arch.embedding_parameters / rates.of_ring(gpus)
         return max(last, seconds - body * 2 / 3 / micro_steps)
-    rate, latency = rates.of_ring(shard_ranks), (shard_ranks - 1) * rates.hop
+    rate, latency = rates.of_ring(shard_ranks), rates.call + (shard_ranks - 1) * rates.hop
     hidden = (sent.within["blocks gathered"] + sent.within["blocks reduced"]) / rate
     hidden += 3 * arch.num_layers * micro_steps * latency
     open_parts = sum(size for name, size in sent.within.items() if not name.startswith("blocks"))
     shown = open_parts / rate + 4 * micro_steps * latency
     replicas = gpus // shard_ranks
     if replicas > 1:
-        tree = 2 * math.log2(replicas) * rates.hop
+        tree = rates.call + 2 * math.log2(replicas) * rates.hop
         hidden += sent.across["blocks"] / rates.card + arch.num_layers * tree
         shown += sent.across["embedding and head"] / rates.card + 2 * tree
     return max(0.0, hidden - body) + shown
@@ -169,32 +182,44 @@ def _exposed(
 def measured_rates(runs: list[Measured]) -> Rates:
     """Rates of a machine from all runs on this kind of GPU; what they lack stays as it is assumed.
 
-    Links and latency: of collectives by themselves, over as many ranks as were measured, of the largest tensor and of
-    one number. Shares of the peak: of training steps of one GPU.
+    Link: of collectives by themselves, over as many ranks as were measured, of the largest tensor. Latency: of one
+    number, a line through the medians over the fewest and the most ranks. Shares of the peak: of training steps of one
+    GPU, the fastest run's. Floors: the shortest step of strong scaling, an upper bound of what its launches take.
     """
     runs = [run for run in runs if run.device == GPU]
-    collectives = [row for run in runs for row in run.collectives]
-    large = [row.gb_per_second * GB for row in _most(collectives, largest=True) if row.gb_per_second]
-    small = [row.ms / 1e3 / (row.ranks - 1) for row in _most(collectives, largest=False) if not row.mib]
-    shares = {}
-    for run in runs:
-        for row in run.steps:
-            if row.parallel == "none":
-                shares[row.model, row.size] = _share_of_peak(row)
+    large = _of_most_ranks([row for run in runs for row in run.collectives if row.gb_per_second])
+    call, hop = _latency([row for run in runs for row in run.collectives if not row.mib])
+    shares: dict[tuple[str, str], float] = {}
+    floors: dict[tuple[str, str, str], float] = {}
+    for row in (row for run in runs for row in run.steps):
+        if row.parallel == "none":
+            shares[row.model, row.size] = max(_share_of_peak(row), shares.get((row.model, row.size), 0.0))
+        elif row.scaling == "strong":
+            key = (row.model, row.size, row.parallel)
+            floors[key] = min(row.step_ms / 1e3, floors.get(key, math.inf))
     return Rates(
         link=statistics.median(large) if large else ASSUMED.link,
-        hop=statistics.median(small) if small else ASSUMED.hop,
+        call=call,
+        hop=hop,
         shares=tuple((*key, share) for key, share in sorted(shares.items())),
+        floors=tuple((*key, seconds) for key, seconds in sorted(floors.items())),
     )
 
 
-def _most(rows: list[CollectiveRow], largest: bool) -> list[CollectiveRow]:
-    """Those over the most ranks, of the largest or the smallest tensor."""
-    if not rows:
-        return []
-    ranks = max(row.ranks for row in rows)
-    size = (max if largest else min)(row.mib for row in rows if row.ranks == ranks)
-    return [row for row in rows if (row.ranks, row.mib) == (ranks, size)]
+def _of_most_ranks(rows: list[CollectiveRow]) -> list[float]:
+    """Bytes/s of the largest tensors over the most ranks."""
+    most = max(((row.ranks, row.mib) for row in rows), default=None)
+    return [row.gb_per_second * GB for row in rows if (row.ranks, row.mib) == most and row.gb_per_second]
+
+
+def _latency(rows: list[CollectiveRow]) -> tuple[float, float]:
+    """s of a collective of one number, and of a hop; as assumed, where fewer than two numbers of ranks were measured."""
+    seconds = {n: statistics.median(row.ms / 1e3 for row in rows if row.ranks == n) for n in {r.ranks for r in rows}}
+    if len(seconds) < 2:
+        return ASSUMED.call, ASSUMED.hop
+    few, many = min(seconds), max(seconds)
+    hop = max(0.0, (seconds[many] - seconds[few]) / (many - few))
+    return max(0.0, seconds[few] - (few - 1) * hop), hop
 
 
 def _share_of_peak(row: StepRow) -> float:
@@ -275,17 +300,17 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
     if losses:
         lines += [
             "## The vocabulary-parallel loss, foreseen and measured", "",
-            "A rank's share of the work on a GPU by itself, what it sends at the measured rate, and both one after the "
-            "other; *hidden*: the part of that communication which does not show in the time measured.", "",
-            "| N × D × V | GPUs | ms of a shard | ms sending | ms foreseen | ms measured | hidden |",
+            "A rank's share of the work on a GPU by itself, what it sends at the measured rates, and both one after the "
+            "other, as if nothing were hidden.", "",
+            "| N × D × V | GPUs | ms of a shard | ms sending | ms foreseen | ms measured | measured / foreseen |",
             "|---|--:|--:|--:|--:|--:|--:|",
         ]  # fmt: skip
         for row in losses:
             sending = _sending_ms(row, rates)
-            hidden = 1 - (row.ms - row.ms_shard) / sending
+            foreseen = row.ms_shard + sending
             lines.append(
                 f"| {row.tokens} × {row.width} × {row.vocabulary} | {row.ranks} | {row.ms_shard:.2f} | {sending:.2f} | "
-                f"{row.ms_shard + sending:.2f} | {row.ms:.2f} | {hidden:.0%} |"
+                f"{foreseen:.2f} | {row.ms:.2f} | {row.ms / foreseen:.3f} |"
             )
         lines.append("")
     return lines
@@ -293,7 +318,7 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
 
 def _sending_ms(row: LossRow, rates: Rates) -> float:
     """Hidden states, numbers and gradients, each a ring."""
-    return (row.sent_mib * MIB / rates.of_ring(row.ranks) + 3 * (row.ranks - 1) * rates.hop) * 1e3
+    return (row.sent_mib * MIB / rates.of_ring(row.ranks) + 3 * (rates.call + (row.ranks - 1) * rates.hop)) * 1e3
 
 
 def _measurements(runs: list[Measured]) -> str:
@@ -317,8 +342,8 @@ def _sources(rates: Rates) -> str:
         reached += f"{'' if shares else ' ' + others} (assumed)"
     return (
         f"{rates.link / GB:.0f} GB/s of a GPU within a machine ({source(rates.link != ASSUMED.link)}), "
-        f"{rates.card / GB:.0f} GB/s of its network card (assumed), {rates.hop * 1e6:.1f} µs a hop "
-        f"({source(rates.hop != ASSUMED.hop)}); {reached}"
+        f"{rates.card / GB:.0f} GB/s of its network card (assumed), {rates.call * 1e6:.0f} µs a collective and "
+        f"{rates.hop * 1e6:.1f} µs a hop ({source(rates.hop != ASSUMED.hop)}); {reached}"
     )
 
 
@@ -332,7 +357,9 @@ def page(runs: list[Measured]) -> str:
         f"`bf16_autocast`, T = {SEQ_LEN}, `cce_kahan`, no activation checkpointing. The tokens of a step are the same "
         "for any number of GPUs.", "",
         "Communication of the blocks counts only as far as it takes longer than their computation; *exposed* is what "
-        "is left of it, and all of embedding, head and loss. Bytes are those that a GPU sends in a step.", "",
+        "is left of it, and all of embedding, head and loss. *Launches*: what the host takes for the micro-steps, at most: "
+        "the shortest step measured in strong scaling, which no number of GPUs shortens (0: not measured); expected MFU "
+        "is of the longer one. Bytes are those that a GPU sends in a step.", "",
         *_comparison(runs, rates),
     ]  # fmt: skip
     for setting in SETTINGS:
@@ -341,8 +368,8 @@ def page(runs: list[Measured]) -> str:
         lines += [
             f"## {setting.model} {setting.size}, V = {setting.vocab_size:,}, {tokens:.1f} M tokens a step", "",
             "| GPUs | parallel | B x micro-steps | GiB a GPU | GB sent within | GB across replicas | ms computing | "
-            "ms exposed | expected MFU |",
-            "|--:|---|--:|--:|--:|--:|--:|--:|--:|",
+            "ms exposed | ms launches | expected MFU |",
+            "|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|",
         ]  # fmt: skip
         for row in rows:
             best = row.mfu >= max(other.mfu for other in rows if other.gpus == row.gpus) - 5e-4
@@ -350,7 +377,7 @@ def page(runs: list[Measured]) -> str:
             lines.append(
                 f"| {row.gpus} | {row.parallel} | {row.sequences} x {row.micro_steps} | {row.memory / GIB:.1f} | "
                 f"{row.sent_within / GB:.2f} | {row.sent_across / GB:.2f} | {row.compute * 1e3:.0f} | "
-                f"{row.exposed * 1e3:.1f} | {mfu} |"
+                f"{row.exposed * 1e3:.1f} | {row.launches * 1e3:.0f} | {mfu} |"
             )
         lines.append("")
     return "\n".join(lines)

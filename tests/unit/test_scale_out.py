@@ -1,5 +1,6 @@
 """The page on many GPUs: what the formulas must give, whatever the constants; rates and steps that were measured."""
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,6 +67,19 @@ def test_rates_are_those_of_the_most_ranks_and_the_largest_tensors() -> None:
     assert measured_rates([]) == measured_rates([run(8, "another")]) == ASSUMED
 
 
+def test_no_step_is_foreseen_to_be_shorter_than_those_of_strong_scaling() -> None:
+    strong = [dataclasses.replace(steps("fsdp", 4, 2, ms), scaling="strong") for ms in (230.0, 220.0)]
+    rates = measured_rates([dataclasses.replace(run(4), steps=[*run(4).steps, row]) for row in strong])
+    assert rates.floors == (("gla", "1b3", "fsdp", pytest.approx(0.22)),)
+    for way, floor in (("ddp", 0.0), ("fsdp", 0.22), ("vocab, shard_ranks=8", 0.22)):
+        few, many = (foresee(SETTINGS[1], way, gpus, rates) for gpus in (64, 1024))
+        assert (few.micro_steps, few.launches) == (4, pytest.approx(4 * floor))
+        assert many.launches == pytest.approx(floor)
+        unbound = foresee(SETTINGS[1], way, 1024, dataclasses.replace(rates, floors=()))
+        step = unbound.compute + unbound.exposed
+        assert many.mfu == pytest.approx(unbound.mfu * step / max(step, floor))
+
+
 def test_steps_are_compared_with_those_of_one_gpu_and_what_communication_exposes() -> None:
     ddp, fsdp = compare(run(4), ASSUMED)
     assert ddp.foreseen_ms == pytest.approx(400 + ddp.exposed_ms)
@@ -84,9 +98,9 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     assert read(tmp_path) == [run(2), run(4)]
     assert "440 GB/s of a GPU within a machine (measured)" in text
     assert "40 GB/s of its network card (assumed)" in text
-    assert "5.0 µs a hop (measured)" in text
+    assert "0 µs a collective and 5.0 µs a hop (measured)" in text
     assert "one GPU reaches gla 1b3" in text
     assert "others 40% (assumed)" in text
     assert text.count("| gla 1b3 | ddp | weak |") == 2
-    # 0.24 ms of sending at 440 GB/s and 45 µs of latency, of which 0.5 ms show: less than none is hidden
-    assert "| 16384 × 2048 × 128256 | 4 | 10.50 | 0.28 | 10.78 | 11.00 | -76% |" in text
+    # 0.24 ms of sending at 440 GB/s and 45 µs of latency
+    assert "| 16384 × 2048 × 128256 | 4 | 10.50 | 0.28 | 10.78 | 11.00 | 1.020 |" in text
