@@ -43,11 +43,19 @@ def loss_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three tensors that every backend gets: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
     dtype = compute_dtype(precision)
-    cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device, non_blocking=True)
+    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
+    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
     with autocast(precision, device):
-        hidden_BTD = model(batch.input_ids.to(device, non_blocking=True), cu_seqlens=cu_seqlens)
-    hidden_ND = hidden_BTD.flatten(0, 1).to(dtype)
-    return hidden_ND, model.head(dtype), batch.labels.to(device, non_blocking=True).flatten()
+        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
+    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on the device. To a GPU from pinned memory: from other memory the host may have to wait until the GPU
+    has done all that was launched before."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -182,7 +182,8 @@ def markdown(runs: list[Measured]) -> str:
     if steps:
         lines += _table(
             "Training steps",
-            "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, each with the B of its run's row `alone`.",
+            "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, each with the B of the row "
+            "`alone`.",
             (
                 "model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "GiB",
                 "GiB sent",

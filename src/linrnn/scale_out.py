@@ -213,7 +213,7 @@ def _of_most_ranks(rows: list[CollectiveRow]) -> list[float]:
 
 
 def _latency(rows: list[CollectiveRow]) -> tuple[float, float]:
-    """s of a collective of one number, and of a hop; as assumed, where fewer than two numbers of ranks were measured."""
+    """s of a collective of one number, and of a hop; as assumed, unless two numbers of ranks were measured."""
     seconds = {n: statistics.median(row.ms / 1e3 for row in rows if row.ranks == n) for n in {r.ranks for r in rows}}
     if len(seconds) < 2:
         return ASSUMED.call, ASSUMED.hop
@@ -300,8 +300,8 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
     if losses:
         lines += [
             "## The vocabulary-parallel loss, foreseen and measured", "",
-            "A rank's share of the work on a GPU by itself, what it sends at the measured rates, and both one after the "
-            "other, as if nothing were hidden.", "",
+            "A rank's share of the work on a GPU by itself, what it sends at the measured rates, and both one after "
+            "the other, as if nothing were hidden.", "",
             "| N × D × V | GPUs | ms of a shard | ms sending | ms foreseen | ms measured | measured / foreseen |",
             "|---|--:|--:|--:|--:|--:|--:|",
         ]  # fmt: skip
@@ -357,9 +357,9 @@ def page(runs: list[Measured]) -> str:
         f"`bf16_autocast`, T = {SEQ_LEN}, `cce_kahan`, no activation checkpointing. The tokens of a step are the same "
         "for any number of GPUs.", "",
         "Communication of the blocks counts only as far as it takes longer than their computation; *exposed* is what "
-        "is left of it, and all of embedding, head and loss. *Launches*: what the host takes for the micro-steps, at most: "
-        "the shortest step measured in strong scaling, which no number of GPUs shortens (0: not measured); expected MFU "
-        "is of the longer one. Bytes are those that a GPU sends in a step.", "",
+        "is left of it, and all of embedding, head and loss. *Launches*: what the host takes for the micro-steps, at "
+        "most: the shortest step measured in strong scaling, which no number of GPUs shortens (0: not measured); "
+        "expected MFU is of the longer one. Bytes are those that a GPU sends in a step.", "",
         *_comparison(runs, rates),
     ]  # fmt: skip
     for setting in SETTINGS:

@@ -57,6 +57,8 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
+    if "device=cuda" in overrides:
+        leave_kernels_untuned()
     if fault == "signalled_at_once":
         _signalled_at_once()
     elif fault == "counted":
@@ -66,6 +68,15 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
         _at_third_step(rank, FAULTS[fault])
     sys.argv = ["train.py", *overrides]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
+    """Let this process take the first configuration of each of FLA's kernels instead of tuning them for minutes, at
+    sizes that nothing but tests has. Records of tuning are not touched: they go by the configurations tried."""
+    from triton.runtime.autotuner import Autotuner
+
+    candidates = Autotuner.prune_configs
+    set_attribute(Autotuner, "prune_configs", lambda tuner, arguments: candidates(tuner, arguments)[:1])
 
 
 # --------------------------------------------------------------------------------------------------------- outcome
