@@ -231,7 +231,7 @@ def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) 
     from linrnn.results import read_runs
 
     for loss in ("standard", "cce_kahan"):
-        trained(small(f"loss={loss}", "group=pair"))
+        trained(small(f"loss={loss}", "group=pair", "trainer.max_steps=50"))
     paths = write_report(read_runs(tmp_path / "results/pair"), tmp_path / "report", "pair")
     text = paths[0].read_text()
     assert "| gla | smoke | cce_kahan | 2 | 80 | 512 | 0 | finished |" in text
