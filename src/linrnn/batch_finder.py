@@ -142,6 +142,8 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     if on_gpu:
         probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
 
+    environment = in_another_process(_environment)  # seconds, which an answer would otherwise wait for
+
     def foreseen(batch: int) -> float:
         step = model[-1] - model[-2]
         return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
@@ -156,7 +158,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     answer = search(probe, foreseen, budget, config.max_probes)
     for line in report(answer, on_gpu):
         say(line)
-    _write(config, overrides, answer, say)
+    _write(config, overrides, answer, environment, say)
     return answer
 
 
@@ -225,7 +227,9 @@ def report(answer: Answer, on_gpu: bool) -> list[str]:
     return lines
 
 
-def _write(config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer, say: Say) -> None:
+def _write(
+    config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer, environment: dict[str, Any], say: Say
+) -> None:
     from linrnn.config import identity, load_config, run_name, to_yaml
     from linrnn.loggers import WandbMirror
     from linrnn.run_directory import RunDirectory
@@ -249,7 +253,7 @@ def _write(config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer,
             "max_sequences": answer.batch,
             "exact": answer.exact,
             **dataclasses.asdict(answer),
-            "environment": in_another_process(_environment),
+            "environment": environment,
         }
         content["batch_size"] = answer.batch
         directory.write_json("max_batch.json", content)

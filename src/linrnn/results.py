@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COMMITTED = "runs.json"  # of a report: summaries, environment and thinned loss curves of its runs
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
 STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
-CURVE_POINTS = 500  # of a committed curve, at most
+CURVE_POINTS = 1000  # of a committed curve, at most
 # What two runs must share for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
 # What tells settings apart: runs that share all of it differ in loss and seed alone.
@@ -122,14 +122,15 @@ def write_committed(runs: Sequence[Run], path: Path) -> None:
         "environment": next((run.environment for run in runs if run.environment), {}),
         "runs": [run.summary for run in runs],
     }
+    every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
     curves = {
-        "losses": {run.summary["run_name"]: _thinned(run.losses) for run in runs if run.losses},
+        "losses": {run.summary["run_name"]: _thinned(run.losses, every) for run in runs if run.losses},
         "statistics": {
-            run.summary["run_name"]: {name: _thinned(curve) for name, curve in run.statistics.items()}
+            run.summary["run_name"]: {name: _thinned(curve, every) for name, curve in run.statistics.items()}
             for run in runs
             if run.statistics
         },
-        "validations": {run.summary["run_name"]: _thinned(run.validations) for run in runs if run.validations},
+        "validations": {run.summary["run_name"]: run.validations for run in runs if run.validations},
     }
     lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in curves.items() if curve)
     path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n")
@@ -233,7 +234,7 @@ def _read(directory: Path) -> Run:
     )
 
 
-def _thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Every n-th point, as many as are kept, the last one among them."""
-    every = -(-len(curve) // CURVE_POINTS)
-    return [(step, float(f"{value:.6g}")) for step, value in curve[::-every][::-1]] if curve else []
+def _thinned(curve: list[tuple[int, float]], every: int) -> list[tuple[int, float]]:
+    """Every n-th point from the first on, so that runs which ended at different steps keep the same ones; the last."""
+    kept = [point for n, point in enumerate(curve) if n % every == 0 or n == len(curve) - 1]
+    return [(step, float(f"{value:.6g}")) for step, value in kept]

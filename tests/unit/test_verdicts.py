@@ -333,14 +333,17 @@ def test_runs_of_two_origins_are_refused(tmp_path: Path) -> None:
 
 
 def test_committed_runs_read_back_with_thinned_curves(tmp_path: Path) -> None:
-    long = Run(run("compiled").summary, HERE, [(step, 1.0) for step in range(1, 1204)])
-    write_committed([long, run("standard")], tmp_path / "runs.json")
+    long = Run(run("compiled").summary, HERE, [(step, 1.0) for step in range(1, 2404)])
+    killed = Run(run("standard").summary, HERE, [(step, 1 / step) for step in range(1, 961)])
+    write_committed([long, killed], tmp_path / "runs.json")
     json.loads((tmp_path / "runs.json").read_text())
     first, second = read_committed(tmp_path)
     assert first.summary == long.summary
     assert len(first.losses) <= CURVE_POINTS
-    assert first.losses[-1] == (1203, 1.0)
-    assert second.losses == [(step, pytest.approx(nats, rel=1e-5)) for step, nats in run("standard").losses]
+    assert first.losses[-1] == (2403, 1.0)
+    assert second.losses[-1] == (960, pytest.approx(1 / 960, rel=1e-5))
+    steps = {step for step, _ in first.losses} & {step for step, _ in second.losses}
+    assert len(steps) == 320, "curves that ended at different steps keep the same ones"
     with pytest.raises(DataError, match=r"scripts/report\.py"):
         read_committed(tmp_path / "nowhere")
 
