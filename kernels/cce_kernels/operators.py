@@ -268,16 +268,14 @@ def _backward(
         finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c)
         stored = backend_of(e).stored
         grads = (state[stored.GRAD_E], state[stored.GRAD_C], None)
+    elif plan.capacity:
+        grads = *gather(
+            grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *dtypes[:2], *ctx.options,
+        ), None  # fmt: skip
     else:
-        if plan.capacity:
-            grads = *gather(
-                grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *dtypes[:2],
-                *ctx.options,
-            ), None  # fmt: skip
-        else:
-            grads = recompute(
-                grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *dtypes, *ctx.options,
-            )  # fmt: skip
+        grads = recompute(
+            grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *dtypes, *ctx.options,
+        )  # fmt: skip
     grad_e, grad_c, grad_bias = (
         None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
     )
