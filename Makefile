@@ -11,8 +11,8 @@ help:            ## what there is
 train: $(VENV)/base   ## set up, then `python train.py model=gla loss=cce_kahan` (more overrides: ARGS="size=mve …")
 	$(RUN) train.py model=gla loss=cce_kahan $(ARGS)
 
-test: $(VENV)/test    ## set up, then every test that needs no GPU (ARGS="-k name" selects)
-	$(RUN) -m pytest $(ARGS)
+test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
