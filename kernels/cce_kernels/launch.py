@@ -1,8 +1,8 @@
-"""Launches that find their compiled kernel by a short key: half of the time that Triton takes on the host.
+"""Launches that find their compiled kernel by a short key, with less time on the host.
 
 For each `kernel[grid](...)` Triton binds the arguments, works out what each one specialises the kernel for, and looks
-up the result: 25 µs on the host of an H200, where a small problem's kernels take no longer than that. `quick` keeps
-the compiled kernel under a key of all that Triton compiles for, and launches that.
+up the result; kernels of a small problem take no longer than that. `quick` keeps the compiled kernel under a key of
+all that Triton compiles for, and launches that.
 """
 
 from __future__ import annotations
