@@ -16,7 +16,7 @@ Cost: N D V multiply-adds on the tensor cores; 2 bytes × N × V written and rea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -24,13 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, head_size
+from .filtered import Rule, by_frequency, head_size
 from .finish import Gradient, finish_rows
-from .hashing import draw, least_draw
+from .hashing import draw, least_draw, row_hashes
 from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
-from .schemes import EIGHTS, SEGMENTS, SLOTS, list_rows
+from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
 SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many programs as it can
@@ -41,31 +41,30 @@ SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many progra
 def select_kernel(
     w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets
     target_ptr,  # (N,) int64, negative for none
-    rank_ptr,  # (V,) int32 or None: below n_head for columns that are not listed
-    with_others_ptr,  # (⌈V / 256⌉,) int32 or None: bits of the eights with columns of the head, or beyond V
+    unlisted_ptr,  # (⌈V / 8⌉,) uint8 or None: of each eight columns' bits those of the head's, and beyond V
     hash_ptr,  # (N,) int32 or None: without, entries from eps on are kept
     factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
     lse_ptr,  # (N,) fp32
     slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
-    found_ptr,  # (rows of the chunk, SEGMENTS, EIGHTS) int32: scratch
+    found_ptr,  # (rows of the chunk, SEGMENTS, FOUND) int32: scratch
     void_ptr,  # () int32: 1 for nothing to do
     count_ptr,  # (N, SEGMENTS) int32: entries to list, in the first segment with the target, written
     dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the others, the head's aside, written
     w_stride,
     first,  # row of the chunk
     V,
-    n_head,
     logit_scale,
     z_loss,
     eps,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
     EIGHTS: tl.constexpr,
+    FOUND: tl.constexpr,
 ):
     """One warp a row and segment, which is every SEGMENTS-th block of 8 EIGHTS columns.
 
-    Survivors are few. Of each eight columns the largest w and the least draw tell whether any can be among them; those
-    eights are found again, side by side, and looked at column by column.
+    Survivors are few. Of each eight columns the largest w and the least draw tell whether any can be among them. Those
+    eights are noted down, and looked at column by column when they are many, or the last.
     """
     LANES: tl.constexpr = 32
     row = first + tl.program_id(0)
@@ -78,11 +77,11 @@ def select_kernel(
         to_share *= 2.0**32
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
-    found_ptr += place * EIGHTS
+    found_ptr += place.to(tl.int64) * FOUND
     column = tl.arange(0, 8)[None, :]
     count = tl.zeros((), dtype=tl.int32)
-    dropped = tl.zeros((EIGHTS,), dtype=tl.float32)
-    dropped_beside = tl.zeros((LANES,), dtype=tl.float32)
+    found = tl.zeros((), dtype=tl.int32)
+    dropped = tl.zeros((LANES,), dtype=tl.float32)
     eights = tl.cdiv(V, 8)
     end = eights * (1 - tl.load(void_ptr))
     for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
@@ -90,37 +89,38 @@ def select_kernel(
         w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
         share = tl.max(w, axis=1) * to_share
         look = share >= 1 if hash_ptr is None else share > least_draw(row_hash, eighth)
-        if with_others_ptr is not None:
-            bits = tl.load(with_others_ptr + (eighth >> 5), mask=eighth < eights, other=0)
-            look |= ((bits >> (eighth & 31)) & 1) != 0
-        dropped += tl.where(look, 0.0, tl.sum(w, axis=1))
-        places, found = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
-        tl.store(found_ptr + places.reshape((EIGHTS,)), eighth, mask=look)
+        if unlisted_ptr is not None:  # in w's order: if it saw consecutive ones, Triton would have a lane load eight
+            in_order = (eighth >> 5 << 5) + (eighth & 31)
+            look |= tl.load(unlisted_ptr + in_order, mask=eighth < eights, other=0) != 0
+        passed = tl.where(look, 0.0, tl.sum(w, axis=1))
+        dropped += tl.sum(passed.reshape((EIGHTS // LANES, LANES)), axis=0)
+        places, more = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
+        tl.store(found_ptr + found + places.reshape((EIGHTS,)), eighth, mask=look)
+        found += more
+        now = tl.where((found > FOUND - EIGHTS) | (at + SEGMENTS * EIGHTS >= end), found, 0)
         tl.debug_barrier()  # what other lanes have found is read next
-        for begin in range(0, found, LANES):
+        for begin in range(0, now, LANES):
             lane = begin + tl.arange(0, LANES)
-            nearby = tl.load(found_ptr + lane, mask=lane < found, other=0)
+            nearby = tl.load(found_ptr + lane, mask=lane < now, other=0)
             columns = nearby[:, None] * 8 + column
-            listable = tl.load(w_ptr + columns, mask=(lane < found)[:, None], other=0.0).to(tl.float32)
-            if with_others_ptr is not None:
-                inside = columns < V
-                if rank_ptr is not None:
-                    inside &= tl.load(rank_ptr + columns, mask=inside, other=0) >= n_head
-                listable = tl.where(inside, listable, 0.0)
+            listable = tl.load(w_ptr + columns, mask=(lane < now)[:, None], other=0.0).to(tl.float32)
+            if unlisted_ptr is not None:
+                bits = tl.load(unlisted_ptr + nearby).to(tl.int32)
+                listable = tl.where(((bits[:, None] >> column) & 1) == 0, listable, 0.0)
             if hash_ptr is None:
                 keep = listable * to_share >= 1
             else:
                 keep = listable * to_share > draw(row_hash, columns)
-            dropped_beside += tl.sum(tl.where(keep, 0.0, listable), axis=1)
+            dropped += tl.sum(tl.where(keep, 0.0, listable), axis=1)
             slots, kept = _places(keep.to(tl.int32), 1)
             slots += count
             tl.store(slot_ptr + slots, columns, mask=keep & (slots < SLOTS))
             count += kept
-        tl.debug_barrier()  # all is read before the next is found
+        tl.debug_barrier()  # all is read before more is found
+        found -= now
     has_target = (tl.program_id(1) == 0) & (tl.load(target_ptr + row) >= 0)
     tl.store(count_ptr + first * SEGMENTS + place, count + has_target.to(tl.int32))
-    mass = tl.sum(dropped, axis=0) + tl.sum(dropped_beside, axis=0)
-    tl.store(dropped_ptr + first * SEGMENTS + place, mass * to_p)
+    tl.store(dropped_ptr + first * SEGMENTS + place, tl.sum(dropped, axis=0) * to_p)
 
 
 @triton.jit
@@ -154,6 +154,7 @@ def collect_kernel(
     most,  # mass that may be dropped of a row
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    COUNTS: tl.constexpr,  # added up at a time
     BLOCK: tl.constexpr,
 ):
     """Bring the lists of a chunk to their places; in a row's first segment its target comes first. Say so if they are
@@ -165,8 +166,8 @@ def collect_kernel(
     count_ptr += first * SEGMENTS
     starts_ptr += first * SEGMENTS
     start = tl.load(starts_ptr)
-    for before in range(0, place, BLOCK):
-        others = before + tl.arange(0, BLOCK)
+    for before in range(0, place, COUNTS):
+        others = before + tl.arange(0, COUNTS)
         start += tl.sum(tl.load(count_ptr + others, mask=others < place, other=0), axis=0).to(tl.int64)
     count = tl.load(count_ptr + place)
     end = start + count
@@ -254,64 +255,66 @@ def forward(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     assert o.filter_eps is not None
-    z_target = target_logits(e, c, None, columns, o)
-    lse, nll, metrics = torch.empty_like(z_target), torch.empty_like(z_target), empty_metrics(z_target, with_metrics)
-    factor, coefficient = torch.empty_like(z_target), torch.empty_like(z_target)
     rows = list_rows(n_rows, vocab, capacity, o)
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
-    slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
-    found = e.new_empty((rows, SEGMENTS, EIGHTS), dtype=torch.int32)
     scales = float(o.logit_scale), float(o.z_loss)
-    by_rows = (x.split(rows) for x in (e, columns, z_target, lse, nll, factor, coefficient))
-    for i, (e_i, columns_i, z_i, lse_i, nll_i, factor_i, coefficient_i) in enumerate(zip(*by_rows, strict=True)):
-        first, height = i * rows, e_i.shape[0]
-        w_i = w[:height, :vocab]
+    z_target = target_logits(e, c, None, columns, o)
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
+        height = chunk.stop - first
+        w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
-        if i == 0:  # while the first product runs: the host has some thirty small operations to launch for these
-            rule, lists = _rule_and_lists(columns, vocab, capacity, o)
-            with_others = _with_others(rule, vocab)
-        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics))
-        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, Gradient(w_i, factor_i, coefficient_i, None))
+        if first == 0:  # while the first product runs: the host has some thirty small operations to launch for these
+            lists = _lists_of(columns, vocab, capacity, o)
+            unlisted = _unlisted(lists.rank, lists.head, vocab)
+            hashes = lists.hashes if o.filter_unbiased else None
+            lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
+            metrics = empty_metrics(z_target, with_metrics)
+            slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
+            found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
+        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics))
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None)
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if metrics is not None and part.metrics is not None:
-            metrics[:, first : first + height] = part.metrics
+            metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, rule.rank, with_others, rule.hashes, factor, lse, slots, found, lists.void, lists.count,
-            lists.dropped, w.stride(0), first, vocab, rule.n_head, *scales, o.filter_eps,
-            SEGMENTS, SLOTS, EIGHTS, num_warps=1, maxnreg=SELECT_REGISTERS,
+            w_i, columns, unlisted, hashes, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
+            w.stride(0), first, vocab, *scales, o.filter_eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
+            num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height, SEGMENTS)](
             w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
             lists.weight, w.stride(0), first, capacity, *scales, o.filter_eps if o.filter_unbiased else 0.0,
-            math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 256, num_warps=2,
+            math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 256, num_warps=2,
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
     return Rows(lse, nll, None, metrics), lists.tensors()
 
 
-def _rule_and_lists(columns: Tensor, vocab: int, capacity: int, o: Options) -> tuple[Rule, Lists]:
-    """The rule, and lists that hold its tensors and no entry."""
-    rule, lists = Rule.of(columns, vocab, o), Lists.empty(columns, vocab, capacity, o)
-    for ours, made in ((lists.hashes, rule.hashes), (lists.rank, rule.rank), (lists.head, rule.head)):
-        if made is not None:
-            ours.copy_(made)
+def _lists_of(columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
+    """Lists with what the rule says of the rows and the vocabulary, and no entry."""
+    lists = Lists.empty(columns, vocab, capacity, o)
     lists.starts[:1].zero_()
     lists.void.zero_()
     lists.column.fill_(vocab)
-    return rule, lists
+    if o.filter_unbiased:
+        row_hashes(columns, lists.hashes)
+    rank, head = by_frequency(columns, lists.head.shape[0], vocab)
+    return lists if rank is None or head is None else replace(lists, rank=rank, head=head)
 
 
-def _with_others(rule: Rule, vocab: int) -> Tensor | None:
-    """select_kernel's bits (⌈V / 256⌉,) int32, or None where all are 0."""
-    if rule.rank is None and vocab % 8 == 0:
+def _unlisted(rank: Tensor, head: Tensor, vocab: int) -> Tensor | None:
+    """select_kernel's bits (⌈V / 8⌉,) uint8, or None where all are 0."""
+    n_head = head.shape[0]
+    if not n_head and vocab % 8 == 0:
         return None
-    words = cdiv(vocab, 256)
-    others = torch.ones(words * 256, dtype=torch.bool, device=rule.eps.device)
-    if rule.rank is None:
-        others[:vocab] = False
+    unlisted = torch.ones(cdiv(vocab, 8) * 8, dtype=torch.uint8, device=rank.device)
+    if n_head:
+        torch.lt(rank, n_head, out=unlisted[:vocab])
     else:
-        torch.lt(rule.rank, rule.n_head, out=others[:vocab])
-    bits = others.view(words, 32, 8).any(dim=2) * 2 ** torch.arange(32, device=others.device)
-    return bits.sum(dim=1).to(torch.int32)  # of bit 31 wraps around to the sign
+        unlisted[:vocab] = 0
+    unlisted = unlisted.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=rank.device)
+    return unlisted.sum(dim=1, dtype=torch.uint8)
 
 
 def empty_state(columns: Tensor, vocab: int, capacity: int, o: Options) -> list[Tensor]:

@@ -61,7 +61,7 @@ class Rule:
         eps = torch.full(columns.shape, o.filter_eps, device=columns.device)
         if not o.filter_unbiased:
             return cls(eps, None, None, None)
-        rank, head = _by_frequency(columns, vocab)
+        rank, head = by_frequency(columns, head_size(columns.shape[0], vocab), vocab)
         return cls(eps, row_hashes(columns), rank, head)
 
     @property
@@ -94,9 +94,8 @@ def head_size(n_rows: int, vocab: int) -> int:
     return size // 16 * 16
 
 
-def _by_frequency(columns: Tensor, vocab: int) -> tuple[Tensor | None, Tensor | None]:
-    """Each entry's rank by how often it is a target, ties by index, and the head; None if that is empty."""
-    size = head_size(columns.shape[0], vocab)
+def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
+    """Each entry's rank by how often it is a target, ties by index, and the head of `size`; None if that is 0."""
     if not size:
         return None, None
     counts = torch.zeros(vocab + 1, dtype=torch.int32, device=columns.device)
@@ -104,7 +103,7 @@ def _by_frequency(columns: Tensor, vocab: int) -> tuple[Tensor | None, Tensor | 
     order = torch.argsort(counts[:vocab], descending=True, stable=True)
     rank = torch.empty(vocab, dtype=torch.int32, device=columns.device)
     rank[order] = torch.arange(vocab, dtype=torch.int32, device=columns.device)
-    return rank, order[:size]
+    return rank, order[:size].clone()  # the others go
 
 
 def row_hashes(columns: Tensor) -> Tensor:

@@ -253,6 +253,7 @@ def _by_column(
         torch.searchsorted(keys, bounds, out_int32=True, out=starts[i])
         rows[i] = rows[i][order]
         coefficients[i] = coefficients[i][order]
+        del keys, order  # room for the next part's
     return starts, rows, coefficients
 
 

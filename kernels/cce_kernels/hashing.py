@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .filtered import HASH_ENTRY, HASH_MIX
+from .launch import quick
+from .tiles import cdiv
 
 _ENTRY, _MIX = tl.constexpr(HASH_ENTRY), tl.constexpr(HASH_MIX)
+BLOCK = 256
 
 
 @triton.jit
@@ -25,3 +29,25 @@ def least_draw(row_hash, eighth):
 @triton.jit
 def _hash(row_hash, eighth):
     return ((row_hash ^ (eighth * _ENTRY)) * _MIX).to(tl.uint32, bitcast=True)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def row_hashes_kernel(
+    target_ptr,  # (N,) int64
+    hash_ptr,  # (N,) int32, written
+    N,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + rows, mask=rows < N, other=0)
+    x = (rows * 0x3C6EF35F + target * 0x19660D + 0x5F356495).to(tl.uint32)
+    for _ in tl.static_range(2):
+        x = (x ^ (x >> 16)) * 0x45D9F3B
+    tl.store(hash_ptr + rows, (x ^ (x >> 16) ^ 0x80000000).to(tl.int32, bitcast=True), mask=rows < N)
+
+
+def row_hashes(columns: Tensor, out: Tensor) -> None:
+    """Write filtered.row_hashes(columns), one launch in place of eighteen, to out (N,) int32."""
+    n_rows = columns.shape[0]
+    row_hashes_kernel[(cdiv(n_rows, BLOCK),)](columns, out, n_rows, BLOCK, num_warps=4)

@@ -35,7 +35,7 @@ TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
-EIGHTS = 256  # of columns, that are looked at together (entries.py)
+EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a closer look, at most (entries.py)
 # Entries a row that lists hold, on average over the rows: at least, usually, at most. An unbiased row keeps 1 / eps at
 # most, of which the head and the target take half where eps is small; beyond V / 120 dense products are as fast.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 512, 1024
@@ -208,5 +208,5 @@ def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
     what sorting the vocabulary by frequency takes."""
     budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - _state_bytes(n_rows, vocab, capacity)
     budget -= SORT_BYTES_PER_ENTRY * vocab
-    rows = budget // (2 * vocab + 4 * (SLOTS + EIGHTS) * SEGMENTS)
+    rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))
