@@ -2,16 +2,20 @@
 
 For each `kernel[grid](...)` Triton binds the arguments, works out what each one specialises the kernel for, and looks
 up the result; kernels of a small problem take no longer than that. `quick` keeps the compiled kernel under a key of
-all that Triton compiles for, and launches that.
+all that Triton compiles for, and hands it to the driver. Triton's launch hooks (profilers set them) are served by
+Triton's own launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -32,24 +36,33 @@ class Quick:
         self._names = [p.name for p in params]
         self._constants = next((p.num for p in params if p.is_constexpr), len(params))
         assert all(p.is_constexpr for p in params[self._constants :]), f"{kernel.__name__}: constants come last"
-        self._specialised = [not p.do_not_specialize for p in params[: self._constants]]
+        self._readers = [PLAIN if p.do_not_specialize else SPECIALISED for p in params[: self._constants]]
         self._compiled: dict[tuple, CompiledKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        active = driver.active
+        device = active.get_current_device()
         key = (
-            driver.active.get_current_device(), args[self._constants :], *options.items(),
-            *map(_compiled_for, args, self._specialised),
+            device, args[self._constants :], *options.items(),
+            *[readers[type(x)](x) for readers, x in zip(self._readers, args, strict=False)],  # constants have none
         )  # fmt: skip
         compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(*grid, 1, 1)](*args, *(options[name] for name in self._names[len(args) :]))
+        if compiled is None:
+            compiled = self.kernel[grid](*args, **options)
+            if isinstance(compiled, CompiledKernel):
+                self._compiled[key] = compiled
             return
-        compiled = self.kernel[grid](*args, **options)
-        if isinstance(compiled, CompiledKernel):
-            self._compiled[key] = compiled
+        if len(args) < len(self._names):
+            args += tuple(options[name] for name in self._names[len(args) :])
+        if _hooked():
+            compiled[(*grid, 1, 1)](*args)
+            return
+        x, y, z, *_ = (*grid, 1, 1)
+        stream = active.get_current_stream(device)
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def quick(kernel: Any) -> Any:
@@ -57,15 +70,37 @@ def quick(kernel: Any) -> Any:
     return kernel if INTERPRETED else Quick(kernel)
 
 
-def _compiled_for(x: Any, specialised: bool) -> Any:
-    """What of an argument Triton compiles for: of a tensor its dtype and whether it is 16-byte aligned, of an integer
-    its width and, unless the kernel is not to be specialised on it, whether it is 1 or a multiple of 16."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is int:
-        return -(2**31) <= x < 2**31, specialised and (x == 1, x % 16 == 0)
-    if x is None or type(x) is float:
-        return type(x)
-    if isinstance(x, TensorDescriptor) or hasattr(x, "block_shape"):  # Triton's, Gluon's
-        return x.base.dtype, *x.block_shape, getattr(x, "layout", None)
-    raise TypeError(f"an argument of type {type(x).__name__} is not one that launches are known by")
+def _hooked() -> bool:
+    """Whether somebody wants to hear of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain, a function, or None
+
+
+def _fits_32_bits(x: int) -> bool:
+    return -(2**31) <= x < 2**31
+
+
+def _specialised(x: int) -> tuple[bool, bool, bool]:
+    return -(2**31) <= x < 2**31, x == 1, x % 16 == 0
+
+
+class _Readers(dict[type, Callable[[Any], Any]]):
+    """By an argument's type, what of it Triton compiles for: of a tensor its dtype and whether it is 16-byte aligned,
+    of an integer its width and, if the kernel is specialised on it, whether it is 1 or a multiple of 16."""
+
+    def __init__(self, specialised: bool) -> None:
+        super().__init__({int: _specialised if specialised else _fits_32_bits, float: type, type(None): type})
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, Tensor):
+            self[kind] = lambda x: (x.dtype, x.data_ptr() % 16 == 0)
+        elif issubclass(kind, TensorDescriptor):
+            self[kind] = lambda x: (x.base.dtype, *x.block_shape)
+        elif issubclass(kind, hopper.TensorDescriptor):
+            self[kind] = lambda x: (x.base.dtype, *x.block_shape, x.layout)
+        else:
+            raise TypeError(f"an argument of type {kind.__name__} is not one that launches are known by")
+        return self[kind]
+
+
+SPECIALISED, PLAIN = _Readers(True), _Readers(False)

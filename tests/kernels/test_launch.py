@@ -16,13 +16,21 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 class Compiled:
-    """A stand-in for a compiled kernel that notes what it is launched with."""
+    """A stand-in for a compiled kernel that notes what it is launched with: by the driver alone, or as Triton does."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []
+        self.triton_launches: list[tuple] = []
+
+    def run(self, x, y, z, stream, function, packed_metadata, *rest):
+        assert (stream, function, packed_metadata) == (7, self.function, self.packed_metadata)
+        assert rest[:3] == (None, None, None)  # launch metadata, hooks
+        self.launches.append(((x, y, z), rest[3:]))
 
     def __getitem__(self, grid):
-        return lambda *args: self.launches.append((grid, args))
+        return lambda *args: self.triton_launches.append((grid[:3], args))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -42,6 +50,9 @@ def quick(monkeypatch):
     class Device:
         def get_current_device(self):
             return 0
+
+        def get_current_stream(self, device):
+            return 7
 
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_one)
@@ -91,6 +102,7 @@ def test_a_launch_of_the_same_kind_takes_the_kernel_that_is_there(quick, change)
     arguments = PLAIN | change
     call(kernel, **arguments)
     assert len(compiled) == 1
+    assert not compiled[0].triton_launches
     (grid, args), *more = compiled[0].launches  # the first launch was Triton's own
     assert not more
     assert grid == (3, 1, 1)
@@ -104,6 +116,25 @@ def test_a_launch_that_needs_another_kernel_is_compiled(quick, change):
         call(kernel, **arguments)
     assert len(compiled) == 2
     assert [len(each.launches) for each in compiled] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_whoever_hears_of_launches_hears_of_quick_ones(quick, name):
+    kernel, compiled = quick
+    call(kernel, **PLAIN)
+    hooks = getattr(triton.knobs.runtime, name)
+
+    def hook(metadata) -> None:
+        pass
+
+    hooks.add(hook)
+    try:
+        call(kernel, **PLAIN)
+    finally:
+        hooks.remove(hook)
+    assert not compiled[0].launches
+    call(kernel, **PLAIN)
+    assert len(compiled[0].triton_launches) == len(compiled[0].launches) == 1
 
 
 def test_an_argument_of_unknown_kind_is_refused(quick):
