@@ -64,7 +64,8 @@ def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str
         return rows, None
     if reduction == "sum":
         return rows.sum(), None
-    counted = (targets != ignore_index).sum().clamp_(min=1)
+    counts = torch.ne(targets, ignore_index, out=torch.empty_like(targets))  # 0 or 1: as a bool, sum() would copy it
+    counted = counts.sum().clamp_(min=1)
     return rows.sum() / counted, counted
 
 

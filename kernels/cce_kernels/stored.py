@@ -166,34 +166,36 @@ def forward(
         settle: may change, in place, what has been found of a chunk's rows before they are multiplied.
         arrive: makes a chunk's rows of e readable; until then they are not.
     """
-    n_rows = e.shape[0]
-    state = empty_state(e, c, rows, dtypes, o)
-    lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
-    z_target = target_logits(e, c, None, columns, o) if arrive is None else lse
-    metrics = empty_metrics(lse, with_metrics)
-    if dtypes[1] is not None:
-        state[KEYS], state[ORDER] = columns.to(torch.int32).sort(stable=True)
-    w, scaled, factor, coefficient, *_ = _present(state)
-    by_rows = (x.split(rows) for x in (e, columns, z_target, lse, nll, factor, coefficient))
-    for i, (e_i, columns_i, z_i, lse_i, nll_i, factor_i, coefficient_i) in enumerate(zip(*by_rows, strict=True)):
-        height = e_i.shape[0]
-        chunk = slice(i * rows, i * rows + height)
+    n_rows, dim = e.shape
+    z_target = target_logits(e, c, None, columns, o) if arrive is None else None
+    w = _empty_exponentials(e, c, rows)
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
+        height = chunk.stop - first
         if arrive is not None:
             arrive(chunk)
-            z_i = target_logits(e_i, c, None, columns_i, o)
+        e_i, columns_i = e[chunk], columns[chunk]
+        z_i = target_logits(e_i, c, None, columns_i, o) if z_target is None else z_target[chunk]
         w_i = w[:height, : c.shape[0]]
-        scaled_i = None if scaled is None else scaled[:height, : e.shape[1]]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
+        if first == 0:  # the device is at work: what it does not need yet
+            state = empty_state(e, c, rows, dtypes, o, w)
+            _, scaled, factor, coefficient, *_ = _present(state)
+            lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
+            metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
-        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics), largest)
-        gradient = Gradient(w_i, factor_i, coefficient_i, scaled_i)
+        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics), largest)
+        scaled_i = None if scaled is None else scaled[:height, :dim]
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], scaled_i)
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
-            _add_products(c, state, chunk, read=i > 0)
+            _add_products(w_i, scaled_i, c, state, chunk, read=first > 0)
+    if dtypes[1] is not None:  # last: only the backward pass needs them, and they are many small launches
+        state[KEYS], state[ORDER] = columns.to(torch.int32).sort(stable=True)
     return Rows(lse, nll, None, metrics), state
 
 
@@ -214,7 +216,7 @@ def backward(
         state: from `forward`; used up.
         finished: told of rows whose gradient of e is there: of all but the last chunk's before its products.
     """
-    _, _, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    w, scaled, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
     n_rows, dim = e.shape
     first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
 
@@ -246,24 +248,27 @@ def backward(
             num_warps=1,
         )  # fmt: skip
         spilled_targets_kernel[grid](keys, grad_c, lost_c, spill, n_rows, dim, PLACES, block_d)
-    _add_products(c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
+    w = w[: n_rows - first, : c.shape[0]]
+    scaled = None if scaled is None else scaled[: n_rows - first, :dim]
+    _add_products(w, scaled, c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
     finish_e(slice(0 if finished is None else first, n_rows))
 
 
-KEYS, ORDER, GRAD_E, GRAD_C = 4, 5, 7, 9  # places in the state
+KEYS, ORDER, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 9  # places in the state; SUMS: of the first that is summed up
 PLACES = 16  # rows, sorted by target, that one program adds up
 
 
 def empty_state(
-    e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options
-) -> list[Tensor]:
+    e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options,
+    w: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Of the last chunk: w, and e times its factors; each row's factor and target gradient; rows sorted by target: keys
     and indices; w C in parts; dE and dC as far as they are summed: value and lost of each. What is not wanted is
-    empty."""
+    empty. A `w` that is there already is taken."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c = dtypes
     height = min(rows, n_rows)
-    w = e.new_empty(height, cdiv(vocab, 16) * 16)
+    w = _empty_exponentials(e, c, rows) if w is None else w
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
     parts = scaled = sum_e = sum_c = keys = order = None
     if dtype_e is not None:
@@ -279,11 +284,18 @@ def empty_state(
     return [e.new_empty(0) if x is None else x for x in (w, scaled, *row_numbers, keys, order, parts, *sums)]
 
 
+def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
+    """Of a chunk; its rows begin at 16 bytes."""
+    return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
+
+
 def _present(state: list[Tensor]) -> list:
     return [x if x.numel() else None for x in state]
 
 
 def _add_products(
+    w: Tensor,
+    scaled: Tensor | None,
     c: Tensor,
     state: list[Tensor],
     chunk: slice,
@@ -291,17 +303,16 @@ def _add_products(
     scale: Tensor | None = None,
     into: Tensor | None = None,
 ) -> None:
-    """w C of a chunk of rows, whose w and scaled e the state holds, and its share of dC without the targets'."""
-    w, scaled, _, _, _, _, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
-    height = chunk.stop - chunk.start
-    w = w[:height, : c.shape[0]]
+    """w C of a chunk of rows, and its share of dC, wᵀ times scaled e, without the targets'."""
+    parts_e, grad_e, lost_e, grad_c, lost_c = _present(state[SUMS:])
     if grad_e is not None:
         if parts_e is not None:
             product(w, c, parts_e[:, chunk])
         else:
             product(w, c, grad_e[chunk], None if lost_e is None else lost_e[chunk])
     if grad_c is not None:
+        assert scaled is not None
         product(
-            w, scaled[:height, : c.shape[1]], grad_c, lost_c,
+            w, scaled, grad_c, lost_c,
             transpose_a=True, read=read, scale=scale, into=into, beside=grad_e is not None,
         )  # fmt: skip

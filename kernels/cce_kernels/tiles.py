@@ -122,12 +122,17 @@ def compute_capability(x: Tensor) -> int:
         return 0
     if not x.is_cuda:
         return driver.active.get_current_target().arch
-    return 10 * _properties(x.device).major + _properties(x.device).minor
+    return _compute_capability(x.device)
 
 
 def launches_overlap(x: Tensor) -> bool:
     """Whether a kernel on x's device may begin before the one ahead of it is over (programmatic dependent launch)."""
     return compute_capability(x) >= 90
+
+
+@lru_cache
+def _compute_capability(device: torch.device) -> int:
+    return 10 * _properties(device).major + _properties(device).minor
 
 
 @lru_cache
