@@ -142,7 +142,7 @@ def collect_kernel(
     count_ptr,  # (N, SEGMENTS) int32
     dropped_ptr,  # (N, SEGMENTS) fp32
     void_ptr,  # () int32: 1 written where the lists do not do
-    starts_ptr,  # (N SEGMENTS + 1,) int64: those of earlier chunks and this one's first are there, the rest written
+    starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there, the rest written
     column_ptr,  # (capacity,) int32, written
     weight_ptr,  # (capacity,) fp32, written
     w_stride,
@@ -157,46 +157,47 @@ def collect_kernel(
     COUNTS: tl.constexpr,  # added up at a time
     BLOCK: tl.constexpr,
 ):
-    """Bring the lists of a chunk to their places; in a row's first segment its target comes first. Say so if they are
-    void: an entry has no place, or a row has dropped too much."""
+    """Bring the lists of a chunk to their places, a row a program: its target first, then one segment after another.
+    Say so if they are void: an entry has no place, or a row has dropped too much."""
     row = first + tl.program_id(0)
-    segment = tl.program_id(1)
-    place = tl.program_id(0) * SEGMENTS + segment
+    segment = tl.arange(0, SEGMENTS)
+    place = tl.program_id(0) * SEGMENTS
+    target = tl.load(target_ptr + row)
     to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
+    w_ptr += tl.program_id(0).to(tl.int64) * w_stride
+    slot_ptr += place.to(tl.int64) * SLOTS
     count_ptr += first * SEGMENTS
-    starts_ptr += first * SEGMENTS
-    start = tl.load(starts_ptr)
+    start = tl.load(starts_ptr + first)
     for before in range(0, place, COUNTS):
         others = before + tl.arange(0, COUNTS)
         start += tl.sum(tl.load(count_ptr + others, mask=others < place, other=0), axis=0).to(tl.int64)
-    count = tl.load(count_ptr + place)
-    end = start + count
-    tl.store(starts_ptr + place + 1, end)
-    target = tl.load(target_ptr + row)
-    has_target = (segment == 0) & (target >= 0)
-    mass = tl.sum(tl.load(dropped_ptr + row * SEGMENTS + tl.arange(0, SEGMENTS)), axis=0)
-    if (end > capacity) | (count - has_target.to(tl.int32) > SLOTS) | ((mass > most) & (target >= 0)):
+    count = tl.load(count_ptr + place + segment)
+    mass = tl.sum(tl.load(dropped_ptr + row * SEGMENTS + segment), axis=0)
+    end = start + tl.sum(count, axis=0)
+    tl.store(starts_ptr + row + 1, end)
+    listed = tl.where((segment == 0) & (target >= 0), count - 1, count)
+    longest = tl.max(listed, axis=0)
+    if (end > capacity) | (longest > SLOTS) | ((mass > most) & (target >= 0)):
         tl.store(void_ptr, 1)
-    end = tl.minimum(end, capacity)
-    if has_target:
-        if start < capacity:
-            tl.store(column_ptr + start, target.to(tl.int32))
-        start += 1
-    for begin in range(0, tl.minimum(end - start, SLOTS), BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        inside = at < tl.minimum(end - start, SLOTS)
-        column = tl.load(slot_ptr + place.to(tl.int64) * SLOTS + at, mask=inside, other=0)
-        w = tl.load(w_ptr + tl.program_id(0).to(tl.int64) * w_stride + column, mask=inside, other=0.0)
-        tl.store(column_ptr + start + at, column, mask=inside)
-        tl.store(weight_ptr + start + at, tl.maximum(w.to(tl.float32) * to_p, least), mask=inside)
+    if (target >= 0) & (start < capacity):
+        tl.store(column_ptr + start, target.to(tl.int32))
+    begin = start + tl.cumsum(count, axis=0) - listed
+    for at in range(0, tl.minimum(longest, SLOTS), BLOCK):
+        slot = at + tl.arange(0, BLOCK)[None, :]
+        to = begin[:, None] + slot
+        inside = (slot < listed[:, None]) & (slot < SLOTS) & (to < capacity)
+        column = tl.load(slot_ptr + segment[:, None] * SLOTS + slot, mask=inside, other=0)
+        w = tl.load(w_ptr + column, mask=inside, other=0.0)
+        tl.store(column_ptr + to, column, mask=inside)
+        tl.store(weight_ptr + to, tl.maximum(w.to(tl.float32) * to_p, least), mask=inside)
 
 
 @dataclass(frozen=True)
 class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
-    starts: (N SEGMENTS + 1,) int64, the entries of row i stand from starts[i SEGMENTS] to starts[(i + 1) SEGMENTS],
-    the target first; beyond the capacity they are missing. column: (capacity,) int32, V where nothing stands. weight:
+    starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
+    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight:
     (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped:
     (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has dropped more
     than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank, head: the
@@ -223,7 +224,7 @@ class Lists:
             return torch.empty(size, dtype=dtype, device=columns.device)
 
         return cls(
-            starts=new(n_rows * SEGMENTS + 1, dtype=torch.int64),
+            starts=new(n_rows + 1, dtype=torch.int64),
             column=new(capacity, dtype=torch.int32),
             weight=new(capacity, dtype=torch.float32),
             count=new(n_rows, SEGMENTS, dtype=torch.int32),
@@ -282,10 +283,10 @@ def forward(
             w.stride(0), first, vocab, *scales, o.filter_eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
             num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
-        collect_kernel[(height, SEGMENTS)](
+        collect_kernel[(height,)](
             w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
             lists.weight, w.stride(0), first, capacity, *scales, o.filter_eps if o.filter_unbiased else 0.0,
-            math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 256, num_warps=2,
+            math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
     return Rows(lse, nll, None, metrics), lists.tensors()

@@ -16,8 +16,6 @@ Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered;
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -30,8 +28,8 @@ from .filtered import FilterStats, Rule
 from .launch import quick
 from .options import Options
 from .products import product
-from .recompute import Filter, gradients, parts
-from .schemes import SEGMENTS, list_parts
+from .recompute import Fallback, Filter, gradients, parts
+from .schemes import list_parts
 from .tiles import aligned, cdiv, power_of_2
 
 WIDTH, ENTRIES = 256, 4  # of a program of gather_kernel: dimensions, rows of x gathered together
@@ -43,20 +41,19 @@ HEAD_ROWS = 4096  # whose head probabilities exist at a time
 @triton.jit
 def coefficients_kernel(
     active_ptr,  # () int32: 1 for nothing to do
-    starts_ptr,  # (N SEGMENTS + 1,) int64
+    starts_ptr,  # (N + 1,) int64
     weight_ptr,  # (capacity,) fp32
     a_ptr,  # (N,) fp32
     target_ptr,  # (N,) int64, negative for none
     target_coefficient_ptr,  # (N,) fp32
     out_ptr,  # (capacity,) fp32, written
     row_ptr,  # (capacity,) int32, written
-    SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
     row = tl.program_id(0)
     if tl.load(active_ptr) == 0:
-        begin, end = tl.load(starts_ptr + row * SEGMENTS), tl.load(starts_ptr + (row + 1) * SEGMENTS)
+        begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         a = tl.load(a_ptr + row)
         if tl.load(target_ptr + row) >= 0:
             tl.store(out_ptr + begin, tl.load(target_coefficient_ptr + row))
@@ -72,7 +69,7 @@ def coefficients_kernel(
 @triton.jit
 def gather_kernel(
     active_ptr,  # () int32: 1 for nothing to do
-    starts_ptr,  # (PARTS, rows of out, starts_step apart, and one): where in a part of the lists a row's begins
+    starts_ptr,  # (PARTS, rows of out and one): where in a part of the lists a row's begins
     index_ptr,  # (PARTS, part_size) int32: rows of x
     coefficient_ptr,  # (PARTS, part_size) fp32
     x_ptr,  # rows x_stride apart
@@ -88,7 +85,6 @@ def gather_kernel(
     n_rows,
     D,
     PARTS: tl.constexpr,
-    STARTS_STEP: tl.constexpr,
     ENTRIES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -106,9 +102,9 @@ def gather_kernel(
         row = first + i
         acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
         for part in tl.static_range(PARTS):
-            starts_ptrs = starts_ptr + part * starts_size + row * STARTS_STEP
+            starts_ptrs = starts_ptr + part * starts_size + row
             begin = tl.load(starts_ptrs).to(tl.int32)
-            length = tl.load(starts_ptrs + STARTS_STEP).to(tl.int32) - begin
+            length = tl.load(starts_ptrs + 1).to(tl.int32) - begin
             index_ptrs = index_ptr + part * part_size + begin
             coefficient_ptrs = coefficient_ptr + part * part_size + begin
             for at in range(0, length, ENTRIES):
@@ -172,7 +168,7 @@ def backward(
     at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
-        active, lists.starts, lists.weight, scaled_a, columns, at_target, coefficients, rows, SEGMENTS, 256, num_warps=2
+        active, lists.starts, lists.weight, scaled_a, columns, at_target, coefficients, rows, 256, num_warps=2
     )
     if grad_e is not None:
         factor = None if rule.head is None else scaled_a
@@ -187,19 +183,18 @@ def backward(
         del starts, head
     del rows, coefficients, grad_head  # room for the workspace
 
-    dense = Filter(None, None, None, active, grad_e, grad_c)  # where mass is unknown or too large, nothing is dropped
-    if o.filter_mass is None:
-        kept, dropped = parts(e)
-        dense = replace(dense, rule=rule, kept=kept, dropped=dropped)
-    gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, dense)
+    # Where mass is too large, nothing is dropped.
+    filtering = Filter(rule, *parts(e)) if o.filter_mass is None else None
+    fallback = Fallback(active, grad_e, grad_c)
+    gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
         if rule.rank is not None:  # targets of the head are listed, too
             listed = listed - (rule.rank[columns.clamp(min=0)] < rule.n_head).long()
         mass, exact = lists.dropped.sum(dim=1), active != 0
-        if dense.kept is not None and dense.dropped is not None:
-            listed = torch.where(exact, dense.kept.sum(dim=0), listed)
-            mass, exact = torch.where(exact, dense.dropped.sum(dim=0), mass), torch.zeros_like(exact)
+        if filtering is not None:
+            listed = torch.where(exact, filtering.kept.sum(dim=0), listed)
+            mass, exact = torch.where(exact, filtering.dropped.sum(dim=0), mass), torch.zeros_like(exact)
         stats.write(listed, mass, exact, b != 0, vocab)
     return grad_e, grad_c
 
@@ -221,20 +216,22 @@ def _head(
     n_rows, n_head = e.shape[0], rule.n_head
     c_head = aligned(c.index_select(0, rule.head))
     grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
-    ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head)
+    ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head).clamp_(max=n_head).long()[:, None]
     offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities
-    p = e.new_empty(min(HEAD_ROWS, n_rows), n_head + 16)  # the last columns: for targets outside the head
+    most = min(HEAD_ROWS, n_rows)
+    p = e.new_empty(most, n_head + 16)  # the last columns: for targets outside the head
+    scaled = e.new_empty(most, cdiv(e.shape[1], 8) * 8)[:, : e.shape[1]]
     for first in range(0, n_rows, HEAD_ROWS):
         chunk = slice(first, min(first + HEAD_ROWS, n_rows))
-        p_chunk = p[: chunk.stop - first]
+        p_chunk, scaled_chunk = (x[: chunk.stop - first] for x in (p, scaled))
         head = p_chunk[:, :n_head]
         exponentials(e[chunk], c_head, None, columns[chunk], offset[chunk], head, False, o)
-        p_chunk.scatter_(1, ranks[chunk, None].clamp(max=n_head).long(), 0.0)
+        p_chunk.scatter_(1, ranks[chunk], 0.0)
         if grad_e is not None:
             product(head, c_head, grad_e[chunk])
         if grad_head is not None:
-            scaled = (e[chunk] * a[chunk, None]).to(e.dtype)
-            product(head, aligned(scaled), grad_head, transpose_a=True, read=first > 0)
+            torch.mul(e[chunk], a[chunk, None], out=scaled_chunk)
+            product(head, scaled_chunk, grad_head, transpose_a=True, read=first > 0)
     return grad_head
 
 
@@ -276,5 +273,5 @@ def _gather(
     gather_kernel[(cdiv(n_rows, together) * cdiv(dim, width),)](
         active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
         index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], n_rows,
-        dim, len(starts), starts.shape[1] // n_rows, ENTRIES, width, together, dim % width == 0, num_warps=1,
+        dim, len(starts), ENTRIES, width, together, dim % width == 0, num_warps=1,
     )  # fmt: skip

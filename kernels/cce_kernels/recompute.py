@@ -174,22 +174,24 @@ def _filter(
 
 @dataclass(frozen=True)
 class Filter:
-    """The filter of a backward pass.
+    """What is kept; and, added to, `parts` of how much each row kept and dropped."""
 
-    rule: what is kept; None: all. kept, dropped: of `parts`, fp32, or None: parts of what each row kept and dropped,
-    added to. active: () int32 or None: 0 if the gradients are there already. grad_e, grad_c: then where they are.
-    """
+    rule: Rule
+    kept: Tensor
+    dropped: Tensor
 
-    rule: Rule | None
-    kept: Tensor | None
-    dropped: Tensor | None
-    active: Tensor | None = None
-    grad_e: Tensor | None = None
-    grad_c: Tensor | None = None
+
+@dataclass(frozen=True)
+class Fallback:
+    """Gradients that may be there already: `active` () int32, 0 if so; where they are, of the wanted dtypes."""
+
+    active: Tensor
+    grad_e: Tensor | None
+    grad_c: Tensor | None
 
 
 def parts(e: Tensor) -> Tensor:
-    """Zeros (2, splits, N) for `Filter.kept` and `Filter.dropped`."""
+    """Zeros (2, splits, N), fp32, for `Filter.kept` and `Filter.dropped`."""
     row_tiles = cdiv(e.shape[0], gradient_tiles(e.dtype).rows)
     return torch.zeros(2, most_splits(row_tiles, multiprocessors(e)), e.shape[0], device=e.device)
 
@@ -207,6 +209,7 @@ def gradients(
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
     main_grad_c: Tensor | None,
     filtering: Filter | None,
+    fallback: Fallback | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
 
@@ -214,15 +217,17 @@ def gradients(
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see rows.py.
         width: vocabulary entries per chunk.
-        filtering: the filter, where options name one; none for a gradient that is not filtered.
+        filtering: the filter, where options name one and this call is not exact after all; gradients that the options
+            do not filter go without.
+        fallback: where this is only for what others could not do; the device says whether that is anything.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
     active = grad_e = None
-    if filtering is not None and filtering.active is not None:
-        active, grad_e, grad_c = filtering.active, filtering.grad_e, filtering.grad_c
-    else:
+    if fallback is None:
         grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    else:
+        active, grad_e, grad_c = fallback.active, fallback.grad_e, fallback.grad_c
     sum_e = None
     if dtype_e is not None:
         sum_e = Accumulator(e, tuple(e.shape), dtype_e, o.accumulate, value=grad_e)
@@ -297,15 +302,14 @@ def _gradient(
 ) -> Tensor | None:
     """Write dz / peak of one chunk; return dbias / peak by row tile, if asked for."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
-    rule = None if filtering is None else filtering.rule
-    on_hopper = hopper.fits(e) and rule is None and bias_chunk is None and o.softcap is None
+    on_hopper = hopper.fits(e) and filtering is None and bias_chunk is None and o.softcap is None
     tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
     eps = hashes = rank = kept = dropped = None
     first_entry, n_head = first, 0
-    if filtering is not None and rule is not None:
-        kept, dropped = filtering.kept, filtering.dropped
+    if filtering is not None:
+        rule, kept, dropped = filtering.rule, filtering.kept, filtering.dropped
         eps, hashes, n_head, first_entry = rule.eps, rule.hashes, rule.n_head, rule.first + first
         rank = None if rule.rank is None else rule.rank[first : first + width]
     programs = multiprocessors(e)

@@ -172,7 +172,7 @@ def _capacity(p: Problem, o: Options) -> int:
 
 def _state_bytes(n_rows: int, vocab: int, capacity: int) -> int:
     """Of the lists, and of what else stands beside a number or eight of each row, and the entries' ranks."""
-    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (16 * SEGMENTS + 64) + 4 * vocab
+    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 72) + 4 * vocab
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
