@@ -265,7 +265,7 @@ def forward(
         height = chunk.stop - first
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
-        if first == 0:  # while the first product runs: the host has some thirty small operations to launch for these
+        if first == 0:  # while the first product runs: the host has some twenty small operations to launch for these
             lists = _lists_of(columns, vocab, capacity, o)
             unlisted = _unlisted(lists.rank, lists.head, vocab)
             hashes = lists.hashes if o.filter_unbiased else None
