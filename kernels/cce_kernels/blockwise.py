@@ -31,11 +31,22 @@ def prepare(x: Tensor) -> Tensor:
     return x
 
 
-def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options) -> Rows:
+def find_targets(
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options
+) -> tuple[Tensor, None]:
+    """Each row's target column (N,) int64 (see rows.py); its logit is found on the way."""
+    return target_columns(targets, ignore_index, c.shape[0]), None
+
+
+def forward(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
+    z_target: Tensor | None = None,
+) -> Rows:  # fmt: skip
     """What the loss takes of each row.
 
     Args:
         e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, or negative.
+        z_target: not used, as `find_targets` gives none.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     e = e.float()

@@ -14,6 +14,16 @@ from .tiles import cdiv
 BLOCK = 1024
 
 
+@triton.jit
+def columns_of(
+    targets_ptr, rows, stride, N, V, ignore_index, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr
+):  # fmt: skip
+    """Of rows, from their targets (N,), stride apart."""
+    target = tl.load(targets_ptr + rows.to(tl.int64) * stride, mask=rows < N, other=0)
+    column = tl.where((target >= 0) & (target < V), target, OUTSIDE)
+    return tl.where(target == ignore_index, IGNORED, column)
+
+
 @quick
 @triton.jit(do_not_specialize=["stride", "N", "V", "ignore_index"])
 def columns_kernel(
@@ -28,9 +38,8 @@ def columns_kernel(
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(targets_ptr + rows.to(tl.int64) * stride, mask=rows < N, other=0)
-    column = tl.where((target >= 0) & (target < V), target, OUTSIDE)
-    tl.store(columns_ptr + rows, tl.where(target == ignore_index, IGNORED, column), mask=rows < N)
+    column = columns_of(targets_ptr, rows, stride, N, V, ignore_index, IGNORED, OUTSIDE)
+    tl.store(columns_ptr + rows, column, mask=rows < N)
 
 
 def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:

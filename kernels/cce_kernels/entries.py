@@ -245,21 +245,24 @@ class Lists:
 
 
 def forward(
-    e: Tensor, c: Tensor, columns: Tensor, capacity: int, with_metrics: bool, o: Options
-) -> tuple[Rows, list[Tensor]]:
+    e: Tensor, c: Tensor, columns: Tensor, capacity: int, with_metrics: bool, o: Options,
+    z_target: Tensor | None = None,
+) -> tuple[Rows, list[Tensor]]:  # fmt: skip
     """What the loss takes of each row, and the tensors of the `Lists`.
 
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`.
         columns: (N,) int64, each row's target, or what rows.py has in its place.
         capacity: of the lists, in entries.
+        z_target: (N,) fp32, the targets' logits, where they are known already.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     assert o.filter_eps is not None
     rows = list_rows(n_rows, vocab, capacity, o)
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     scales = float(o.logit_scale), float(o.z_loss)
-    z_target = target_logits(e, c, None, columns, o)
+    if z_target is None:
+        z_target = target_logits(e, c, None, columns, o)
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first

@@ -30,9 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import hopper
+from .columns import columns_of
 from .epilogues import exponentials_of
 from .launch import quick
 from .options import Options
+from .rows import IGNORED, OUTSIDE
 from .schemes import most_splits
 from .tiles import (
     GROUP,
@@ -50,26 +52,36 @@ ROWS = 64  # of a program of target_logits_kernel
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "D"])
+@triton.jit(do_not_specialize=["targets_stride", "N", "V", "D", "ignore_index"])
 def target_logits_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     c_ptr,  # (V, D), rows c_stride apart
     bias_ptr,  # (V,) or None
+    targets_ptr,  # (N,) int64, targets_stride apart: what the columns are written from, or None where they are there
     columns_ptr,  # (N,) int64; where negative, column 0 stands in
     z_ptr,  # (N,) fp32, written
     e_stride,
     c_stride,
+    targets_stride,
     N,
+    V,
     D,
+    ignore_index,
     logit_scale,
     softcap,
+    IGNORED: tl.constexpr,
+    OUTSIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """z_i of the target: the diagonal of a product with the targets' rows of C."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
+    if targets_ptr is None:
+        column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
+    else:
+        column = columns_of(targets_ptr, rows, targets_stride, N, V, ignore_index, IGNORED, OUTSIDE)
+        tl.store(columns_ptr + rows, column, mask=rows < N)
     column = tl.where(column < 0, 0, column)
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
@@ -161,11 +173,26 @@ def exponentials_kernel(
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
     """z (N,) fp32 of each row's target; rows without one get column 0's."""
-    (n_rows, dim) = e.shape
+    return _target_logits(e, c, bias, None, 0, columns, o)
+
+
+def find_targets(
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options
+) -> tuple[Tensor, Tensor]:
+    """Each row's target column (N,) int64 (see rows.py) and its logit (N,) fp32, in one launch."""
+    columns = targets.new_empty(targets.shape)
+    return columns, _target_logits(e, c, bias, targets, ignore_index, columns, o)
+
+
+def _target_logits(
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor | None, ignore_index: int, columns: Tensor, o: Options
+) -> Tensor:
+    n_rows, dim = e.shape
     z = e.new_empty(n_rows, dtype=torch.float32)
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
-        e, c, bias, columns, z, e.stride(0), c.stride(0), n_rows, dim, float(o.logit_scale),
-        float(o.softcap or 0), ROWS, tiles_for(e.dtype).inner, o.softcap is not None, num_warps=4,
+        e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
+        n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
+        IGNORED, OUTSIDE, ROWS, tiles_for(e.dtype).inner, o.softcap is not None, num_warps=4,
     )  # fmt: skip
     return z
 

@@ -214,14 +214,19 @@ def finish_rows(
     )  # fmt: skip
 
 
-def forward(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options) -> Rows:
+def forward(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
+    z_target: Tensor | None = None,
+) -> Rows:  # fmt: skip
     """What the loss takes of each row.
 
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         columns: (N,) int64, each row's target, or what rows.py has in its place.
+        z_target: (N,) fp32, the targets' logits, where they are known already.
     """
-    z_target = target_logits(e, c, bias, columns, o)
+    if z_target is None:
+        z_target = target_logits(e, c, bias, columns, o)
     sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
     z_above_mean = None if sums.z is None else z_target - sums.z.sum(dim=0) / c.shape[0]
     largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)

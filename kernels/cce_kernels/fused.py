@@ -4,6 +4,7 @@ from torch import Tensor
 
 from . import entries, gather, schemes, stored
 from .columns import target_columns
+from .exponentials import find_targets
 from .finish import forward
 from .options import Options
 from .recompute import backward
@@ -12,7 +13,9 @@ from .settle import settle
 from .tiles import aligned as prepare
 from .tiles import multiprocessors
 
-__all__ = ["backward", "entries", "forward", "gather", "plan", "prepare", "settle", "stored", "target_columns"]
+__all__ = [
+    "backward", "entries", "find_targets", "forward", "gather", "plan", "prepare", "settle", "stored", "target_columns",
+]  # fmt: skip
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:

@@ -41,8 +41,8 @@ USED_UP = (
 
 
 def backend_of(x: Tensor) -> ModuleType:
-    """The implementation that runs x: a module with target_columns, prepare, plan, forward, backward (and, if
-    planned, stored, entries and gather)."""
+    """The implementation that runs x: a module with target_columns, find_targets, prepare, plan, forward, backward
+    (and, if planned, stored, entries and gather)."""
     if x.is_cuda or INTERPRETED:
         from . import fused  # needs Triton, which a machine without a GPU may lack
 
@@ -72,17 +72,19 @@ def _cross_entropy(
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         # First of all: this refuses a workspace that is too small.
         plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
-        columns = backend.target_columns(targets, ignore_index, c.shape[0])
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
+        bias = None if bias is None else bias.contiguous()
+        columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o)
         state: list[Tensor] = []
         if plan is not None and plan.rows:
             dtypes = _stored_dtypes(e, c, main_grad_c, needs)
-            rows, state = backend.stored.forward(e_as, c_as, columns, plan.rows, dtypes, with_metrics, o)
+            rows, state = backend.stored.forward(
+                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target
+            )
         elif plan is not None and plan.capacity:
-            rows, state = backend.entries.forward(e_as, c_as, columns, plan.capacity, with_metrics, o)
+            rows, state = backend.entries.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
         else:
-            bias = None if bias is None else bias.contiguous()
-            rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o)
+            rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
         loss, counted = reduce_loss(assemble_loss(rows, columns, o), targets, ignore_index, reduction)
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:

@@ -155,6 +155,7 @@ def forward(
     o: Options,
     settle: Callable[[slice, Rows, Gradient], None] | None = None,
     arrive: Callable[[slice], None] | None = None,
+    z_target: Tensor | None = None,
 ) -> tuple[Rows, list[Tensor]]:
     """What the loss takes of each row, and the state that `backward` takes.
 
@@ -165,9 +166,11 @@ def forward(
         dtypes: of the gradients of e and c; None: not wanted.
         settle: may change, in place, what has been found of a chunk's rows before they are multiplied.
         arrive: makes a chunk's rows of e readable; until then they are not.
+        z_target: (N,) fp32, the targets' logits, where they are known already.
     """
     n_rows, dim = e.shape
-    z_target = target_logits(e, c, None, columns, o) if arrive is None else None
+    if z_target is None and arrive is None:
+        z_target = target_logits(e, c, None, columns, o)
     w = _empty_exponentials(e, c, rows)
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))

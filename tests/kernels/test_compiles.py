@@ -62,13 +62,15 @@ def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = Fals
     e, c, targets, bias = draw(case, "cpu")
     e, c, options = fused.prepare(e.detach()), fused.prepare(c.detach()), Options(**case.options)
     bias = None if bias is None else bias.detach()
+    fused.target_columns(targets, -100, c.shape[0])
+    columns, z_target = fused.find_targets(e, c, bias, targets, -100, options)
     ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
-        state = fused.stored.forward(e, c, targets, rows, dtypes[:2], with_metrics, options)[1]
+        state = fused.stored.forward(e, c, columns, rows, dtypes[:2], with_metrics, options)[1]
         fused.stored.backward(e, c, targets, ones[0], rows, state, None)
         return
-    fused.forward(e, c, bias, targets, with_metrics, options)
+    fused.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device))
     fused.backward(e, c, bias, targets, ones, ones, ones, 512, options, dtypes, None, stats)
 
@@ -93,7 +95,7 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory(compiled, cas
     exponentials, gradient = ("exponentials_kernel", "gradient_kernel")
     if case.name == "bf16":
         exponentials, gradient = f"hopper_{exponentials}", f"hopper_{gradient}"
-    assert names == {"target_logits_kernel", exponentials, "rows_kernel", gradient, "product_kernel"}
+    assert names == {"columns_kernel", "target_logits_kernel", exponentials, "rows_kernel", gradient, "product_kernel"}
     for name, kernel in compiled:
         check_resources(name, kernel, case.dtype)
 
@@ -115,7 +117,7 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
     names = {name for name, _ in compiled}
     stored = {"hidden_kernel", "targets_kernel", "spilled_targets_kernel"}
     exponentials = "hopper_exponentials_kernel" if softcap is None else "exponentials_kernel"
-    assert names == {"target_logits_kernel", exponentials, "rows_kernel", "product_kernel"} | stored
+    assert names == {"columns_kernel", "target_logits_kernel", exponentials, "rows_kernel", "product_kernel"} | stored
     for name, kernel in compiled:
         check_resources(name, kernel, BF16)
 
