@@ -312,13 +312,13 @@ def _unlisted(rank: Tensor, head: Tensor, vocab: int) -> Tensor | None:
     n_head = head.shape[0]
     if not n_head and vocab % 8 == 0:
         return None
-    unlisted = torch.ones(cdiv(vocab, 8) * 8, dtype=torch.uint8, device=rank.device)
+    unlisted = torch.ones(cdiv(vocab, 8) * 8, dtype=torch.bool, device=rank.device)
     if n_head:
         torch.lt(rank, n_head, out=unlisted[:vocab])
     else:
-        unlisted[:vocab] = 0
-    unlisted = unlisted.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=rank.device)
-    return unlisted.sum(dim=1, dtype=torch.uint8)
+        unlisted[:vocab] = False
+    bits = unlisted.view(torch.uint8).view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=rank.device)
+    return bits.sum(dim=1, dtype=torch.uint8)
 
 
 def empty_state(columns: Tensor, vocab: int, capacity: int, o: Options) -> list[Tensor]:
