@@ -6,10 +6,9 @@ A sum over launches holds its value in the gradient's own dtype and what roundin
 (accumulator.py); the last launch drops `lost` and applies the scale. The summed dimension may be cut into `splits`,
 each with an fp32 output of its own, where the output has too few tiles to keep every multiprocessor at work.
 
-One program an output tile, which it owns: no locks, no atomics, deterministic. Where there may be nothing to do after
-all, one a multiprocessor instead, each with several tiles: hundreds of programs take 10 µs to come and go. Two products
-that need nothing of each other run side by side: the multiprocessors that the last tiles of the first leave idle begin
-with the second (programmatic dependent launch; before Hopper one runs after the other).
+One program an output tile, which it owns: no locks, no atomics, deterministic. Two products that need nothing of each
+other run side by side: the multiprocessors that the last tiles of the first leave idle begin with the second
+(programmatic dependent launch; before Hopper one runs after the other).
 
 Cost: M K COLS multiply-adds on the tensor cores; the output and, between launches, out and lost, read and written.
 """
@@ -23,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .compensated import read_sum, write_sum
 from .launch import quick
-from .tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, multiprocessors, tiles_for
+from .tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
 
 
 @quick
@@ -131,8 +130,7 @@ def product(
     tiles = tiles_for(a.dtype, cols)
     overlap = launches_overlap(a)
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
-    programs = units if active is None else min(units, multiprocessors(a))
-    product_kernel[(programs,)](
+    product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, scale, active, n_rows, cols, depth,
