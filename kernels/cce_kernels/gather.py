@@ -150,7 +150,7 @@ def backward(
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, see rows.py.
         lse, a, b: (N,) fp32, as in recompute.py.
-        state: from entries.forward.
+        state: from entries.forward. Void lists are written over.
         width: vocabulary entries per chunk, should the lists not do.
     """
     assert o.filter_eps is not None
@@ -185,7 +185,7 @@ def backward(
 
     # Where mass is too large, nothing is dropped.
     filtering = Filter(rule, *parts(e)) if o.filter_mass is None else None
-    fallback = Fallback(active, grad_e, grad_c)
+    fallback = Fallback(active, grad_e, grad_c, scratch=lists.entries.view(torch.int8).view(-1))  # void, if it runs
     gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head

@@ -49,6 +49,7 @@ FILTERED = [
     Filtered("mass_unbiased", UNBIASED | {"filter_mass": 0.1}),
     Filtered("mass_never_reached", UNBIASED | {"filter_mass": 0.999}),
     Filtered("short_lists", SHORT, peak=0, overflows=True),
+    Filtered("short_lists_kahan", SHORT | {"accumulate": "kahan"}, peak=0, overflows=True),
     Filtered("short_slots", {"filter_eps": 2.0**-16}, shape=(5, 16, 9001), peak=0, overflows=True),
 ]
 

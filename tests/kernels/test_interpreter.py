@@ -34,6 +34,7 @@ from filter_cases import (
     check_monotone,
     check_order_of_the_vocabulary,
     check_unbiased,
+    drawn,
 )
 from hypothesis import given, settings
 from random_cases import random_cases
@@ -59,7 +60,9 @@ def test_kernels_are_right_in_the_interpreter():
 # run in test_blockwise), and in the other dtypes what differs there (tiles, rounding).
 OUTSIDE = ("no_ignored", "leading_dimensions", "sum", "row_losses", "shift", "mixed-bf16_fp16")
 OTHERS = ("one_row", "everything", "many_chunks_kahan", "mixed-fp32_bf16")
-FILTERED_HERE = ("threshold", "threshold_e_only", "unbiased", "unbiased_scaled", "mass_unbiased", "short_lists")
+FILTERED_HERE = (
+    "threshold", "threshold_e_only", "unbiased", "unbiased_scaled", "mass_unbiased", "short_lists", "short_lists_kahan",
+)  # fmt: skip
 INTERPRETED_CASES = [
     case for case in CASES if (case.dtype == BF16 or case.name.startswith(OTHERS)) and not case.name.startswith(OUTSIDE)
 ]
@@ -88,6 +91,19 @@ def test_lists_of_several_segments_and_blocks(monkeypatch):
 def test_lists_sorted_in_parts(monkeypatch):
     monkeypatch.setattr("cce_kernels.gather.list_parts", lambda *_: 4)
     check_filtered(Filtered("parts", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
+
+
+@in_interpreter
+@pytest.mark.parametrize("case", [case for case in FILTERED if case.name in ("unbiased", "short_lists_kahan")], ids=str)
+def test_another_backward_pass_through_lists_finds_the_same(case):
+    """Void lists are written over, others are not."""
+    e, c, targets, _ = drawn(case, BF16, "cpu")
+    loss = linear_cross_entropy(e, c, targets, **{"filter_eps": 2.0**-8} | case.options)
+    loss.backward(retain_graph=True)
+    first, e.grad, c.grad = (e.grad, c.grad), None, None
+    loss.backward()
+    assert torch.equal(e.grad, first[0])
+    assert torch.equal(c.grad, first[1])
 
 
 @in_interpreter
