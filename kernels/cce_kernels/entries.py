@@ -197,10 +197,10 @@ class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. entries: (2, capacity) int32, of which `column` and `weight` are views. count:
-    (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does not. void: ()
-    int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean nothing. nll: (N,)
-    fp32, −log p of the target. hashes, rank, head: the rule's, empty where it has none.
+    capacity they are missing. entries: (2, capacity) int32, of which `column` and `weight` are views. count: (N,
+    SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1
+    if an entry is missing or a row has dropped more than filter_mass: then all of these mean nothing. nll: (N,) fp32,
+    −log p of the target. hashes, rank, head: the rule's, empty where it has none.
     """
 
     starts: Tensor
