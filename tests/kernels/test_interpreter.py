@@ -107,6 +107,14 @@ def test_another_backward_pass_through_lists_finds_the_same(case):
 
 
 @in_interpreter
+@pytest.mark.parametrize(("width", "entries", "sums", "ahead"), [(128, 8, 2, True), (256, 4, 1, False)])
+def test_gathers_by_other_tiles(monkeypatch, width, entries, sums, ahead):
+    for name, value in {"WIDTH": width, "ENTRIES": entries, "SUMS": sums, "AHEAD": ahead}.items():
+        monkeypatch.setattr(f"cce_kernels.gather.{name}", value)
+    check_filtered(Filtered("tiles", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
+
+
+@in_interpreter
 def test_lists_too_long_for_their_slots(monkeypatch):
     monkeypatch.setattr("cce_kernels.entries.SLOTS", 8)
     check_filtered(Filtered("slots", {"filter_unbiased": True}, (20, 16, 610), overflows=True), BF16, "cpu")
