@@ -287,5 +287,6 @@ def _gather(
     gather_kernel[(cdiv(n_rows, together) * cdiv(dim, width),)](
         active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
         index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], n_rows,
-        dim, len(starts), ENTRIES, width, together, dim % width == 0, min(SUMS, ENTRIES), AHEAD, num_warps=1, maxnreg=REGISTERS,
+        dim, len(starts), ENTRIES, width, together, dim % width == 0, min(SUMS, ENTRIES), AHEAD, num_warps=1,
+        maxnreg=REGISTERS,
     )  # fmt: skip
