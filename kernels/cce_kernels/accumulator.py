@@ -12,8 +12,6 @@ last place / 256 (here in torch; compensated.py has the same in Triton).
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -42,22 +40,19 @@ class Accumulator:
         shape, dtype: of the gradient.
         lost_rows: how many leading rows are summed over chunks; None: all. The others come complete.
         value: memory for the sum, if it is of the right dtype; None: new.
-        scratch: (bytes,) int8, memory for what is held beyond that `value`, if it is enough; None: new.
     """
 
     def __init__(
         self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, accumulate: str, lost_rows: int | None = None,
-        value: Tensor | None = None, scratch: Tensor | None = None,
+        value: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = dtype
         summed_in = value_dtype(dtype, accumulate)
-        if value is None:
+        if value is None or value.dtype != summed_in:
             value = like.new_empty(shape, dtype=summed_in)
-        elif value.dtype != summed_in:
-            value = _empty(like, shape, summed_in, scratch)
         self.value = value
         lost_shape = shape if lost_rows is None else (lost_rows, *shape[1:])
-        self.lost = _empty(like, lost_shape, torch.int8, scratch) if compensated(dtype, accumulate) else None
+        self.lost = like.new_empty(lost_shape, dtype=torch.int8) if compensated(dtype, accumulate) else None
         self.empty = True
 
     def add(self, part: Tensor) -> None:
@@ -75,14 +70,6 @@ class Accumulator:
     def result(self) -> Tensor:
         """The sum in the gradient's dtype."""
         return self.value.to(self.dtype)
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scratch: Tensor | None) -> Tensor:
-    """In `scratch`, if there is any and it is enough."""
-    size = math.prod(shape) * dtype.itemsize
-    if scratch is None or scratch.numel() < size:
-        return like.new_empty(shape, dtype=dtype)
-    return scratch[:size].view(dtype).view(shape)
 
 
 def _unit(value: Tensor) -> Tensor:

@@ -197,14 +197,16 @@ class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. entries: (2, capacity) int32, of which `column` and `weight` are views. count: (N,
-    SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1
-    if an entry is missing or a row has dropped more than filter_mass: then all of these mean nothing. nll: (N,) fp32,
-    −log p of the target. hashes, rank, head: the rule's, empty where it has none.
+    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight:
+    (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped:
+    (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has dropped more
+    than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank, head: the
+    rule's, empty where it has none.
     """
 
     starts: Tensor
-    entries: Tensor
+    column: Tensor
+    weight: Tensor
     count: Tensor
     dropped: Tensor
     void: Tensor
@@ -223,7 +225,8 @@ class Lists:
 
         return cls(
             starts=new(n_rows + 1, dtype=torch.int64),
-            entries=new(2, capacity, dtype=torch.int32),
+            column=new(capacity, dtype=torch.int32),
+            weight=new(capacity, dtype=torch.float32),
             count=new(n_rows, SEGMENTS, dtype=torch.int32),
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
             void=new(dtype=torch.int32),
@@ -232,16 +235,6 @@ class Lists:
             rank=new(vocab if n_head else 0, dtype=torch.int32),
             head=new(n_head, dtype=torch.int64),
         )
-
-    @property
-    def column(self) -> Tensor:
-        """(capacity,) int32, V where nothing stands."""
-        return self.entries[0]
-
-    @property
-    def weight(self) -> Tensor:
-        """(capacity,) fp32, the rule's, none at targets."""
-        return self.entries[1].view(torch.float32)
 
     def tensors(self) -> list[Tensor]:
         return list(vars(self).values())

@@ -34,9 +34,6 @@ from .tiles import aligned, cdiv, power_of_2
 
 WIDTH, ENTRIES = 256, 4  # of a program of gather_kernel: dimensions, rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
-SUMS = 4  # of a row of out, added up at its end: fewer leave registers for more rows of x at a time
-AHEAD = False  # whether a step's indices are read while the step before waits for its rows of x
-REGISTERS = None  # a thread, at most; 64 if that is left to the compiler, as many as 32 programs can have
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
 
 
@@ -92,8 +89,6 @@ def gather_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     EVEN_D: tl.constexpr,  # WIDTH divides D
-    SUMS: tl.constexpr,  # divides ENTRIES
-    AHEAD: tl.constexpr,
 ):
     """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of ROWS rows a program, of one warp.
 
@@ -105,30 +100,21 @@ def gather_kernel(
     end = tl.minimum(first + ROWS, n_rows) * (1 - tl.load(active_ptr))
     for i in range(end - first):
         row = first + i
-        acc = tl.zeros((SUMS, WIDTH), dtype=tl.float32)
+        acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
         for part in tl.static_range(PARTS):
             starts_ptrs = starts_ptr + part * starts_size + row
             begin = tl.load(starts_ptrs).to(tl.int32)
             length = tl.load(starts_ptrs + 1).to(tl.int32) - begin
             index_ptrs = index_ptr + part * part_size + begin
             coefficient_ptrs = coefficient_ptr + part * part_size + begin
-            entry = tl.arange(0, ENTRIES)
-            if AHEAD:
-                index = tl.load(index_ptrs + entry, mask=entry < length, other=0)
-                factor = tl.load(coefficient_ptrs + entry, mask=entry < length, other=0.0)
             for at in range(0, length, ENTRIES):
-                # Of places beyond the end the last one stands in: no masks, half of the instructions.
-                if not AHEAD:
-                    inside = tl.minimum(at + entry, length - 1)
-                    index, factor = tl.load(index_ptrs + inside), tl.load(coefficient_ptrs + inside)
-                x_ptrs = x_ptr + index.to(tl.int64)[:, None] * x_stride + dims[None, :]
+                k = at + tl.arange(0, ENTRIES)
+                k_inside = tl.minimum(k, length - 1)  # the last one stands in: no masks, half of the instructions
+                index = tl.load(index_ptrs + k_inside).to(tl.int64)
+                coefficient = tl.where(k < length, tl.load(coefficient_ptrs + k_inside), 0.0)
+                x_ptrs = x_ptr + index[:, None] * x_stride + dims[None, :]
                 x = tl.load(x_ptrs) if EVEN_D else tl.load(x_ptrs, mask=(dims < D)[None, :], other=0.0)
-                coefficient = tl.where(at + entry < length, factor, 0.0)
-                if AHEAD:
-                    inside = tl.minimum(at + ENTRIES + entry, length - 1)
-                    index, factor = tl.load(index_ptrs + inside), tl.load(coefficient_ptrs + inside)
-                scaled = x.to(tl.float32) * coefficient[:, None]
-                acc += scaled if SUMS == ENTRIES else tl.sum(scaled.reshape((ENTRIES // SUMS, SUMS, WIDTH)), axis=0)
+                acc += x.to(tl.float32) * coefficient[:, None]
         total = tl.sum(acc, axis=0)
         offsets = row.to(tl.int64) * D + dims
         if factor_ptr is not None:
@@ -164,7 +150,7 @@ def backward(
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, see rows.py.
         lse, a, b: (N,) fp32, as in recompute.py.
-        state: from entries.forward. Void lists are written over.
+        state: from entries.forward.
         width: vocabulary entries per chunk, should the lists not do.
     """
     assert o.filter_eps is not None
@@ -199,7 +185,7 @@ def backward(
 
     # Where mass is too large, nothing is dropped.
     filtering = Filter(rule, *parts(e)) if o.filter_mass is None else None
-    fallback = Fallback(active, grad_e, grad_c, scratch=lists.entries.view(torch.int8).view(-1))  # void, if it runs
+    fallback = Fallback(active, grad_e, grad_c)
     gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
@@ -287,6 +273,5 @@ def _gather(
     gather_kernel[(cdiv(n_rows, together) * cdiv(dim, width),)](
         active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
         index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0], n_rows,
-        dim, len(starts), ENTRIES, width, together, dim % width == 0, min(SUMS, ENTRIES), AHEAD, num_warps=1,
-        maxnreg=REGISTERS,
+        dim, len(starts), ENTRIES, width, together, dim % width == 0, num_warps=1,
     )  # fmt: skip

@@ -211,7 +211,7 @@ def _gather(
 _gather_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_backward_entries",
     _gather,
-    mutates_args=("main_grad_c", "stats"),  # not state: what is written over there is void, and nothing reads it
+    mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor(a!)? main_grad_c, Tensor(b!)? stats, "
     "Tensor lse, Tensor columns, Tensor[] state, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
     f"{OPTIONS}) -> (Tensor, Tensor)",

@@ -183,15 +183,11 @@ class Filter:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Gradients that may be there already: `active` () int32, 0 if so; where they are, of the wanted dtypes.
-
-    scratch: (bytes,) int8, memory that is free where they are not: for what the sum of dE holds beside it.
-    """
+    """Gradients that may be there already: `active` () int32, 0 if so; where they are, of the wanted dtypes."""
 
     active: Tensor
     grad_e: Tensor | None
     grad_c: Tensor | None
-    scratch: Tensor
 
 
 def parts(e: Tensor) -> Tensor:
@@ -227,14 +223,14 @@ def gradients(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
-    active = grad_e = scratch = None
+    active = grad_e = None
     if fallback is None:
         grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
     else:
-        active, grad_e, grad_c, scratch = fallback.active, fallback.grad_e, fallback.grad_c, fallback.scratch
+        active, grad_e, grad_c = fallback.active, fallback.grad_e, fallback.grad_c
     sum_e = None
     if dtype_e is not None:
-        sum_e = Accumulator(e, tuple(e.shape), dtype_e, o.accumulate, value=grad_e, scratch=scratch)
+        sum_e = Accumulator(e, tuple(e.shape), dtype_e, o.accumulate, value=grad_e)
     out_c = grad_c if main_grad_c is None else main_grad_c
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
     passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)

@@ -177,15 +177,11 @@ def _state_bytes(n_rows: int, vocab: int, capacity: int) -> int:
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
-    """What the four-product scheme finds taken where it goes in for the lists: these, what the sum of dE holds beside
-    it, unless in the lists' memory, and where it filters, too, two partial statistics of each row."""
-    beside = _state_bytes(p.n_rows, p.vocab, capacity)
-    held = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
-    if held > STATE_BYTES_PER_ENTRY * capacity:
-        beside += held
-    if o.filter_mass is None:
-        beside += 8 * most_splits(math.ceil(p.n_rows / TILE_ROWS), programs) * p.n_rows
-    return beside
+    """What the four-product scheme finds taken where it goes in for the lists: these, what the sum of dE has lost to
+    rounding, and where it filters, too, two partial statistics of each row."""
+    lost = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
+    splits = 0 if o.filter_mass is not None else most_splits(math.ceil(p.n_rows / TILE_ROWS), programs)
+    return _state_bytes(p.n_rows, p.vocab, capacity) + lost + 8 * splits * p.n_rows
 
 
 def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:

@@ -96,7 +96,6 @@ def test_lists_sorted_in_parts(monkeypatch):
 @in_interpreter
 @pytest.mark.parametrize("case", [case for case in FILTERED if case.name in ("unbiased", "short_lists_kahan")], ids=str)
 def test_another_backward_pass_through_lists_finds_the_same(case):
-    """Void lists are written over, others are not."""
     e, c, targets, _ = drawn(case, BF16, "cpu")
     loss = linear_cross_entropy(e, c, targets, **{"filter_eps": 2.0**-8} | case.options)
     loss.backward(retain_graph=True)
@@ -104,14 +103,6 @@ def test_another_backward_pass_through_lists_finds_the_same(case):
     loss.backward()
     assert torch.equal(e.grad, first[0])
     assert torch.equal(c.grad, first[1])
-
-
-@in_interpreter
-@pytest.mark.parametrize(("width", "entries", "sums", "ahead"), [(128, 8, 2, True), (256, 4, 1, False)])
-def test_gathers_by_other_tiles(monkeypatch, width, entries, sums, ahead):
-    for name, value in {"WIDTH": width, "ENTRIES": entries, "SUMS": sums, "AHEAD": ahead}.items():
-        monkeypatch.setattr(f"cce_kernels.gather.{name}", value)
-    check_filtered(Filtered("tiles", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
 
 
 @in_interpreter
