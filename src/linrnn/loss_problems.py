@@ -98,15 +98,18 @@ def make_problem(
     rounded to `dtype`; `gradient_dtype` (default: `dtype`) is that of the leaves. Batches share the weight.
     """
     random = torch.Generator(device).manual_seed(seed)
+    order = torch.randperm(shape.v, generator=random, device=device)
+    p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
+    # Summed on the CPU: a GPU adds in no fixed order, and a problem that is drawn again must have the same labels.
+    below_V = p_V.double().cpu().cumsum(0).to(device)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=random, device=device)
 
     def tokens() -> tuple[Tensor, Tensor]:
-        return torch.multinomial(p_V, shape.n, replacement=True, generator=random), normal(shape.n, shape.d)
+        places = below_V[-1] * torch.rand(shape.n, generator=random, device=device, dtype=torch.float64)
+        return torch.searchsorted(below_V, places, right=True), normal(shape.n, shape.d)
 
-    order = torch.randperm(shape.v, generator=random, device=device)
-    p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
     labels, hidden = tokens()
     weight = normal(shape.v, shape.d)
     common_D = None if kind == "flat" else F.normalize(normal(shape.d), dim=0)

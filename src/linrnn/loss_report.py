@@ -278,11 +278,11 @@ def _plot_tradeoff(rows: list[Row], path: Path, title: str) -> None:
 
 def _plot_errors(rows: list[Row], path: Path, title: str) -> None:
     """Error of each gradient, and of dC summed over batches, against time: a column per problem; the settings of a rule
-    are joined, from the largest threshold to the smallest."""
+    are joined, from the largest threshold to the smallest. Problems without one are not drawn."""
     pyplot = _pyplot()
     fields = {"de_err": "dE error", "dc_err": "dC error", "dc_sum_err": "dC error, sum over batches"}
     fields = {field: label for field, label in fields.items() if any(getattr(row, field) is not None for row in rows)}
-    problems = list(dict.fromkeys(row.problem for row in rows))
+    problems = list(dict.fromkeys(row.problem for row in rows if filter_eps(row) is not None))
     timed = [row for row in rows if row.ratio_to_compiled is not None and not row.backend.endswith(AGAIN)]
     styles = {
         rule: {"color": f"C{i % 10}", "marker": _MARKERS[i % len(_MARKERS)]} for i, rule in enumerate(_rules(timed))

@@ -110,8 +110,7 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig
 
 
 def _of_first(problem: Problem) -> Problem:
-    """Rank 0's tensors on every rank: a GPU that draws labels twice from one seed may draw a few others, since
-    torch.multinomial searches sums whose order of addition is not fixed there."""
+    """Rank 0's tensors on every rank, so that nothing in which GPUs could differ decides what is compared."""
     for tensor in (problem.hidden_ND, problem.weight_VD, problem.labels_N):
         dist.broadcast(tensor.detach(), 0)
     return problem

@@ -192,26 +192,35 @@ def loss_layer_share(run: Run) -> float | None:
 
 
 def crossover_lines(runs: Sequence[Run]) -> list[str]:
-    """In words: the vocabularies at which a loss passes the baseline's tokens/s, between those measured."""
+    """In words: the vocabularies at which a loss passes the baseline, between those measured: its steps, and the loss
+    layer's own kernels, which a step that waits for the host hides."""
     baseline, named = baseline_of(runs), _named(_family(_measured(runs), "vocab_size"))
-    speeds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, name in named:
-        if run.summary.get("activation_checkpointing") in (None, "none"):
-            speeds[run.summary["model"], name][run.summary["vocab_size"]].append(run.summary["tokens_per_second"])
-    lines = []
-    for (model, name), own in speeds.items():
-        base = speeds.get((model, baseline), {})
-        sizes = sorted(own.keys() & base.keys())
+        summary = run.summary
+        if summary.get("activation_checkpointing") not in (None, "none"):
+            continue
+        own = {
+            "step": 1 / summary["tokens_per_second"],
+            "loss layer": sum((summary.get("loss_layer_ms") or {}).values()),
+        }
+        for part, time in own.items():
+            if time:
+                times[part, summary["model"], name][summary["vocab_size"]].append(time)
+    lines: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (part, model, name), own_times in times.items():
+        base = times.get((part, model, baseline), {})
+        sizes = sorted(own_times.keys() & base.keys())
         if name == baseline or len(sizes) < 2:
             continue
-        ratios = [median(base[size]) / median(own[size]) for size in sizes]  # of times: at most 1 is as fast or faster
+        ratios = [median(own_times[size]) / median(base[size]) for size in sizes]
         passes = [
-            f"{'faster' if found.faster_above else 'slower'} than {baseline} above about {found.size:,.0f}"
+            f"{'faster' if found.faster_above else 'slower'} than {baseline}'s above about {found.size:,.0f}"
             for found in crossovers(sizes, ratios)
         ]
-        always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline} from {sizes[0]:,} to {sizes[-1]:,}"
-        lines.append(f"* {model} x {name}: {', '.join(passes) or always}")
-    return lines
+        always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline}'s from {sizes[0]:,} to {sizes[-1]:,}"
+        lines[model, name].append(f"{part} {', '.join(passes) or always}")
+    return [f"* {model} x {name}: {'; '.join(parts)}" for (model, name), parts in lines.items()]
 
 
 def memory_parts(runs: Sequence[Run]) -> Any:

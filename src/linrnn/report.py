@@ -117,7 +117,7 @@ def _markdown(
     if own:
         lines += ["## Verdicts", "", *verdict_table(own), "", "All backends: [verdicts.md](verdicts.md).", ""]
     if crossover := plots.crossover_lines(runs):
-        lines += ["## Vocabulary: where a loss passes the baseline's speed", "", *crossover, ""]
+        lines += ["## Vocabulary: where a loss passes the baseline", "", *crossover, ""]
     if any(run.finished for run in runs):
         lines += ["## If the hypothesis is wrong", "", *_branch_lines(found), ""]
         lines += ["## What is next", "", *_bottleneck_lines(runs, breakdowns), *FOLLOW_UPS, ""]

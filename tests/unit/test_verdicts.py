@@ -316,8 +316,17 @@ def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
         for vocab, speed in zip((32000, 128000), pair, strict=True)
     ]
     assert plots.crossover_lines(runs) == [
-        "* gla x cce_kahan: faster than compiled above about 64,000",
-        "* gla x standard: slower than compiled from 32,000 to 128,000",
+        "* gla x cce_kahan: step faster than compiled's above about 64,000",
+        "* gla x standard: step slower than compiled's from 32,000 to 128,000",
+    ]
+    layers = {"compiled": (5.0, 20.0), "cce_kahan": (4.0, 19.0)}
+    timed = [
+        replace(one, summary={**one.summary, "loss_layer_ms": {"forward": ms, "backward": 0.0}})
+        for one, ms in zip(runs[:4], [*layers["compiled"], *layers["cce_kahan"]], strict=True)
+    ]
+    assert plots.crossover_lines(timed) == [
+        "* gla x cce_kahan: step faster than compiled's above about 64,000; "
+        "loss layer faster than compiled's from 32,000 to 128,000",
     ]
     assert plots.crossover_lines(runs[:1]) == []
 
