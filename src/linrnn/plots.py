@@ -72,19 +72,19 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
 
 def dropped_mass(runs: Sequence[Run]) -> Any:
     """Softmax mass that filters drop from a token, mean and 99th percentile, by step."""
-    figure, axes = subplots(1, 1, figsize=(8, 4.2))
+    figure, axes = subplots(1, 1, figsize=(8, 4.8))
     filtered = [run for run in runs if "dropped_mass_mean" in run.statistics]
+    lines = {}
     for run, label, colour in zip(filtered, _labels(filtered), _colours(filtered), strict=True):
         for name, style in (("dropped_mass_mean", "-"), ("dropped_mass_p99", ":")):
             if curve := run.statistics.get(name):
                 words = f"{label}, {'mean' if style == '-' else '99th percentile'}"
-                axes.plot(*zip(*curve, strict=True), style, color=colour, label=words)
+                [lines[words]] = axes.plot(*zip(*curve, strict=True), style, color=colour)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("softmax mass not kept, of 1")
     axes.set_ylim(0, 1.02)
     axes.set_title("How much of the gradient's mass does a filter drop, or leave to chance?")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
+    _legend_below(figure, lines)
     return figure
 
 
