@@ -7,14 +7,15 @@ options alone, so that the fake kernel knows the shapes of everything.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import blockwise
+from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filtered import FilterStats
 from .interpreter import INTERPRETED
 from .options import Options
@@ -32,11 +33,6 @@ OPTIONS = (
 INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
     "ScalarType dtype, str reduction, bool uniform, bool with_metrics, bool[] needs"
-)
-
-USED_UP = (
-    "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
-    "had stored; compute the loss again instead of retaining the graph"
 )
 
 
@@ -77,7 +73,7 @@ def _cross_entropy(
         columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o)
         state: list[Tensor] = []
         if plan is not None and plan.rows:
-            dtypes = _stored_dtypes(e, c, main_grad_c, needs)
+            dtypes = stored_dtypes(e.dtype, c, main_grad_c, needs)
             rows, state = backend.stored.forward(
                 e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target
             )
@@ -120,17 +116,12 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, u
     state = []
     if plan.rows:
         state = backend.stored.empty_state(
-            copies[0] if copies[0].numel() else e, c, plan.rows, _stored_dtypes(e, c, main_grad_c, needs), o
+            copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, main_grad_c, needs), o
         )
     elif plan.capacity:
         state = backend.entries.empty_state(targets, int(c.shape[0]), plan.capacity, o)
     counted = targets.new_empty(() if reduction == "mean" else 0)
     return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state]
-
-
-def _empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Of x's shape, on e's device; one of no entries, as e's, where it is not wanted."""
-    return e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype)
 
 
 def _recompute(
@@ -178,7 +169,7 @@ def _(
     grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, width, dtype_e, dtype_c, dtype_bias, *options,
 ):  # fmt: skip
     wanted = ((e, dtype_e), (c, dtype_c), (bias, dtype_bias))
-    return tuple(_empty_gradient(e, x, dtype) for x, dtype in wanted)
+    return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)
 
 
 def _gather(
@@ -220,7 +211,7 @@ _gather_op = torch.library.custom_op(
 
 @_gather_op.register_fake
 def _(grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, width, dtype_e, dtype_c, *options):
-    return _empty_gradient(e, e, dtype_e), _empty_gradient(e, c, dtype_c)
+    return empty_gradient(e, e, dtype_e), empty_gradient(e, c, dtype_c)
 
 
 def _finish_stored(
@@ -240,80 +231,45 @@ _finish_stored_op = torch.library.custom_op(
 )
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    e, c, _, bias, *ctx.written, _, ctx.dtype, _, ctx.uniform, _, ctx.needs = inputs[:12]
+def _keep(ctx, inputs) -> None:
+    _, ctx.dtype, _, ctx.uniform, _, ctx.needs = inputs[6:12]
     ctx.options = inputs[12:]
-    _, lse, _, state = output
-    ctx.set_materialize_grads(False)
-    # ctx.written (main_grad_c, stats): others may write to them before the backward pass, which does too.
-    ctx.save_for_backward(e, c, bias, lse, *state)
-    ctx.finished = False
 
 
-def _backward(
-    ctx, grad_loss, grad_lse, *_, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op
-):
-    if ctx.finished:
-        raise RuntimeError(USED_UP)
+def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     e, c, bias, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
-    o = Options(*ctx.options)
-    plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
+    plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, Options(*ctx.options))
     assert plan is not None
-    dtypes = [None if x is None or not need else x.dtype for x, need in zip((e, c, bias), ctx.needs, strict=True)]
-    if main_grad_c is not None:
-        dtypes[1] = None
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
     if plan.rows:
         ctx.finished = finish_stored is _finish_stored
         finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c)
         stored = backend_of(e).stored
-        grads = (state[stored.GRAD_E], state[stored.GRAD_C], None)
-    elif plan.capacity:
-        grads = *gather(
-            grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *dtypes[:2], *ctx.options,
+        return state[stored.GRAD_E], state[stored.GRAD_C], None
+    if plan.capacity:
+        return *gather(
+            grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *ctx.dtypes[:2],
+            *ctx.options,
         ), None  # fmt: skip
-    else:
-        grads = recompute(
-            grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *dtypes, *ctx.options,
-        )  # fmt: skip
-    grad_e, grad_c, grad_bias = (
-        None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
-    )
-    return grad_e, grad_c, None, grad_bias, *[None] * (8 + len(ctx.options))
+    return recompute(
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *ctx.dtypes, *ctx.options,
+    )  # fmt: skip
 
 
-def _setup_op_context(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(output[2], *output[3])
-    _setup_context(ctx, inputs, output)
-
-
-_cross_entropy_op.register_autograd(_backward, setup_context=_setup_op_context)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The same without the dispatcher, whose bookkeeping takes longer than small problems do."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        loss, lse, metrics, state = _cross_entropy(*inputs)
-        ctx.mark_non_differentiable(metrics)
-        _setup_context(ctx, inputs, (loss, lse, metrics, state))
-        return loss, lse, metrics
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, grad_lse, _):
-        return _backward(ctx, grad_loss, grad_lse, recompute=_recompute, gather=_gather, finish_stored=_finish_stored)
+_apply = differentiable(
+    _cross_entropy_op,
+    _cross_entropy,
+    _keep,
+    partial(_gradients, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op),
+    partial(_gradients, recompute=_recompute, gather=_gather, finish_stored=_finish_stored),
+)
 
 
 def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS."""
-    if torch.compiler.is_compiling():
-        loss, lse, metrics, _ = _cross_entropy_op(*inputs)
-        return loss, lse, metrics
-    return _CrossEntropy.apply(*inputs)
+    return _apply(*inputs)
 
 
 def _plan(
@@ -335,11 +291,3 @@ def _plan(
         uniform, bias is not None,
     )  # fmt: skip
     return backend_of(e).plan(problem, e, o)
-
-
-def _stored_dtypes(
-    e: Tensor, c: Tensor, main_grad_c: Tensor | None, needs: list[bool]
-) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What the stored scheme sums the gradients of e and c for; a main_grad is added to from a 16-bit sum."""
-    dtype_c = torch.bfloat16 if main_grad_c is not None else c.dtype
-    return e.dtype if needs[0] else None, dtype_c if needs[1] else None

@@ -7,16 +7,17 @@ goes by its name; the operators communicate, so that all ranks must run the same
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
+from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filtered import FilterStats, Rule
-from .operators import OPTIONS, USED_UP, backend_of
+from .operators import OPTIONS, backend_of
 from .options import Options
 from .rows import IGNORED, Rows, assemble_loss, row_coefficients, where_it_counts
 from .schemes import Plan, Problem
@@ -74,7 +75,7 @@ def _forward(
                 _settle(e_as[chunk], rows, gradient, columns[chunk], spread, o)
 
             rows, state = backend.stored.forward(
-                e_as, c_as, standing, spread.chunk, _stored_dtypes(c, main_grad_c, needs), with_metrics,
+                e_as, c_as, standing, spread.chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), with_metrics,
                 replace(o, z_loss=0.0), settle, gathered.wait if own else None,
             )  # fmt: skip
         else:
@@ -116,7 +117,7 @@ def _(
     state = []
     if plan.rows:
         chunk = chunk_rows(plan.rows, len(shards), own)
-        state = backend.stored.empty_state(e_as, c, chunk, _stored_dtypes(c, main_grad_c, needs), o)
+        state = backend.stored.empty_state(e_as, c, chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), o)
     columns = targets.new_empty(n_rows)
     return (
         losses, torch.empty_like(losses), metrics,
@@ -279,75 +280,43 @@ def _(
 ):  # fmt: skip
     part = e[: e.shape[0] // len(shards)] if own else e
     wanted = ((part, dtype_e), (c, dtype_c), (bias, dtype_bias))
-    return tuple(e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype) for x, dtype in wanted)
+    return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    e, c, _, bias, *ctx.written, _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[:11]
+def _keep(ctx, inputs) -> None:
+    _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[6:11]
     ctx.place, ctx.options = inputs[11:14], inputs[14:]
-    _, lse, _, state = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(e, c, bias, lse, *state)
-    ctx.finished = False
 
 
-def _backward(ctx, grad_rows, grad_lse, *_, recompute=_recompute_op, finish_stored=_finish_stored_op):
-    if ctx.finished:
-        raise RuntimeError(USED_UP)
+def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     e, c, bias, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
     (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
     o = Options(*ctx.options)
     plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
-    dtypes = [None if x is None or not need else x.dtype for x, need in zip((e, c, bias), ctx.needs, strict=True)]
-    if main_grad_c is not None:
-        dtypes[1] = None
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     if plan.rows:
         ctx.finished = finish_stored is _finish_stored
         stored, chunk = backend_of(e).stored, chunk_rows(plan.rows, len(shards), own)
         total = finish_stored(grad_rows[0].float(), e, c, here, state, main_grad_c, chunk, *ctx.place)
-        grads = (total if own else state[stored.GRAD_E], state[stored.GRAD_C], None)
-    else:
-        grads = recompute(
-            grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
-            *dtypes, *ctx.place, *ctx.options,
-        )  # fmt: skip
-    grad_e, grad_c, grad_bias = (
-        None if dtype is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
-    )
-    return grad_e, grad_c, None, grad_bias, *[None] * (10 + len(ctx.options))
+        return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
+    return recompute(
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
+        *ctx.dtypes, *ctx.place, *ctx.options,
+    )  # fmt: skip
 
 
-def _setup_op_context(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(output[2], *output[3])
-    _setup_context(ctx, inputs, output)
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_op_context)
-
-
-class _VocabularyParallel(torch.autograd.Function):
-    """The same without the dispatcher; see operators.py."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        losses, lse, metrics, state = _forward(*inputs)
-        ctx.mark_non_differentiable(metrics)
-        _setup_context(ctx, inputs, (losses, lse, metrics, state))
-        return losses, lse, metrics
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_rows, grad_lse, _):
-        return _backward(ctx, grad_rows, grad_lse, recompute=_recompute, finish_stored=_finish_stored)
+_apply = differentiable(
+    _forward_op,
+    _forward,
+    _keep,
+    partial(_gradients, recompute=_recompute_op, finish_stored=_finish_stored_op),
+    partial(_gradients, recompute=_recompute, finish_stored=_finish_stored),
+)
 
 
 def vocabulary_parallel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses and LSE (N,) fp32, differentiable in e, c and bias, and metrics (N, 2); see INPUTS, PLACE, OPTIONS."""
-    if torch.compiler.is_compiling():
-        losses, lse, metrics, _ = _forward_op(*inputs)
-        return losses, lse, metrics
-    return _VocabularyParallel.apply(*inputs)
+    return _apply(*inputs)
 
 
 # -------------------------------------------------------------------------------------------------------------- sums
@@ -394,11 +363,3 @@ def _plan(
         bias is not None,
     )  # fmt: skip
     return backend_of(e).plan(problem, e, o)
-
-
-def _stored_dtypes(
-    c: Tensor, main_grad_c: Tensor | None, needs: list[bool]
-) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What the stored scheme sums the gradients of e and c for: dE, of which a rank has a part, in fp32."""
-    dtype_c = torch.bfloat16 if main_grad_c is not None else c.dtype
-    return torch.float32 if needs[0] else None, dtype_c if needs[1] else None
