@@ -235,21 +235,21 @@ def memory_parts(runs: Sequence[Run]) -> Any:
         (f"{model}, {name}" + (", checkpointing" if checkpointing == "full" else ""), run)
         for (model, name, checkpointing), run in list(firsts.items())[::-1]
     ]
-    figure, axes = subplots(1, 1, figsize=(8, 1.5 + 0.35 * len(entries)))
+    figure, axes = subplots(1, 1, figsize=(8, 1.9 + 0.35 * len(entries)))
+    bars: dict[str, Any] = {}
     for row, (_, run) in enumerate(entries):
         memory, left = run.summary["memory_bytes"], 0.0
         loss = max(memory.get("loss_forward", 0), memory.get("loss_backward", 0))
         # Gradients of the parameters come into being after the loss layer's peak: they are shown beside it.
         sizes = [*(memory.get(kind, 0) for kind in kinds[:-1]), loss]
         for kind, size, shade in zip(kinds, sizes, shades, strict=True):
-            axes.barh(row, size / GIB, left=left, color=shade, label=kind if row == 0 else None)
+            bars[kind] = axes.barh(row, size / GIB, left=left, color=shade)
             left += size / GIB
     axes.set_yticks(range(len(entries)), [label for label, _ in entries])
     axes.invert_yaxis()
     axes.set_xlabel("GiB (not all of it at the same moment)")
     axes.set_title("Where the memory goes")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.9 / len(entries) - 0.1), ncol=len(kinds))
-    figure.tight_layout()
+    _legend_below(figure, bars)
     return figure
 
 
