@@ -430,7 +430,8 @@ def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message
 @pytest.mark.gpu
 def test_on_a_gpu_a_large_problem_drawn_again_is_the_same():
     """A GPU's own prefix sums differ from call to call, and labels drawn by them with them."""
-    once, *more = (make_problem(SHAPES["gemma2_2b"], "peaked", torch.bfloat16, torch.device("cuda"), 0) for _ in range(4))
+    gpu, shape = torch.device("cuda"), SHAPES["gemma2_2b"]
+    once, *more = (make_problem(shape, "peaked", torch.bfloat16, gpu, 0) for _ in range(4))
     for again in more:
         assert torch.equal(once.labels_N, again.labels_N)
         assert torch.equal(once.hidden_ND, again.hidden_ND)
