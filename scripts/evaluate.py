@@ -3,20 +3,20 @@
 import dataclasses
 from pathlib import Path
 
-from linrnn.config import read_config
+from linrnn.config import data_for, read_config
 from linrnn.config.cli import run
 from linrnn.config.schema import EvaluateConfig
 
 
 def main(config: EvaluateConfig) -> None:
     from linrnn import checkpoint
-    from linrnn.data import ConsoleProgress, prepare
     from linrnn.errors import ConfigError
     from linrnn.evaluation import evaluate
     from linrnn.losses import build_loss
     from linrnn.models import build_model
     from linrnn.plan import make_plan
     from linrnn.runtime import parameter_dtype
+    from linrnn.trained import open_data, vocab_size
 
     directory = checkpoint.resolve(Path(config.checkpoint))
     if directory is None:
@@ -30,28 +30,28 @@ def main(config: EvaluateConfig) -> None:
         batch_size=config.batch_size or trained.trainer.batch_size,
         seq_len=config.seq_len or trained.trainer.seq_len,
     )
-    trained = dataclasses.replace(
+    here = dataclasses.replace(
         trained,
-        data=config.data or trained.data,
+        data=data_for(trained.data, config.data),
         loss=config.loss or trained.loss,
         trainer=trainer,
         device=config.device,
     )
-    plan = make_plan(trained)
-    data = prepare(trained.data, progress=ConsoleProgress())
+    plan = make_plan(here)
+    data = open_data(directory, trained.data, here.data)
     model = build_model(
-        plan.architecture(data.vocab_size), device=plan.device, dtype=parameter_dtype(plan.precision), seed=0
+        plan.architecture(vocab_size(directory)), device=plan.device, dtype=parameter_dtype(plan.precision), seed=0
     )
     checkpoint.load_model(directory, model.hf)
     shards = data.valid if config.split == "valid" else data.train
     evaluation = evaluate(
         model,
-        build_loss(trained.loss, device=plan.device),
+        build_loss(here.loss, device=plan.device),
         shards.batches_once(
             seq_len=trainer.seq_len,
             batch_size=trainer.batch_size,
             max_tokens=config.max_tokens,
-            reset_at_document=trained.data.reset_at_document,
+            reset_at_document=here.data.reset_at_document,
         ),
         precision=plan.precision,
         device=plan.device,

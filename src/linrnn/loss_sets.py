@@ -62,7 +62,7 @@ def chosen_set(config: BenchLossConfig) -> BenchLossSet:
     if config.checkpoint is not None:
         _check_trained(config)
         base = replace(base, shapes=[], logits=[TRAINED])
-    elif config.data is not None or TRAINED in (config.logits or []):
+    elif config.data or TRAINED in (config.logits or []):
         raise ConfigError(
             "data and logits=[trained] are a trained model's, and none is named", "add checkpoint=results/default/RUN"
         )

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from linrnn.config import data_for
 from linrnn.config.schema import Config
 from linrnn.run_directory import LOG, METRICS, SUMMARY
 
@@ -146,10 +147,12 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         here = Path(sys.executable)
         python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
         other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
+        cache = config.data.cache_dir
+        kept = "" if cache == data_for(config.data, ()).cache_dir else f" data.cache_dir={cache}"
         lines += [
             "next:",
             f"  {python} train.py model={config.model.name} size={config.size.name} loss={other}  # another loss",
-            f"  {python} scripts/evaluate.py checkpoint={directory}",
+            f"  {python} scripts/evaluate.py checkpoint={directory}{kept}",
             f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
     return lines

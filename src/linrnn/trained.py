@@ -2,7 +2,7 @@
 model and text to read with it."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from linrnn import checkpoint
 from linrnn.architecture import resolve
-from linrnn.config import read_config
+from linrnn.config import data_for, read_config
 from linrnn.config.schema import Config, DataConfig, MarkovDataConfig
 from linrnn.data import Batch, ConsoleProgress, PreparedData, prepare, vocabulary_size
 from linrnn.data.markov import END
@@ -74,7 +74,7 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
 
 def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
     """The model of a checkpoint, in fp32. Its chunk size, a matter of speed in training, is FLA's own."""
-    arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, _vocab_size(directory))
+    arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size(directory))
     model = build_model(arch, device=device, seed=0)
     checkpoint.load_model(directory, model.hf)
     return model
@@ -86,7 +86,7 @@ class Reading:
 
     Attributes:
         directory: the checkpoint.
-        config: the run's, with the data and the device that were asked for.
+        config: the run's, with the data and the device that are read from and on.
         model: in fp32 and evaluation mode.
         precision: that of the run, as resolved on `device`.
     """
@@ -106,7 +106,7 @@ class Reading:
     @property
     def vocab_size(self) -> int:
         """Of the model; the data may have less."""
-        return _vocab_size(self.directory)
+        return vocab_size(self.directory)
 
     def batches(self, max_tokens: int | None) -> Iterator[Batch]:
         """The first `max_tokens` labels of the validation split (all: None), in the run's own sequences."""
@@ -119,15 +119,16 @@ class Reading:
         )
 
 
-def open_reading(key: str, source: str, data: DataConfig | None, device: str) -> Reading:
-    """Load a run's model, and data: its own, or `data`.
+def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -> Reading:
+    """Load a run's model, and data: its own, as `overrides` change it.
 
     Args:
         key: of the configuration that names `source`, for messages.
         source: a run's directory (its newest checkpoint) or a checkpoint.
+        overrides: of the group `data`; see :func:`linrnn.config.data_for`.
 
     Raises:
-        ConfigError: there is no checkpoint, or the data's tokens are not the model's.
+        ConfigError: there is no checkpoint, an override is wrong, or the data's tokens are not the model's.
         UnsupportedError: the model cannot run here.
         DataError: the checkpoint or the data is damaged.
     """
@@ -140,30 +141,40 @@ def open_reading(key: str, source: str, data: DataConfig | None, device: str) ->
     config = dataclasses.replace(read_config(directory / "config.yaml"), device=device)
     where = resolve_device(device)
     check_supported(config.model, where)
-    if data is not None:
-        _check_vocabulary(directory, config, data)
-    config = dataclasses.replace(config, data=data or config.data)
-    prepared = prepare(config.data, progress=ConsoleProgress())
-    if data is not None:
-        _check_tokenizer(directory, prepared)
+    data = data_for(config.data, overrides)
+    prepared = open_data(directory, config.data, data)
+    config = dataclasses.replace(config, data=data)
     model = build(directory, config, where)
     model.eval()
     return Reading(directory, config, model, prepared, resolve_precision(config.trainer.precision, where), where)
 
 
-def _check_vocabulary(directory: Path, config: Config, data: DataConfig) -> None:
+def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedData:
+    """Data to read with the model of a checkpoint, whose run was trained on `own`.
+
+    Raises:
+        ConfigError: the data's tokens are not the model's.
+        DataError: the data is damaged or not there.
+    """
+    _check_vocabulary(directory, own, data)
+    prepared = prepare(data, progress=ConsoleProgress())
+    _check_tokenizer(directory, prepared)
+    return prepared
+
+
+def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> None:
     """Refuse, before anything is prepared, tokens that the model does not have."""
     generated = isinstance(data, MarkovDataConfig)
-    if generated != isinstance(config.data, MarkovDataConfig):
+    if generated != isinstance(own, MarkovDataConfig):
         kinds = "generated tokens", "text"
         raise ConfigError(
             f"data={data.name} gives {kinds[not generated]}, and {directory} was trained on {kinds[generated]}",
             "leave data out for the run's own, or choose data like it",
         )
-    entries, vocab_size = vocabulary_size(data), _vocab_size(directory)
-    if entries > vocab_size:
+    entries, its_own = vocabulary_size(data), vocab_size(directory)
+    if entries > its_own:
         raise ConfigError(
-            f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {vocab_size:,}",
+            f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {its_own:,}",
             "leave data out for the run's own, or tokenise with the run's tokenizer.json (data.tokenizer=…)",
         )
 
@@ -177,7 +188,8 @@ def _check_tokenizer(directory: Path, data: PreparedData) -> None:
         )
 
 
-def _vocab_size(directory: Path) -> int:
+def vocab_size(directory: Path) -> int:
+    """Of the model of a checkpoint; the data may have less."""
     return checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
 
 

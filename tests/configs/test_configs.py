@@ -1,14 +1,15 @@
 """Every YAML composes into typed dataclasses; wrong keys, types and values fail; every key carries a comment."""
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
 
 import pytest
 
-from linrnn.config import CONFIG_DIR, identity, load_config, read_config, run_name, to_yaml
+from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, to_yaml
 from linrnn.config.compose import fields_of, nearest
-from linrnn.config.schema import COMMANDS, SCHEMAS
+from linrnn.config.schema import COMMANDS, SCHEMAS, ReadingConfig
 from linrnn.errors import ConfigError
 
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONFIG_DIR.glob("*/*.yaml"))]
@@ -112,6 +113,48 @@ def test_a_written_configuration_reads_back_equal(loss: str, tmp_path: Path) -> 
     assert read_config(tmp_path / "config.yaml") == config
 
 
+def test_data_to_read_is_the_runs_but_its_place_and_what_is_overridden() -> None:
+    run = load_config(["data=text", "data.path=a b.txt", "data.max_tokens=7", "data.cache_dir=/gone"]).data
+    default = load_config(["data=text", "data.path=x"]).data
+    assert data_for(run, ()) == dataclasses.replace(run, cache_dir=default.cache_dir)
+    # An override wins also where it is the default's value; a key that is not named stays the run's.
+    here = data_for(run, ["data.cache_dir=/here", "data.max_tokens=null"])
+    assert here == dataclasses.replace(run, cache_dir="/here", max_tokens=None)
+    assert data_for(run, ["data=text", "data.path=x"]) == default  # other data of the same kind: nothing is the run's
+    assert data_for(run, ["data.vocab_size=9", "data=markov"]).vocab_size == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.max_tokens=0", "data.max_tokens=0 is below"),
+        ("data.branching=3", "data.branching: there is no such key"),
+        ("data=txt", "data=txt: there is no such data"),
+        ("data=text", "data.path must be given"),
+        ("+data.more=1", "data.more: there is no such key"),
+        ("data=null", "Config group override"),
+        ("~data.path", "path"),
+    ],
+)
+def test_a_wrong_override_of_a_runs_data_is_refused(override: str, message: str) -> None:
+    run = load_config(["data=text", "data.path=a.txt"]).data
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        data_for(run, [override])
+
+
+@pytest.mark.parametrize("command", [name for name, schema in COMMANDS.items() if issubclass(schema, ReadingConfig)])
+def test_commands_that_read_runs_keep_what_is_said_of_data(command: str) -> None:
+    needed = {"evaluate": ["checkpoint=x"], "profile_sparsity": ["checkpoints=[x]"], "bench_loss": []}[command]
+    assert load_config(needed, command).data == []
+    data = ["data=text", "data.path=x=y.txt", "+data.more=1"]
+    config = load_config([*data, *needed, "device=cpu"], command)
+    assert (config.data, config.device) == (data, "cpu")
+    with pytest.raises(ConfigError, match="database"):
+        load_config([*needed, "database=1"], command)
+    with pytest.raises(ConfigError, match="not computed"):
+        load_config([*needed, "data.path=${oc.env:HOME}"], command)
+
+
 def test_the_command_line_beats_an_experiment() -> None:
     config = load_config(["experiment=mve", "data=stdlib", "trainer.batch_size=3", "size=smoke"])
     assert (config.trainer.batch_size, config.size.name, config.data.name) == (3, "smoke", "stdlib")
@@ -127,6 +170,15 @@ def test_a_loss_accepts_its_own_options_only() -> None:
 def test_an_experiment_that_sets_what_other_data_lacks_says_so() -> None:
     with pytest.raises(ConfigError, match=r"experiment=phase1 sets data\.max_tokens, which data=markov does not have"):
         load_config(["experiment=phase1", "data=markov"])
+
+
+def test_a_key_that_is_no_field_is_refused_wherever_it_is_added() -> None:
+    for key in ("more", "data.more", "logger.wandb.more"):
+        with pytest.raises(ConfigError, match=f"^{key}: there is no such key"):
+            load_config([f"+{key}=1"])
+    # The keys that there are are found also where one of them is mandatory.
+    with pytest.raises(ConfigError, match=r"data.branching: there is no such key\n.*data has: .*path"):
+        load_config(["data=text", "data.path=x", "data.branching=3"])
 
 
 def test_bounds_name_key_and_value() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from linrnn.config import CONFIG_DIR, load_config, read_config, run_name, to_yaml
+from linrnn.config import CONFIG_DIR, data_for, load_config, read_config, run_name, to_yaml
 from linrnn.config.cli import one_line, split_overrides
 from linrnn.config.compose import fields_of
 from linrnn.config.grids import sweep_points
@@ -195,7 +195,7 @@ def test_other_commands(command: str, hostile_values: list[str]) -> None:
     draw = random.Random(SEED)
     needed = {"evaluate": ["checkpoint=x"], "generate": ["checkpoint=x"], "run_sweep": ["sweep=mve"]}[command]
     keys = [*hostile_keys(draw), *[key for key, _, _ in fields_of(load_config(needed, command))] * 5]
-    load_config(needed, command)
+    run = load_config().data
     for _ in range(COUNT // 10):
         line = [f"{draw.choice(keys)}={draw.choice(hostile_values)}"]
         with WATCH.watching() as seen:
@@ -205,7 +205,9 @@ def test_other_commands(command: str, hostile_values: list[str]) -> None:
                     check_launcher(launcher)
                     sweep_points(load_config(own, command).sweep, runs)
                 else:
-                    load_config([*needed, *line], command)
+                    config = load_config([*needed, *line], command)
+                    if command == "evaluate":
+                        data_for(run, config.data)
             except LinrnnError:
                 pass
             except Exception as error:

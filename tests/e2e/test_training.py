@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from linrnn.metrics import read_jsonl
 from linrnn.trained import Reading, open_reading
 from linrnn.trainer import Trainer
 
+ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
 
 
@@ -81,16 +83,40 @@ def test_options_that_may_change_them_train(small: Small, option: str) -> None:
 
 
 def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]]
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
 ) -> None:
     first = trained(small("trainer.max_steps=8"))
     summary = first.directory.read_summary()
     assert summary is not None
-    done = command("scripts/evaluate.py", f"checkpoint={first.directory.path}", "max_tokens=400")
+    evaluate = ["scripts/evaluate.py", f"checkpoint={first.directory.path}", f"data.cache_dir={data_cache}"]
+    done = command(*evaluate, "max_tokens=400")
     assert done.returncode == 0, done.stderr
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
     second = trained(small(f"init_from={first.directory.path}", "optimizer.warmup_steps=0"))
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
+
+
+def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, capsys
+) -> None:
+    gone, moved, here = tmp_path / "gone", tmp_path / "moved", tmp_path / "here"
+    first = trained(small(f"data.cache_dir={gone}", "data.data_seed=5"))
+    assert f"scripts/evaluate.py checkpoint={first.directory.path} data.cache_dir={gone}\n" in capsys.readouterr().out
+    summary = first.directory.read_summary()
+    assert summary is not None
+    shutil.move(first.directory.path, moved)
+    shutil.rmtree(gone)
+    here.mkdir()
+    evaluate = [str(ROOT / "scripts/evaluate.py"), f"checkpoint={moved}", "max_tokens=400"]
+    for overrides, cache in (([], here / "data_cache"), ([f"data.cache_dir={here}/other"], here / "other")):
+        done = command(*evaluate, *overrides, cwd=here)
+        assert done.returncode == 0, done.stderr
+        assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
+        assert [path for path in cache.iterdir() if path.is_dir()]
+    done = command(*evaluate, "data.data_seed=6", cwd=here)  # of another chain
+    assert done.returncode == 0, done.stderr
+    assert f"loss {summary['valid_loss_nats']:.4f}" not in done.stdout
+    assert not gone.exists()
 
 
 def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_loss(small: Small) -> None:
@@ -107,11 +133,12 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
 
 
 def test_the_sparsity_of_trained_models_is_profiled(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, data_cache: Path
 ) -> None:
     run = trained(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
     out = tmp_path / "sparsity"
-    done = command("scripts/profile_sparsity.py", f"checkpoints=[{run}]", "max_tokens=400", f"output_dir={out}")
+    profile = ["scripts/profile_sparsity.py", f"checkpoints=[{run}]", f"data.cache_dir={data_cache}"]
+    done = command(*profile, "max_tokens=400", f"output_dir={out}")
     assert done.returncode == 0, done.stderr
     (found,) = json.loads((out / "sparsity.json").read_text())
     assert found["n_tokens"] <= 400
@@ -122,13 +149,14 @@ def test_the_sparsity_of_trained_models_is_profiled(
 
 
 def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, data_cache: Path
 ) -> None:
     """bench_loss, from a run of this harness to table and plot; its loss is the run's own validation loss."""
     trainer = trained(small("trainer.max_steps=4"))
     run, out = trainer.directory.path, tmp_path / "bench"
     bench = ["scripts/bench_loss.py", f"checkpoint={run}", "backends=[cce_filter]", "rounds=2", "warmup=1"]
-    done = command(*bench, "tokens=200", "batches=2", "device=cpu", f"output_dir={out}")
+    bench += ["device=cpu", f"data.cache_dir={data_cache}"]
+    done = command(*bench, "tokens=200", "batches=2", f"output_dir={out}")
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("*.json")
     rows = {row["backend"]: row for row in json.loads(path.read_text())}
@@ -154,18 +182,19 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
         (f"data=text data.path={text}", "gives text, and"),
         ("data=markov data.vocab_size=600", "has a vocabulary of 600"),
     ):
-        done = command(*bench, *override.split(), "device=cpu", f"output_dir={tmp_path / 'refused'}")
+        done = command(*bench, *override.split(), f"output_dir={tmp_path / 'refused'}")
         assert done.returncode == 2, done.stderr
         assert cause in done.stderr
     assert not (tmp_path / "refused").exists()
 
 
 def test_bits_per_byte_are_of_the_split_that_is_read(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]]
+    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
 ) -> None:
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
     trainer = trained([*overrides, "data.tokenizer_vocab_size=300"])
-    done = command("scripts/evaluate.py", f"checkpoint={trainer.directory.path}", "split=train", "max_tokens=400")
+    evaluate = ["scripts/evaluate.py", f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"]
+    done = command(*evaluate, "split=train", "max_tokens=400")
     assert done.returncode == 0, done.stderr
     found = re.search(r"loss ([\d.]+), .* ([\d.]+) bits per byte", done.stdout)
     assert found
@@ -183,14 +212,14 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: 
 
     def reading(*data: str) -> Reading:
         other = ("data=text", f"data.path={text}", f"data.cache_dir={data_cache}", *data)
-        return open_reading("checkpoint", str(run), load_config([f"checkpoint={run}", *other], "evaluate").data, "cpu")
+        return open_reading("checkpoint", str(run), other, "cpu")
 
     with pytest.raises(ConfigError, match="another tokenizer"):
         reading("data.tokenizer_vocab_size=290")
     with pytest.raises(ConfigError, match=r"vocabulary of 400, the model .* one of 320"):
         reading("data.tokenizer_vocab_size=400")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
-        open_reading("checkpoint", str(tmp_path), None, "cpu")
+        open_reading("checkpoint", str(tmp_path), (), "cpu")
     own = reading(f"data.tokenizer={run / 'tokenizer.json'}")
     (step, vocab_size), labels = (own.step, own.vocab_size), next(own.batches(100)).labels
     assert (step, vocab_size, own.data.vocab_size) == (3, 320, 300)

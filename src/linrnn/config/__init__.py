@@ -1,12 +1,13 @@
 """Typed configuration: schema (types, bounds), compose (Hydra -> dataclasses), cli (command-line entry), naming."""
 
-from linrnn.config.compose import CONFIG_DIR, load_config, nearest, read_config, to_config, to_yaml
+from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_config, to_yaml
 from linrnn.config.naming import identity, run_name
 from linrnn.config.schema import Config
 
 __all__ = [
     "CONFIG_DIR",
     "Config",
+    "data_for",
     "identity",
     "load_config",
     "nearest",

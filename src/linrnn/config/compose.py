@@ -17,7 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from linrnn.config.safety import check_overrides, check_text
-from linrnn.config.schema import COMMANDS, SCHEMAS, Config
+from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, ReadingConfig
 from linrnn.errors import ConfigError
 from linrnn.redaction import holds_secret
 
@@ -72,15 +72,43 @@ def to_config(composed: DictConfig) -> Any:
         raise ConfigError(
             _first_line(error), "give the key a value of the type that its YAML file describes"
         ) from error
-    if added := vars(config).keys() - {field.name for field in dataclasses.fields(config)}:
-        raise ConfigError(f"{', '.join(sorted(added))}: there is no such key", "run with --help for the keys there are")
+    if added := sorted(_added(config)):
+        raise ConfigError(f"{', '.join(added)}: there is no such key", "run with --help for the keys there are")
     validate(config)
     return config
 
 
 def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> Any:
-    """The typed configuration that a command line with these overrides would run."""
-    return to_config(compose_config(overrides, config_name))
+    """The typed configuration that a command line with these overrides would run.
+
+    Raises:
+        ConfigError: it cannot be composed, or is out of bounds.
+    """
+    if not issubclass(COMMANDS[config_name], ReadingConfig):
+        return to_config(compose_config(overrides, config_name))
+    check_overrides(overrides)
+    data = [override for override in overrides if _key(override) == "data" or _key(override).startswith("data.")]
+    config = to_config(compose_config([o for o in overrides if o not in data], config_name))
+    return dataclasses.replace(config, data=data)
+
+
+def data_for(run: DataConfig, overrides: Sequence[str]) -> DataConfig:
+    """The data to read with a model that a run trained on `run`.
+
+    It is the run's own, but for the keys that `overrides` (of the group `data`) name; where prepared data is kept is a
+    matter of the machine, not of the run: that is the default's. `data=NAME` chooses other data, with its defaults.
+
+    Raises:
+        ConfigError: an override is unknown or out of bounds.
+    """
+    named = {_key(override) for override in overrides}
+    if "data" in named:
+        return load_config(overrides).data
+    composed = compose_config([f"data={run.name}", *overrides])
+    for field in dataclasses.fields(run):
+        if field.name != "cache_dir" and f"data.{field.name}" not in named:
+            composed.data[field.name] = getattr(run, field.name)
+    return to_config(composed).data
 
 
 def read_config(path: Path) -> Config:
@@ -108,6 +136,25 @@ def read_config(path: Path) -> Config:
 def to_yaml(config: Any) -> str:
     """The configuration as YAML, keys in schema order."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _added(config: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of nested dataclasses that are no fields: OmegaConf lets `+key=value` add them."""
+    names = {field.name for field in dataclasses.fields(config)}
+    for name, value in vars(config).items():
+        if name not in names:
+            yield f"{prefix}{name}"
+        elif dataclasses.is_dataclass(value):
+            yield from _added(value, f"{prefix}{name}.")
+
+
+def leaves(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dictionaries as (dotted key, value)."""
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 # ---------------------------------------------------------------------------------------------------- validation
@@ -158,6 +205,10 @@ def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
     return ranked[:count]
 
 
+def _key(override: str) -> str:
+    return override.split("=")[0].lstrip("+~")
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
@@ -200,13 +251,14 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
-    names = {o: o.split("=")[0].lstrip("+~") for o in overrides}
+    names = {o: _key(o) for o in overrides}
     groups = [o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()]
     try:
-        valid = [name for name, _, _ in fields_of(load_config(groups, config_name))]
+        composed = OmegaConf.to_container(compose_config(groups, config_name))
     except ConfigError as error:
         return error
-    full = next((name for o in overrides if (name := o.split("=")[0].lstrip("+~")).endswith(key)), key)
+    valid = [name for name, _ in leaves(cast(dict[str, Any], composed))]
+    full = next((name for o in overrides if (name := _key(o)).endswith(key)), key)
     group, _, leaf = full.rpartition(".")
     owners = [
         o for o, schema in SCHEMAS.get(group, {}).items() if o and leaf in {f.name for f in dataclasses.fields(schema)}

@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from linrnn.config.compose import compose_config
+from linrnn.config.compose import compose_config, leaves
 from linrnn.config.schema import Config
 
 # Keys that a resumed run may change; they are no part of its name.
@@ -58,15 +57,7 @@ def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
 
 
 def _identity(nested: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _leaves(nested) if not key.startswith(MAY_DIFFER)}
-
-
-def _leaves(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return {key: value for key, value in leaves(nested) if not key.startswith(MAY_DIFFER)}
 
 
 def run_name(config: Config, world_size: int = 1) -> str:

@@ -324,7 +324,15 @@ class BreakdownConfig:
 
 
 @dataclass
-class EvaluateConfig:
+class ReadingConfig:
+    """A command that reads runs' models. `data` holds what the command line says of the group of this name: it is
+    applied to each run's own data (`linrnn.config.data_for`), which is not known before the run is opened."""
+
+    data: list[str]
+
+
+@dataclass
+class EvaluateConfig(ReadingConfig):
     """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
 
     checkpoint: str
@@ -333,19 +341,17 @@ class EvaluateConfig:
     batch_size: int | None = at_least(1)
     seq_len: int | None = at_least(2)
     device: str = one_of("auto", "cpu", "cuda")
-    data: DataConfig | None = None  # a group that is chosen or not, not a value of evaluate.yaml
-    loss: LossConfig | None = None
+    loss: LossConfig | None = None  # a group that is chosen or not, not a value of evaluate.yaml
 
 
 @dataclass
-class ProfileSparsityConfig:
+class ProfileSparsityConfig(ReadingConfig):
     """scripts/profile_sparsity.py: keys are explained in configs/profile_sparsity.yaml."""
 
     checkpoints: list[str]
     max_tokens: int | None = at_least(1)
     output_dir: str
     device: str = one_of("auto", "cpu", "cuda")
-    data: DataConfig | None = None  # a group that is chosen or not, not a value of profile_sparsity.yaml
 
 
 @dataclass
@@ -397,7 +403,7 @@ class BenchLossSet:
 
 
 @dataclass
-class BenchLossConfig:
+class BenchLossConfig(ReadingConfig):
     """scripts/bench_loss.py: keys are explained in configs/bench_loss.yaml."""
 
     set: str
@@ -418,7 +424,6 @@ class BenchLossConfig:
     results_dir: str
     output_dir: str | None
     sets: dict[str, BenchLossSet]
-    data: DataConfig | None = None  # a group that is chosen or not, not a value of bench_loss.yaml
 
 
 @dataclass
