@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from linrnn.models import LanguageModel
+from linrnn.profiling import BackwardMark
 
 
 def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
@@ -88,20 +89,6 @@ class SavedActivations:
 
 
 # ---------------------------------------------------------------------------------------------------------- time
-class _BackwardMark(torch.autograd.Function):
-    """Identity; calls `reached` when the gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
-        ctx.reached = reached
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.reached()
-        return grad, None
-
-
 class PartClock:
     """Time between the moments when the device enters and leaves each part, forward and backward.
 
@@ -177,7 +164,7 @@ class PartClock:
                 if marked or not (torch.is_tensor(value) and value.requires_grad):
                     return value
                 marked = True
-                return _BackwardMark.apply(value, lambda: self._end(f"{part}/backward"))
+                return BackwardMark.apply(value, lambda: self._end(f"{part}/backward"))
 
             return tuple(mark(value) for value in args), {name: mark(value) for name, value in kwargs.items()}
 
@@ -189,7 +176,7 @@ class PartClock:
                 return None
             self._end(f"{part}/{'recomputed' if self._backward else 'forward'}")
             first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-            marked = _BackwardMark.apply(first, lambda: self._begin(f"{part}/backward"))
+            marked = BackwardMark.apply(first, lambda: self._begin(f"{part}/backward"))
             return marked if rest is None else (marked, *rest)
 
         return leave

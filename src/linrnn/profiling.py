@@ -32,17 +32,17 @@ def nvtx_range(name: str) -> Iterator[None]:
         yield
 
 
-class _BackwardBegins(torch.autograd.Function):
-    """Identity on the loss; its backward is the first thing that the loss layer's backward does."""
+class BackwardMark(torch.autograd.Function):
+    """Identity on a tensor; calls `reached` when the backward pass has its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, begin: Callable[[], None]) -> Tensor:
-        ctx.begin = begin
-        return loss.view_as(loss)
+    def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
+        ctx.reached = reached
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.begin()
+        ctx.reached()
         return grad, None
 
 
@@ -107,7 +107,7 @@ def watched_loss(
         output = loss(hidden_ND, weight_VD, labels_N)
     for observer in observers:
         observer.loss_forward_ended()
-    return replace(output, sum_nats=_BackwardBegins.apply(output.sum_nats, begin_backward))
+    return replace(output, sum_nats=BackwardMark.apply(output.sum_nats, begin_backward))
 
 
 # ---------------------------------------------------------------------------------------------------- time

@@ -15,7 +15,7 @@ from torch import Tensor
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LossConfig
 from linrnn.errors import ConfigError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.requirements import require_package, require_triton
+from linrnn.losses.requirements import require_own_kernels
 
 
 class CceKahan(LossBackend):
@@ -43,9 +43,7 @@ class CceKahan(LossBackend):
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        require_package("cce_kernels", "linrnn", f"loss={config.name}", "./kernels")
-        if device.type == "cuda":
-            require_triton(f"loss={config.name}")
+        require_own_kernels(device, f"loss={config.name}")
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(hidden_ND, weight_VD, labels_N), {}

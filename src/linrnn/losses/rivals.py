@@ -16,7 +16,7 @@ from torch import Tensor
 from linrnn.config.schema import LossConfig
 from linrnn.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.requirements import require_cuda, require_package, require_torch_compile, require_triton
+from linrnn.losses.requirements import require_cuda, require_own_kernels, require_package, require_torch_compile
 from linrnn.losses.standard import Compiled
 
 _PAPER_VARIANTS = ("cce", "cce_kahan", "cce_kahan_full_c", "cce_kahan_full_e", "cce_exact")
@@ -126,9 +126,7 @@ class PaperVariant(LossBackend):
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        require_package("cce_kernels", "linrnn", f"loss={config.name}", "./kernels")
-        if device.type == "cuda":
-            require_triton(f"loss={config.name}")
+        require_own_kernels(device, f"loss={config.name}")
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._loss(hidden_ND, weight_VD, labels_N), {}
