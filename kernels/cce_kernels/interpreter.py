@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -14,6 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def mend() -> None:
     """Make the interpreter's bf16 casts round to nearest even, and its products exact in fp32."""
+    import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,6 +1,9 @@
 """The public function: what it accepts, refuses and promises beyond the numbers. CPU tensors."""
 
+import subprocess
+import sys
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,3 +284,20 @@ def test_wrong_arguments_are_refused_by_name(message):
     arguments = {"e": E, "c": C, "targets": T} | REFUSED[message]
     with pytest.raises(ValueError, match=f"^{message}"):
         linear_cross_entropy(**arguments)
+
+
+def test_it_runs_where_numpy_is_not_installed():
+    """torch and Triton do without it, so an environment of the kernels alone has none."""
+    program = """
+import sys, warnings
+sys.modules["numpy"] = None  # as if it were not installed
+warnings.simplefilter("ignore")
+import torch
+from cce_kernels import linear_cross_entropy
+hidden, head = (torch.randn(shape, requires_grad=True) for shape in ((2, 8, 16), (100, 16)))
+linear_cross_entropy(hidden, head, torch.randint(0, 100, (2, 8)), shift=1).backward()
+assert hidden.grad.isfinite().all() and head.grad.isfinite().all()
+"""
+    kernels = Path(__file__).resolve().parents[2] / "kernels"
+    done = subprocess.run([sys.executable, "-c", program], cwd=kernels, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
