@@ -7,14 +7,20 @@ from pathlib import Path
 from linrnn.config import load_config
 from linrnn.config.cli import run
 from linrnn.config.schema import BenchParallelConfig
+from linrnn.errors import ConfigError
 
 
 def main(config: BenchParallelConfig) -> None:
-    from linrnn.distributed import join
+    from linrnn.distributed import Launch, join
     from linrnn.parallel_benchmark import run_benchmark
     from linrnn.parallel_report import write_pages
 
     if config.measure:
+        if not Launch.from_environment().launched:
+            raise ConfigError(
+                "this process was not started by torchrun",
+                "use torchrun --nproc-per-node=N scripts/bench_parallel.py …, or measure=false for the pages anew",
+            )
         parallel = load_config(["parallel=ddp", f"parallel.timeout_seconds={config.timeout_seconds}"]).parallel
         with join(parallel, config.device) as ranks:
             torchrun = ["torchrun", f"--nproc-per-node={ranks.world_size}"]

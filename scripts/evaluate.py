@@ -21,7 +21,8 @@ def main(config: EvaluateConfig) -> None:
     directory = checkpoint.resolve(Path(config.checkpoint))
     if directory is None:
         raise ConfigError(
-            f"checkpoint={config.checkpoint} holds no complete checkpoint",
+            f"checkpoint={config.checkpoint} "
+            + ("holds no complete checkpoint" if Path(config.checkpoint).is_dir() else "is no directory"),
             "name a run's directory or one of its checkpoints/step_*",
         )
     trained = read_config(directory / "config.yaml")

@@ -2,6 +2,7 @@
 
 from linrnn.architecture import MODELS, parameter_table
 from linrnn.config import load_config
+from linrnn.config.cli import run_plain
 from linrnn.config.schema import MarkovDataConfig
 
 SIZES = ("smoke", "mve", "350m", "1b3")
@@ -16,4 +17,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_plain(main, __doc__ or "")

@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
-from linrnn.parallel_report import read
-from linrnn.scale_out import page
+from linrnn.config.cli import run_plain
 
-if __name__ == "__main__":
+
+def main() -> None:
+    from linrnn.parallel_report import read
+    from linrnn.scale_out import page
+
     results = Path(__file__).resolve().parents[1] / "results"
     path = results / "scale_out.md"
     path.write_text(page(read(results / "bench_parallel")) + "\n")
     print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    run_plain(main, __doc__ or "")

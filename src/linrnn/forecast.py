@@ -56,7 +56,8 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
     heading = "memory of one step, on a GPU" + (
         " (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else ""
     )
-    return ["", heading, *memory_lines(components)]
+    lines = memory_lines(components)
+    return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
 
 
 def _communication(plan: Plan, arch: Architecture) -> list[str]:
@@ -93,7 +94,8 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         else f"{share:.0%} of its peak (small models reach much less)"
     )
     total = duration(seconds * plan.total_steps)
-    return [*lines, f"  {seconds * 1e3:,.1f} ms a step, {total} in all, if {name} reaches {basis}"]
+    each = f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
+    return [*lines, f"  {each} a step, {total} in all, if {name} reaches {basis}"]
 
 
 def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:

@@ -163,7 +163,8 @@ def _table(runs: Sequence[Run]) -> list[str]:
     measured = next((run.summary for run in runs if run.summary["peak_memory_is"]), None)
     lines += [
         "",
-        "Train loss: mean of the last 50 steps. Speed: median over the steps after the warm-up. Peak memory: "
+        f"Train loss: mean of the last {LAST} steps (of all, where there are fewer). "
+        f"Speed: median over the steps after the warm-up. Peak memory: "
         f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios: to `{baseline}` of the same "
         "setting and seed.",
         "",
@@ -248,8 +249,9 @@ def _origin(runs: Sequence[Run]) -> list[str]:
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
     git = environment.get("git") or {}
     dirty = " with uncommitted changes" if git.get("dirty") else ""
+    driver = f", driver {environment['gpu_driver']}" if environment.get("gpu_driver") else ""
     return [
-        f"* device: {gpus}, driver {environment.get('gpu_driver')}, Python {environment.get('python')}",
+        f"* device: {gpus}{driver}, Python {environment.get('python')}",
         f"* commit: {git.get('commit')}{dirty}",
         f"* versions: {packages}",
         *_gpu_lines(runs),
@@ -319,7 +321,7 @@ def _bottleneck_lines(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]])
         parts = {name: sum(v or 0 for v in row.values()) for name, row in breakdown["time"].items() if name != "step"}
         name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
         lines.append(
-            f"* {run['model']} x {run['loss']}, B = {run['batch_size']}: most of a step is {name} "
+            f"* {run['model']} x {run['loss']}, B = {run['batch_size']}: the largest part of a step is {name} "
             f"({parts[name] / step:.0%}); the loss takes {share:.1%}: without any cost a step would be "
             f"{1 / (1 - share):.3f} x as fast."
         )

@@ -10,6 +10,7 @@ from linrnn.config.schema import Config
 from linrnn.run_directory import LOG, METRICS, SUMMARY
 
 GIB = 2**30
+MEAN_OF_LAST = 50  # steps that train_loss_nats averages over, or all where there are fewer
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 
 
@@ -117,10 +118,11 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         return "-" if value is None else f"{value:{form}}{unit}"
 
     of_loss = summary["loss_layer_ms"] or {}
+    averaged = min(MEAN_OF_LAST, summary["steps"])
     rows = {
         "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens",
         "parameters": f"{summary['n_parameters']:,}",
-        "train loss": show(summary["train_loss_nats"], ".4f", " nats (mean of the last 50 steps)"),
+        "train loss": show(summary["train_loss_nats"], ".4f", f" nats (mean of the last {averaged} steps)"),
         "valid loss": show(summary["valid_loss_nats"], ".4f", " nats"),
         "entropy floor": show(summary["entropy_floor_nats"], ".4f", " nats"),
         "perplexity": show(summary["valid_perplexity"], ".3f"),

@@ -132,7 +132,7 @@ class Sweep:
 
     def _report(self) -> None:
         for process, _, began in self._running:
-            line = f"{process.point.label}: {duration(time.monotonic() - began)}: {process.last_line()}"
+            line = f"{process.point.label}: {duration(time.monotonic() - began)}: {process.last_line() or 'starting'}"
             self._say(f"  {line}{self._left()}")
 
     def _stop(self, signal_number: int) -> None:

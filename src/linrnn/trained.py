@@ -58,7 +58,8 @@ def load_trained(source: str, device: torch.device) -> Trained:
         eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
         return Trained(model.eval(), tokenizer, eos_id, None, path)
     raise ConfigError(
-        f"checkpoint={source} holds no complete checkpoint and no config.json",
+        f"checkpoint={source} "
+        + ("holds no complete checkpoint and no config.json" if path.is_dir() else "is no directory"),
         "name a run's directory, one of its checkpoints/step_*, or a directory that scripts/export.py wrote",
     )
 
@@ -135,7 +136,7 @@ def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -
     directory = checkpoint.resolve(Path(source))
     if directory is None:
         raise ConfigError(
-            f"{key}: {source} holds no complete checkpoint",
+            f"{key}: {source} {'holds no complete checkpoint' if Path(source).is_dir() else 'is no directory'}",
             "name a run's directory or one of its checkpoints/step_*, as in results/default/RUN",
         )
     config = dataclasses.replace(read_config(directory / "config.yaml"), device=device)

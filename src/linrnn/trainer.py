@@ -35,9 +35,16 @@ from linrnn.plan import Plan, initialise, make_training_plan
 from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
 from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
 from linrnn.runtime import compute_dtype, parameter_dtype, prepare_process
-from linrnn.summary import final_lines, memory_lines, names_of_run, progress_line, status_of, summary_without_figures
+from linrnn.summary import (
+    MEAN_OF_LAST,
+    final_lines,
+    memory_lines,
+    names_of_run,
+    progress_line,
+    status_of,
+    summary_without_figures,
+)
 
-MEAN_OF_LAST = 50  # steps that the summary's train_loss_nats averages over
 GIB = 2**30
 
 
@@ -433,10 +440,12 @@ class Trainer:
             + (f", {self.plan.world_size} ranks" if self.plan.world_size > 1 else "")
         )
         self.console.line(f"data: {self.data.description}")
+        groups = config.parallel.data_ranks(self.plan.world_size)
+        unit = "ranks" if groups == self.plan.world_size else f"group(s) of {self.plan.world_size // groups} ranks"
         self.console.line(
             f"{self.plan.total_steps} steps of {self.plan.tokens_per_step:,} tokens "
             f"(B = {config.trainer.batch_size} x T = {config.trainer.seq_len} x {config.trainer.accumulation_steps}"
-            + (f" x {self.plan.world_size} ranks) " if self.plan.world_size > 1 else ") ")
+            + (f" x {groups} {unit}) " if self.plan.world_size > 1 else ") ")
             + f"-> {self.directory.path}"
         )
         if self.device.type == "cuda":

@@ -29,6 +29,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["trainer.batchsize=4"], 2, "trainer.batchsize", "trainer.batch_size"),
         (["optimizer.learning_rate=1"], 2, "optimizer.learning_rate", "optimizer.lr"),
         (["trainr.max_steps=1"], 2, "trainr.max_steps", "trainer.max_steps"),
+        (["modl=gla"], 2, "modl", "nearest: model=…"),
         (["loss=standard", "loss.filter_eps=0.1"], 2, "loss.filter_eps", "loss=cce_filter"),
         (["trainer.batch_size=0"], 2, "trainer.batch_size=0", "1 or more"),
         (["trainer.batch_size=two"], 2, "batch_size", "type"),
@@ -72,6 +73,38 @@ def test_refused(
     assert remedy in error[1]
     runs = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
     assert not runs, f"nothing is left behind: {runs}"
+
+
+@pytest.mark.parametrize(
+    ("script", "argument", "cause", "remedy"),
+    [
+        ("find_max_batch", "dry_run=true", "dry_run", "train.py … dry_run=true"),
+        ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
+        ("prepare_data", "dry_run=true", "dry_run", "drop"),
+        ("scale_out", "gpus=8", "gpus=8", "without any"),
+        ("parameter_table", "size=mve", "size=mve", "without any"),
+        ("profile_sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
+        ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
+        ("bench_parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N scripts/bench_parallel.py"),
+    ],
+)
+def test_what_a_script_does_not_take_is_refused(
+    script: str, argument: str, cause: str, remedy: str, command: Command
+) -> None:
+    done = command(f"scripts/{script}.py", argument)
+    error, hint = done.stderr.strip().splitlines()
+    assert done.returncode == 2
+    assert cause in error
+    assert remedy in hint
+
+
+@pytest.mark.parametrize("script", ["scale_out", "parameter_table", "generate"])
+def test_help_says_what_a_command_does_and_runs_nothing(script: str, command: Command) -> None:
+    done = command(f"scripts/{script}.py", "--help")
+    assert done.returncode == 0
+    assert f"usage: python scripts/{script}.py" in done.stdout
+    assert "\nwrote" not in f"\n{done.stdout}"
+    assert "groups:\n\n" not in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -211,7 +211,10 @@ def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_o
     own = {"run": run("compiled").summary, "environment": HERE, "time": time, "hardware_utilisation": 0.93}
     own["memory"] = {"peak": {"measured": 13 * GIB}, "peak/without_loss_layer": {"measured": 10 * GIB}}
     text = write_report(THREE_SEEDS, tmp_path, "g", (), [own, {**own, "environment": ELSEWHERE}])[0].read_text()
-    assert "most of a step is mixer (60%); the loss takes 20.0%: without any cost a step would be 1.250 x" in text
+    assert (
+        "the largest part of a step is mixer (60%); the loss takes 20.0%: without any cost a step would be 1.250 x"
+        in text
+    )
     assert "at 93% of the peak: more sequences would only queue" in text
     assert "Its peak is 1.300 x that of the same step without a loss layer." in text
     assert "its breakdown is left out, made with another gpus" in text

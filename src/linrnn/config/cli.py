@@ -43,6 +43,22 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
         raise SystemExit(code)
 
 
+def run_plain(main: Callable[[], None], description: str) -> None:
+    """As :func:`run`, for a command without any key: an argument other than `--help` is refused."""
+    arguments = sys.argv[1:]
+    if _HELP_FLAGS & set(arguments):
+        print(f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
+        raise SystemExit(0)
+
+    def call() -> None:
+        if arguments:
+            raise ConfigError(f"{arguments[0]}: this command takes no arguments", "run it without any")
+        main()
+
+    if code := _guarded(call):
+        raise SystemExit(code)
+
+
 def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_name: str, description: str) -> None:
     """As :func:`run`, for a command that makes training runs: `main(config, run_overrides, launcher_overrides)`.
 
@@ -58,6 +74,8 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
     def call() -> int | None:
         refuse_flags(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
+        if any(override.startswith("dry_run=") for override in runs):
+            raise ConfigError("dry_run: this command has no such key", "python train.py … dry_run=true foresees a run")
         return main(load_config(own, config_name), runs, launcher)
 
     raise SystemExit(_guarded(call))
@@ -138,18 +156,19 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
     """Usage, the groups with their options, and every key with its comment (the YAML files are the manual)."""
     program = os.path.relpath(sys.argv[0])
     composed = compose_config(overrides, config_name)
-    lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", "", "groups:"]
-    files = [CONFIG_DIR / f"{config_name}.yaml"]
+    lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", ""]
+    files, groups = [CONFIG_DIR / f"{config_name}.yaml"], []
     for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
         options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
         if group in composed or (group == "experiment" and config_name == "train"):
-            lines.append(f"  {group:<12} {' | '.join(options)}")
+            groups.append(f"  {group:<12} {' | '.join(options)}")
         if group in composed and isinstance(composed[group], DictConfig):
             chosen = composed[group].get("name", "default")
             path = CONFIG_DIR / group / f"{chosen}.yaml"
             files.append(path if path.exists() else CONFIG_DIR / group / "default.yaml")
+    if groups:
+        lines += ["groups:", *groups, ""]
     lines += [
-        "",
         f"exit codes: {EXIT_CODES}",
         "",
         "keys, with their defaults (of the default options; the other options' files stand beside them):",

@@ -240,7 +240,9 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     ):
         return _unknown_key(next(name for name in missing.groups() if name), overrides, config_name)
     if bad_value := re.search(r"Error merging override (.*)", text):
-        reason = _first_line(error.__cause__ or error)
+        reason, (key, _, value) = _first_line(error.__cause__ or error), bad_value.group(1).partition("=")
+        if "is not a ListConfig" in reason:
+            return ConfigError(f"{bad_value.group(1)}: {key} is a list", f"put it in brackets: {key}=[{value}]")
         return ConfigError(
             f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
         )
@@ -263,10 +265,15 @@ def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> Config
     owners = [
         o for o, schema in SCHEMAS.get(group, {}).items() if o and leaf in {f.name for f in dataclasses.fields(schema)}
     ]
+    likely = nearest(full, valid)
+    if not group:  # a misspelt group: `modl=gla`
+        chosen = {name.partition(".")[0] for name in valid if "." in name}
+        groups_first = difflib.get_close_matches(full, sorted(chosen), n=1)
+        likely = [*(f"{name}=…" for name in groups_first), *likely]
     siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
     hints = [
         f"it is an option of {', '.join(f'{group}={owner}' for owner in owners)}" if owners else "",
-        f"nearest: {', '.join(nearest(full, valid))}" if not owners else "",
+        f"nearest: {', '.join(likely)}" if not owners else "",
         f"{group} has: {', '.join(siblings)}" if siblings else "",
     ]
     return ConfigError(f"{full}: there is no such key", "; ".join(hint for hint in hints if hint))
