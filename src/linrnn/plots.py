@@ -62,7 +62,11 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
     for (top, bottom), model in zip(grid.T, models, strict=True):
         top.set_title(model)
         bottom.set_xlabel("optimizer step")
-        bottom.axhspan(-0.01, 0.01, color="0.9")
+        if bottom.lines:
+            bottom.axhspan(-0.01, 0.01, color="0.9")
+        else:
+            bottom.set_yticks([])
+            bottom.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=bottom.transAxes)
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps; grey: ±0.01)")
     figure.suptitle(title)
@@ -306,6 +310,8 @@ def _panels(
             ticks = sorted({x(run.summary) for run, _ in measured})
             axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
             axes.minorticks_off()
+        else:
+            axes.locator_params(axis="x", nbins=6)  # long figures close to each other would overlap
         axes.set_title(model)
         axes.set_xlabel(x_label)
         axes.grid(alpha=0.25)

@@ -127,11 +127,16 @@ def _markdown(
 
 def _table(runs: Sequence[Run]) -> list[str]:
     checkpointing = plots.varies(runs, "activation_checkpointing")
+    labels = [
+        (*_order(run, name), _checkpointed(run))
+        for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True)
+    ]
+    alike = len(set(labels)) < len(labels)  # runs that differ in what has no column are told apart by their names
     lines = [
-        f"| model | size | loss | {'checkpointing | ' * checkpointing}B | T | V | seed | status | train loss, nats "
-        "| valid loss, nats | bits per byte | peak memory, GiB | ratio | tokens/s | ratio | step, ms "
-        "| of it loss | MFU |",
-        f"|---|---|---|{'---|' * checkpointing}--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| {'run | ' * alike}model | size | loss | {'checkpointing | ' * checkpointing}B | T | V | seed | status "
+        "| train loss, nats | valid loss, nats | bits per byte | peak memory, GiB | ratio | tokens/s | ratio "
+        "| step, ms | of it loss | MFU |",
+        f"|{'---|' * alike}---|---|---|{'---|' * checkpointing}{'--:|' * 4}---|{'--:|' * 10}",
     ]
     baseline = plots.baseline_of(runs)
     bases = {(run.setting, run.summary["seed"]): run.summary for run in runs if run.summary["loss"] == baseline}
@@ -139,6 +144,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
     for run, name in sorted(named, key=lambda entry: _order(*entry)):
         s, base = run.summary, bases.get((run.setting, run.summary["seed"]), {})
         cells = [
+            *([s["run_name"]] if alike else []),
             s["model"],
             s["size"],
             name,
@@ -164,7 +170,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
     lines += [
         "",
         f"Train loss: mean of the last {LAST} steps (of all, where there are fewer). "
-        f"Speed: median over the steps after the warm-up. Peak memory: "
+        "Speed: median over the steps after the warm-up. Peak memory: "
         f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios: to `{baseline}` of the same "
         "setting and seed.",
         "",
@@ -351,6 +357,10 @@ def _bound_lines(runs: Sequence[Run]) -> list[str]:
         f"without any cost it would be {1 / (1 - share):.3f} x as fast."
         for (model, name, checkpointing), (run, share) in firsts.items()
     ]
+
+
+def _checkpointed(run: Run) -> str:
+    return run.summary.get("activation_checkpointing") or "none"
 
 
 def _order(run: Run, name: str) -> tuple[Any, ...]:

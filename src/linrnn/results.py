@@ -37,6 +37,7 @@ SETTING = (
     "parallel",
     "world_size",
     "steps",
+    "training",
 )
 # What runs share whose curves can be laid over each other, whether or not they reached their last step.
 COURSE = tuple(key for key in SETTING if key not in ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps"))

@@ -59,7 +59,21 @@ def names_of_run(config: Config, run_name: str) -> dict[str, Any]:
         "parallel": config.parallel.name,
         "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k != "name"},
         "memory_budget_gib": config.memory_budget_gib,
+        "training": _training(config),
     }
+
+
+def _training(config: Config) -> str:
+    """What else decides how a run learns: runs that differ in it are not compared."""
+    values = {f"optimizer.{key}": value for key, value in dataclasses.asdict(config.optimizer).items()}
+    values |= {
+        "init_from": config.init_from,
+        "data.reset_at_document": config.data.reset_at_document,
+        "size.tie_embeddings": config.size.tie_embeddings,
+        "trainer.compile_blocks": config.trainer.compile_blocks,
+        "trainer.deterministic": config.trainer.deterministic,
+    }
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 def summary_without_figures(config: Config, run_name: str, status: str, reason: str, command: str) -> dict[str, Any]:

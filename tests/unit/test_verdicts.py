@@ -102,6 +102,20 @@ def test_ratios_are_medians_over_paired_seeds_with_margin_and_spread() -> None:
     assert perplexity.value == pytest.approx(0.04)
 
 
+def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
+    """Another learning rate, or other weights to start from: neither loss nor curve says anything of the loss layer."""
+    fast, slow = ("optimizer.lr=0.002 init_from=None", "optimizer.lr=0.001 init_from=None")
+    runs = [run("compiled", training=slow), run("cce_kahan", training=fast, nats=4.0)]
+    compared = [v for v in verdicts.verdicts(runs) if v.against == "compiled" and v.value is not None]
+    assert not compared
+    both = [*runs, run("cce_kahan", training=slow, run_name="gla-cce_kahan-lr0.001")]
+    values = [v.value for v in verdicts.verdicts(both) if v.criterion is verdicts.SPEED and v.against == "compiled"]
+    assert [value for value in values if value is not None] == [1.0]
+    table = write_report(both, tmp_path, "g")[0].read_text()
+    assert "| run | model |" in table, "two rows would look alike"
+    assert "| gla-cce_kahan-lr0.001 | gla |" in table
+
+
 def test_losses_of_a_few_steps_are_not_compared() -> None:
     found = verdicts.verdicts([run("compiled", steps=49), run("cce_kahan", steps=49, nats=7.0)])
     for criterion in (verdicts.PERPLEXITY, verdicts.MVE_LOSS, verdicts.CURVES):
