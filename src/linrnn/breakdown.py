@@ -266,15 +266,20 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
         lines.append(f"| {component} | {' | '.join(cells)} | {sum(flops.values()) / total_flops:.1%} |")
     lines += ["", "| HBM traffic by formula | forward, GB | backward, GB |", "|---|--:|--:|"]
     loss = b.traffic["loss"]
-    cells = [f"{loss[pass_] / 1e9:.2f}" if loss else "depends on the data" for pass_ in PASSES[:2]]
+    cells = [_digits(loss[pass_] / 1e9) if loss else "depends on the data" for pass_ in PASSES[:2]]
     return [
         *lines,
         f"| loss | {' | '.join(cells)} |",
-        f"| optimizer | | {(b.traffic['optimizer'] or {})['total'] / 1e9:.2f} |",
+        f"| optimizer | | {_digits((b.traffic['optimizer'] or {})['total'] / 1e9)} |",
         "",
         "Traffic is not measured: the counters for it need Nsight Compute and permission to read them.",
         "",
     ]
+
+
+def _digits(value: float) -> str:
+    """Two decimals; three digits where a small model's figure would be 0.00."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
 def _proposal_lines(b: Breakdown) -> list[str]:
@@ -282,7 +287,7 @@ def _proposal_lines(b: Breakdown) -> list[str]:
     vocabulary = b.flops["vocabulary"]["forward"] / sum(row["forward"] for row in b.flops.values())
     rows = [
         *(
-            (f"memory, {name}", f"{size / GIB:.2f} GiB ({size / sum(memory.values()):.0%})")
+            (f"memory, {name}", f"{_digits(size / GIB)} GiB ({size / sum(memory.values()):.0%})")
             for name, size in memory.items()
         ),
         (
@@ -291,7 +296,7 @@ def _proposal_lines(b: Breakdown) -> list[str]:
         ),
         (
             "loss layer's HBM traffic, standard / CCE",
-            f"{traffic['standard'] / 1e9:.2f} / {traffic['cce'] / 1e9:.2f} GB",
+            f"{_digits(traffic['standard'] / 1e9)} / {_digits(traffic['cce'] / 1e9)} GB",
         ),
     ]
     lines = ["| the proposal's own account | |", "|---|--:|"]

@@ -26,12 +26,13 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
         raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
     if name not in CLASSES:
         raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(CLASSES)}")
+    model_class, _ = fla_classes(name)
     if name == "transformer":
         install_sdpa()
     if device.type == "cpu":
         cpu_ops.install()
     try:
-        model, report = fla_classes(name)[0].from_pretrained(
+        model, report = model_class.from_pretrained(
             directory, use_safetensors=True, local_files_only=True, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
