@@ -222,6 +222,8 @@ def report(answer: Answer, on_gpu: bool) -> list[str]:
     lines = [f"largest batch: {answer.batch} sequences{bound}, foreseen {answer.foreseen}, {len(answer.probes)} probes"]
     if best is not None:
         lines.append(f"  {_line(best)}")
+    if answer.batch == 0:
+        lines.append("  not even one fits: raise memory_budget_gib, lower trainer.seq_len, or choose a smaller size")
     if not on_gpu:
         lines.append("  memory is the process's resident set, Python and libraries included; the foreseen is a GPU's")
     return lines

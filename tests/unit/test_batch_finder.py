@@ -69,6 +69,7 @@ def test_not_even_one_sequence_is_an_answer() -> None:
     assert log == [1]
     assert (answer.batch, answer.exact, answer.foreseen) == (0, True, 0)
     assert "largest batch: 0 sequences" in report(answer, on_gpu=True)[0]
+    assert "not even one fits" in report(answer, on_gpu=True)[1]
 
 
 def test_an_answer_that_is_not_exact_says_so() -> None:
