@@ -5,8 +5,10 @@ Nothing that tells of a person or a place: no environment variables, host or use
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,13 @@ GPU_STATE = {
     "celsius": "temperature.gpu",
 }
 CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
+
+
+def command_line() -> str:
+    """The command of this process; a script of this repository by its place there."""
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+    here = script.relative_to(root).as_posix() if script.is_relative_to(root) else sys.argv[0]
+    return shlex.join(["python", here, *sys.argv[1:]])
 
 
 def describe_environment() -> dict[str, Any]:

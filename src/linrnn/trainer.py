@@ -5,8 +5,6 @@ Read :meth:`Trainer.fit` first, then :meth:`Trainer.train_step`.
 
 import contextlib
 import math
-import shlex
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
 from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare
 from linrnn.distributed import Launch, Ranks
-from linrnn.environment import describe_environment, gpu_state
+from linrnn.environment import command_line, describe_environment, gpu_state
 from linrnn.errors import DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError, RankFailedError, StorageError
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest
@@ -467,8 +465,7 @@ class Trainer:
     def _write_lost_summary(self, failure: LinrnnError) -> None:
         """The summary of a run whose rank 0 waits in vain for one that has failed, written beside it."""
         if self.ranks.is_first:
-            command = shlex.join(["python", *sys.argv])
-            summary = summary_without_figures(self.config, self.name, "failed", failure.cause, command)
+            summary = summary_without_figures(self.config, self.name, "failed", failure.cause, command_line())
             summary |= {"steps": self.step, "tokens": self.step * self.plan.tokens_per_step}
             self.directory.write_json(SUMMARY, summary)
 
@@ -531,5 +528,5 @@ class Trainer:
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "gpu_state": self.gpu_state,
             "data_fingerprint": self.data.fingerprint,
-            "command": shlex.join(["python", *sys.argv]),
+            "command": command_line(),
         }

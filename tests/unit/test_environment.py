@@ -88,3 +88,12 @@ def test_the_state_of_a_gpu_is_read_and_missing_figures_are_null(monkeypatch):
     assert state == {"sm_mhz": 1980, "memory_mhz": 3201, "watts": None, "celsius": 41, "other_processes": 2}
     monkeypatch.setattr(environment, "_answer", lambda *words: None)
     assert set(environment.gpu_state(torch.device("cuda")).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [(ROOT / "train.py", "train.py"), (ROOT / "scripts" / "sweep.py", "scripts/sweep.py"), ("a b", "'a b'")],
+)
+def test_a_command_names_this_repositorys_scripts_by_their_place_in_it(script, shown, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(script), "model=gla", "data.path=a b"])
+    assert environment.command_line() == f"python {shown} model=gla 'data.path=a b'"
