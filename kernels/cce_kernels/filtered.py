@@ -35,6 +35,7 @@ from torch import Tensor
 from .options import Options
 
 HASH_ENTRY, HASH_MIX = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32  # odd, 32 bits, as signed numbers
+HASH_ROW, HASH_TARGET, HASH_START, HASH_ROUND = 0x3C6EF35F, 0x19660D, 0x5F356495, 0x45D9F3B  # of a row's own
 _32_BITS = 0xFFFFFFFF
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
 HEAD_SHARE = 16  # of the vocabulary, at most: 1 / 16
@@ -108,10 +109,10 @@ def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None,
 
 def row_hashes(columns: Tensor) -> Tensor:
     """32 bits for each row (N,), int32, of its place and its target."""
-    x = torch.arange(columns.shape[0], device=columns.device) * 0x3C6EF35F + columns * 0x19660D + 0x5F356495
+    x = torch.arange(columns.shape[0], device=columns.device) * HASH_ROW + columns * HASH_TARGET + HASH_START
     for _ in range(2):
         x = x & _32_BITS
-        x = (x ^ (x >> 16)) * 0x45D9F3B
+        x = (x ^ (x >> 16)) * HASH_ROUND
     x = x & _32_BITS
     return ((x ^ (x >> 16)) - 2**31).to(torch.int32)
 

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .filtered import HASH_ENTRY, HASH_MIX
+from .filtered import HASH_ENTRY, HASH_MIX, HASH_ROUND, HASH_ROW, HASH_START, HASH_TARGET
 from .launch import quick
 from .tiles import cdiv
 
 _ENTRY, _MIX = tl.constexpr(HASH_ENTRY), tl.constexpr(HASH_MIX)
+_ROW, _TARGET = tl.constexpr(HASH_ROW), tl.constexpr(HASH_TARGET)
+_START, _ROUND = tl.constexpr(HASH_START), tl.constexpr(HASH_ROUND)
 BLOCK = 256
 
 
@@ -41,9 +43,9 @@ def row_hashes_kernel(
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + rows, mask=rows < N, other=0)
-    x = (rows * 0x3C6EF35F + target * 0x19660D + 0x5F356495).to(tl.uint32)
+    x = (rows * _ROW + target * _TARGET + _START).to(tl.uint32)
     for _ in tl.static_range(2):
-        x = (x ^ (x >> 16)) * 0x45D9F3B
+        x = (x ^ (x >> 16)) * _ROUND
     tl.store(hash_ptr + rows, (x ^ (x >> 16) ^ 0x80000000).to(tl.int32, bitcast=True), mask=rows < N)
 
 
