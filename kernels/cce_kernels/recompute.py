@@ -12,6 +12,9 @@ Every output tile has one owner: no locks, no atomics, deterministic. dz is stor
 coefficient ("peak"), which the products multiply back in: the small gradients of a mean over many tokens do
 not underflow in fp16.
 
+Where a gradient is wanted in fp32, the targets' entries are left out of dz and added in fp32 (targets.py): p − 1 is no
+longer rounded, nor what the tensor cores add to a sum that holds it.
+
 A filter (filtered.py) is applied to each entry of dz as it is made; where only one gradient is filtered, dz is made
 twice. That is for what entries.py does not cover, and where its lists turn out too small: `active` says on the device
 whether there is anything to do.
@@ -29,15 +32,16 @@ import triton.language as tl
 from torch import Tensor
 
 from . import hopper
-from .accumulator import Accumulator
+from .accumulator import Accumulator, compensated
 from .epilogues import gradient_of
-from .exponentials import split_columns
+from .exponentials import split_columns, target_logits
 from .filtered import FilterStats, Rule
 from .hashing import draw
 from .launch import quick
 from .options import Options
 from .products import product
 from .schemes import most_splits
+from .targets import add_by_target, sort_by_target, target_rows
 from .tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
 
 
@@ -239,6 +243,13 @@ def gradients(
     peak = torch.where(peak == 0, 1.0, peak)
     a, b, scale = a / peak, b / peak, peak * o.logit_scale
 
+    at_target = None
+    if filtering is None and fallback is None and bias is None and _targets_apart(e, dtypes, main_grad_c, o):
+        b_alone = torch.where(columns >= 0, a * torch.exp(target_logits(e, c, None, columns, o) - lse), b)
+        at_target, b = b_alone - b, b_alone  # of the target's entry dz keeps what p differs by between kernels
+        if sum_e is not None:
+            target_rows(c, columns, at_target, sum_e.value, sum_e.lost)
+
     workspace = e.new_empty(n_rows, cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))
@@ -257,15 +268,29 @@ def gradients(
             if sum_e is not None and eps == o.eps_e:  # the shorter tiles last
                 ends = scale if chunk.stop == vocab else None
                 beside = out_c is not None and eps == o.eps_c
-                product(dz, c_chunk, sum_e.value, sum_e.lost, read=first > 0, scale=ends, beside=beside, active=active)
+                read = first > 0 or at_target is not None
+                product(dz, c_chunk, sum_e.value, sum_e.lost, read=read, scale=ends, beside=beside, active=active)
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak).to(dtype_bias)
+    del dz, workspace  # room for what follows
+    if at_target is not None and out_c is not None:
+        add_by_target(e, *sort_by_target(columns), at_target * scale, out_c, None)
     if sum_e is None:
         return None, grad_c, grad_bias
     result = sum_e.result()
     if active is not None and grad_e is not None and result is not grad_e:
         result = grad_e.copy_(torch.where(active != 0, result, grad_e))
     return result, grad_c, grad_bias
+
+
+def _targets_apart(e: Tensor, dtypes: tuple[torch.dtype | None, ...], main_grad_c: Tensor | None, o: Options) -> bool:
+    """Whether a sum in fp32 gains by it, and the other loses nothing: what is added to it is not rounded for good."""
+    dtype_e, dtype_c, _ = dtypes
+    if e.dtype == torch.float32 or o.softcap is not None or o.label_smoothing:
+        return False
+    dtype_c = dtype_c if main_grad_c is None else torch.float32
+    whole_e = dtype_e in (None, torch.float32) or o.accumulate == "fp32" or compensated(dtype_e, o.accumulate)
+    return whole_e and dtype_c in (None, torch.float32) and torch.float32 in (dtype_e, dtype_c)
 
 
 def dropped_mass(

@@ -35,6 +35,7 @@ from .options import Options
 from .products import product
 from .rows import Rows, empty_metrics
 from .schemes import splits_for
+from .targets import add_by_target
 from .tiles import cdiv, multiprocessors, power_of_2
 
 
@@ -74,75 +75,6 @@ def hidden_kernel(
     factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
     total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
     write_sum(total * tl.load(scale_ptr), out_ptr + offsets, None, mask)
-
-
-@quick
-@triton.jit(do_not_specialize=["N"])
-def targets_kernel(
-    e_ptr,  # (N, D), rows e_stride apart
-    keys_ptr,  # (N,) int32, ascending: the rows' targets, negative for none
-    order_ptr,  # (N,) int64: the rows in that order
-    coefficient_ptr,  # (N,) fp32
-    out_ptr,  # (V, D): a sum, added into
-    lost_ptr,  # (V, D) or None: what out's rounding lost, kept
-    spill_ptr,  # (programs, D) fp32, written: the part of a run of equal keys that began in an earlier program
-    e_stride,
-    N,
-    D,
-    PLACES: tl.constexpr,  # of a program
-    BLOCK_D: tl.constexpr,
-):
-    """out[v] += Σ coefficient_i e_i over the rows whose target is v, as far as they stand in one program."""
-    start = tl.program_id(0) * PLACES
-    places = start + tl.arange(0, PLACES)
-    inside = places < N
-    keys = tl.load(keys_ptr + places, mask=inside, other=-1)
-    rows = tl.load(order_ptr + places, mask=inside, other=0)
-    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    e_mask = inside[:, None] & (dims < D)[None, :]
-    e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=e_mask, other=0.0)
-    parts = e.to(tl.float32) * coefficient[:, None]
-    earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
-    last = earlier
-    for i in range(tl.minimum(PLACES, N - start)):
-        key = tl.load(keys_ptr + start + i)
-        if (key >= 0) & (key != last):
-            total = tl.sum(tl.where((keys == key)[:, None], parts, 0.0), axis=0)
-            offsets = key.to(tl.int64) * D + dims
-            lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-            total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
-            write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
-        last = key
-    spilled = tl.sum(tl.where((keys == earlier)[:, None], parts, 0.0), axis=0)
-    tl.store(spill_ptr + tl.program_id(0).to(tl.int64) * D + dims, spilled, mask=dims < D)
-
-
-@quick
-@triton.jit(do_not_specialize=["N"])
-def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add what targets_kernel spilled: the program in which a long run begins sums the parts of the later ones."""
-    start = tl.program_id(0) * PLACES
-    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < N, other=-1)  # of the run that may go on
-    earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
-    follows = tl.load(keys_ptr + start + PLACES, mask=start + PLACES < N, other=-1)
-    if (key >= 0) & (key != earlier) & (key == follows):
-        dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        program = tl.program_id(0) + 1
-        more = 1
-        while more > 0:
-            programs = program + tl.arange(0, PLACES)
-            at = programs * PLACES
-            run = tl.load(keys_ptr + at, mask=at < N, other=-1) == key
-            spill_ptrs = spill_ptr + programs.to(tl.int64)[:, None] * D + dims[None, :]
-            total += tl.sum(tl.load(spill_ptrs, mask=run[:, None] & (dims < D)[None, :], other=0.0), axis=0)
-            program += PLACES
-            more = tl.min(run.to(tl.int32), axis=0)
-        offsets = key.to(tl.int64) * D + dims
-        lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-        total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
-        write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
 
 
 def forward(
@@ -242,15 +174,7 @@ def backward(
             grad_c.zero_()
             if lost_c is not None:
                 lost_c.zero_()
-        block_d = min(256, power_of_2(dim))  # one warp's: no sum crosses threads
-        programs = cdiv(n_rows, PLACES)
-        spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
-        grid = (programs, cdiv(dim, block_d))
-        targets_kernel[grid](
-            e, keys, order, coefficient, grad_c, lost_c, spill, e.stride(0), n_rows, dim, PLACES, block_d,
-            num_warps=1,
-        )  # fmt: skip
-        spilled_targets_kernel[grid](keys, grad_c, lost_c, spill, n_rows, dim, PLACES, block_d)
+        add_by_target(e, keys, order, coefficient, grad_c, lost_c)
     w = w[: n_rows - first, : c.shape[0]]
     scaled = None if scaled is None else scaled[: n_rows - first, :dim]
     _add_products(w, scaled, c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
@@ -258,7 +182,6 @@ def backward(
 
 
 KEYS, ORDER, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 9  # places in the state; SUMS: of the first that is summed up
-PLACES = 16  # rows, sorted by target, that one program adds up
 
 
 def empty_state(

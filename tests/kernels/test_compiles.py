@@ -122,6 +122,15 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         check_resources(name, kernel, BF16)
 
 
+@pytest.mark.parametrize("dtype_e", [BF16, FP32])
+def test_targets_apart_compile_for_hopper(compiled, dtype_e):
+    launch_all(Case("apart", dtype=BF16, **PLAIN), dtypes=(dtype_e, FP32, None))
+    targets = {name: kernel for name, kernel in compiled if "target" in name}
+    assert set(targets) == {"target_logits_kernel", "target_rows_kernel", "targets_kernel", "spilled_targets_kernel"}
+    for name, kernel in targets.items():
+        check_resources(name, kernel, BF16)
+
+
 @pytest.mark.parametrize("with_metrics", [False, True])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):

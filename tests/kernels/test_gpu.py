@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import (
+    APART,
     BF16,
     CASES,
     FP16,
@@ -16,6 +17,7 @@ from cases import (
     check_stored,
     check_stored_options,
     check_sums,
+    check_targets_apart,
     draw,
     error,
     gradients,
@@ -207,6 +209,11 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
 
 def test_stored_exponentials_through_the_public_function(monkeypatch):
     check_stored_options("cuda", monkeypatch)
+
+
+@pytest.mark.parametrize("arguments", APART.values(), ids=APART)
+def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(arguments):
+    check_targets_apart("cuda", *arguments)
 
 
 @pytest.mark.parametrize("workspace_mib", [None, 16])  # stored exponentials, recomputed logits

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    APART,
     BF16,
     CASES,
     STORED,
@@ -21,6 +22,7 @@ from cases import (
     check_stored,
     check_stored_options,
     check_sums,
+    check_targets_apart,
     draw,
     gradients,
 )
@@ -184,6 +186,12 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
 @in_interpreter
 def test_stored_exponentials_through_the_public_function(monkeypatch):
     check_stored_options("cpu", monkeypatch)
+
+
+@in_interpreter
+@pytest.mark.parametrize("arguments", APART.values(), ids=APART)
+def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(arguments):
+    check_targets_apart("cpu", *arguments)
 
 
 # Few draws: the interpreter is slow. test_linear_cross_entropy draws many more on the torch path.
