@@ -33,6 +33,8 @@ from .rows import Rows, empty_metrics
 from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
+WHOLE = tl.constexpr(-(2**31))  # the sign bit, set in the column of an entry that is much of its row
+LARGE = tl.constexpr(4.0)  # of p in units of eps: from there on an entry is
 SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many programs as it can
 
 
@@ -143,7 +145,7 @@ def collect_kernel(
     dropped_ptr,  # (N, SEGMENTS) fp32
     void_ptr,  # () int32: 1 written where the lists do not do
     starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there, the rest written
-    column_ptr,  # (capacity,) int32, written
+    column_ptr,  # (capacity,) int32, written; marked `WHOLE` where p is `LARGE`
     weight_ptr,  # (capacity,) fp32, written
     w_stride,
     first,
@@ -180,16 +182,16 @@ def collect_kernel(
     if (end > capacity) | (longest > SLOTS) | ((mass > most) & (target >= 0)):
         tl.store(void_ptr, 1)
     if (target >= 0) & (start < capacity):
-        tl.store(column_ptr + start, target.to(tl.int32))
+        tl.store(column_ptr + start, target.to(tl.int32) | WHOLE)
     begin = start + tl.cumsum(count, axis=0) - listed
     for at in range(0, tl.minimum(longest, SLOTS), BLOCK):
         slot = at + tl.arange(0, BLOCK)[None, :]
         to = begin[:, None] + slot
         inside = (slot < listed[:, None]) & (slot < SLOTS) & (to < capacity)
         column = tl.load(slot_ptr + segment[:, None] * SLOTS + slot, mask=inside, other=0)
-        w = tl.load(w_ptr + column, mask=inside, other=0.0)
-        tl.store(column_ptr + to, column, mask=inside)
-        tl.store(weight_ptr + to, tl.maximum(w.to(tl.float32) * to_p, least), mask=inside)
+        p = tl.load(w_ptr + column, mask=inside, other=0.0).to(tl.float32) * to_p
+        tl.store(column_ptr + to, tl.where(p >= LARGE * least, column | WHOLE, column), mask=inside)
+        tl.store(weight_ptr + to, tl.maximum(p, least), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -197,11 +199,11 @@ class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight:
-    (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped:
-    (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has dropped more
-    than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank, head: the
-    rule's, empty where it has none.
+    capacity they are missing. column: (capacity,) int32, marked `WHOLE` at targets and where p is `LARGE`, V where
+    nothing stands. weight: (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule
+    lists. dropped: (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has
+    dropped more than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank,
+    head: the rule's, empty where it has none.
     """
 
     starts: Tensor

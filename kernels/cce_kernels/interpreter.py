@@ -1,6 +1,6 @@
-"""bf16 under TRITON_INTERPRET=1: Triton's interpreter keeps bf16 as raw 16-bit integers, multiplies those,
-and truncates instead of rounding (seen in 3.6.0 and 3.7.1). `mend()` gives it the arithmetic of the real
-kernels."""
+"""bf16 and fp8 under TRITON_INTERPRET=1: Triton's interpreter keeps bf16 as raw 16-bit integers, multiplies those,
+and truncates instead of rounding; what it rounds up to the next power of 2 in fp8 it halves (seen in 3.6.0 and 3.7.1).
+`mend()` gives it the arithmetic of the real kernels."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def mend() -> None:
-    """Make the interpreter's bf16 casts round to nearest even, and its products exact in fp32."""
+    """Make the interpreter's casts to bf16 and fp8 (e5m2) round to nearest even, and its products exact in fp32."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     convert, dot = interpreter._convert_float, builder.create_dot
+    rounded = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e5: (torch.float8_e5m2, torch.uint8)}
 
     def convert_float(data, source, target, rounding_mode):
-        if (source, target) == (tl.float32, tl.bfloat16):
-            values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
-            return values.to(torch.bfloat16).view(torch.uint16).numpy()
+        if source == tl.float32 and target in rounded:
+            to, bits = rounded[target]
+            return torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).to(to).view(bits).numpy()
         if (source, target) == (tl.bfloat16, tl.float32):
             return (np.ascontiguousarray(data).astype(np.uint32) << 16).reshape(data.shape)
         return convert(data, source, target, rounding_mode)

@@ -41,6 +41,7 @@ EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a clo
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 512, 1024
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
+NARROWEST = 16  # dimensions of a slice of 8 bits
 LIST_PARTS = 8  # sorted one after another, at most
 
 
@@ -163,7 +164,10 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.vocab, 0)
     budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside - LIST_PARTS * _starts_bytes(p.vocab)
-    capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS)) // LIST_PARTS * LIST_PARTS
+    capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
+    if o.filter_unbiased:  # sorted, then gathered
+        capacity = min(capacity, (budget - narrow_bytes(o)) // LIST_BYTES_PER_ENTRY)
+    capacity = capacity // LIST_PARTS * LIST_PARTS
     listed = USUALLY_LISTED
     if o.filter_unbiased:
         listed = max(USUALLY_LISTED, min(MOST_LISTED, int(0.5 / o.filter_eps)))
@@ -186,6 +190,18 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
 
 def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
     return 4 * dim * head_size(n_rows, vocab) if o.filter_unbiased else 0
+
+
+def narrow_bytes(o: Options) -> int:
+    """What of the workspace rows of C or E in 8 bits may take while they are gathered."""
+    return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) // 4
+
+
+def narrow_slices(n_rows: int, dim: int, width: int, room: int) -> tuple[int, int]:
+    """(dimensions of a slice, slices that exist at a time): as many as fit, of `width` if one of those does."""
+    while width > NARROWEST and n_rows * width > room:
+        width //= 2
+    return width, max(1, min(math.ceil(dim / width), room // (n_rows * width)))
 
 
 def _starts_bytes(vocab: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
@@ -224,3 +225,37 @@ def check_unbiased(device: str, draws: int) -> None:
     of_many = error_of(filter_eps=2.0**-5, filter_unbiased=True)
     assert of_many < 2 * of_one / draws**0.5 + 3e-3
     assert error_of(filter_eps=2.0**-5) > of_many  # which more draws make smaller still
+
+
+def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in 8 bits: each within 2^-3 of itself down to 2^-29 of the largest beside it, zeros and infinities as they
+    are; gradients by them differ from those by whole rows, by far less than the draws' own error."""
+    from cce_kernels import gather
+    from cce_kernels.gather import TOGETHER
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(70, 40, generator=g) * 2.0 ** torch.randint(-12, 12, (70, 40), generator=g)
+    x[64:] = 0
+    x[3, 5], x[3, 6] = torch.inf, 1e-30
+    x = x.to(device, BF16)
+    narrow = torch.empty(2, 70, 16, dtype=torch.float8_e5m2, device=device)
+    scale = torch.empty(2, 3, device=device)
+    active = torch.zeros((), dtype=torch.int32, device=device)
+    gather.narrow_kernel[(3, 2)](active, x, narrow, scale, x.stride(0), 70, 40, 16, 16, num_warps=4)
+    back = (narrow.float() * scale.repeat_interleave(TOGETHER.value, dim=1)[:, :70, None]).movedim(0, 1).reshape(70, 32)
+    assert not back[:, 24:].any()  # beyond D
+    torch.testing.assert_close(back[:, :24], x[:, 16:].float(), rtol=2.0**-3, atol=1e-5)
+    gather.narrow_kernel[(3, 2)](active, x, narrow, scale, x.stride(0), 70, 40, 0, 16, num_warps=4)
+    assert narrow[0, 3, 5].float().isinf()
+    assert narrow.float().isfinite().sum() == narrow.numel() - 1
+
+    e, c, targets, _ = drawn(Filtered("narrow", shape=(300, 64, 2000), peak=3), BF16, device)
+
+    def grads(**options: Any) -> list[Tensor]:
+        return [x.float() for x in gradients(linear_cross_entropy(e, c, targets, **options), (e, c))]
+
+    unbiased = {"filter_eps": 2.0**-8, "filter_unbiased": True}
+    exact, narrow_grads = grads(), grads(**unbiased)
+    monkeypatch.setattr(gather, "narrow_bytes", lambda _: None)
+    for of_exact, of_narrow, of_whole in zip(exact, narrow_grads, grads(**unbiased), strict=True):
+        assert 0 < error(of_narrow, of_whole) < 0.15 * error(of_whole, of_exact)

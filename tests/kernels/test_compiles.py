@@ -147,9 +147,8 @@ def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
     check_resources(name, kernel, BF16)
 
 
-@pytest.mark.parametrize(("unbiased", "mass"), [(False, None), (True, None), (True, 0.1)])
-@pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
-def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
+def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
+    """As `launch_all`, for a filter that goes by lists; gradients of `dtype`."""
     from cce_kernels import fused
     from cce_kernels.filtered import FilterStats
     from cce_kernels.options import Options
@@ -160,9 +159,15 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
     state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
     stats = FilterStats(FilterStats.empty(e.device))
     fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
+
+
+@pytest.mark.parametrize(("unbiased", "mass"), [(False, None), (True, None), (True, 0.1)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
+def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
+    launch_lists(dtype, unbiased, mass)
     lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
     if unbiased:
-        lists.add("row_hashes_kernel")
+        lists |= {"row_hashes_kernel", "narrow_kernel"}
     gradient = "gradient_kernel" if mass is None else "hopper_gradient_kernel"  # without the rule
     dense = {"hopper_exponentials_kernel", "rows_kernel", gradient, "product_kernel"}
     assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists
@@ -178,10 +183,13 @@ def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(co
 
 
 @pytest.mark.parametrize(("capability", "shared_memory"), [(80, 163 * 1024), (89, 99 * 1024)], ids=["ampere", "ada"])
-@pytest.mark.parametrize("rows", [0, 128], ids=["recomputed", "stored"])
+@pytest.mark.parametrize("rows", [0, 128, None], ids=["recomputed", "stored", "lists"])
 def test_compiles_for_ampere_and_ada_without_tma(compiled, capability, shared_memory, rows):
     """There Triton turns the descriptors into pointers."""
-    launch_all(Case("older", dtype=BF16, **PLAIN | {"dim": 2048}), rows=rows, with_metrics=True)
+    if rows is None:
+        launch_lists(BF16, unbiased=True, mass=None)
+    else:
+        launch_all(Case("older", dtype=BF16, **PLAIN | {"dim": 2048}), rows=rows, with_metrics=True)
     for name, kernel in compiled:
         assert kernel.asm["cubin"], name
         assert kernel.metadata.shared <= shared_memory, (name, kernel.metadata.shared)
