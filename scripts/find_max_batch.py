@@ -3,6 +3,7 @@
 from linrnn.config.cli import run_many
 from linrnn.config.schema import FindMaxBatchConfig
 from linrnn.errors import ConfigError
+from linrnn.interrupts import say
 
 
 def main(config: FindMaxBatchConfig, overrides: list[str], launcher: list[str]) -> None:
@@ -10,7 +11,7 @@ def main(config: FindMaxBatchConfig, overrides: list[str], launcher: list[str]) 
 
     if launcher:
         raise ConfigError(f"{launcher[0]}: the probes of a search run on this machine", "drop the hydra… overrides")
-    find_max_batch(config, overrides, say=lambda line: print(line, flush=True))
+    find_max_batch(config, overrides, say)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import RunSweepConfig
+from linrnn.interrupts import say
 
 
 def main(config: RunSweepConfig, overrides: list[str], launcher: list[str]) -> None:
     from linrnn.sweeps import run_sweep
 
-    run_sweep(config, overrides, launcher, say=lambda line: print(line, flush=True))
+    run_sweep(config, overrides, launcher, say)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, Literal, TextIO
 
 from linrnn.config.schema import WandbConfig
 from linrnn.errors import UnsupportedError
+from linrnn.interrupts import say
 from linrnn.redaction import scrub
 
 CONNECTION_SECONDS = 60  # that a run waits for wandb's server at its start, and again at its end
@@ -56,7 +57,8 @@ class Silence:
 class Console(Silence):
     """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`.
 
-    A log that cannot be written stops no run: that is said once, and the run goes on without it.
+    A log that cannot be written stops no run: that is said once, and the run goes on without it. Nor does a standard
+    output that nobody reads any more.
     """
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:
@@ -66,7 +68,7 @@ class Console(Silence):
 
     def line(self, text: str = "") -> None:
         text = scrub(text)
-        print(text, flush=True)
+        say(text)
         self._record(text)
 
     def progress(self, text: str, *, final: bool = False) -> None:
@@ -75,14 +77,14 @@ class Console(Silence):
         self._record(text)
         if final or now - self._last >= self._every:
             self._last = now
-            print(text, flush=True)
+            say(text)
 
     def _record(self, text: str) -> None:
         try:
             if self._log is not None:
                 print(text, file=self._log, flush=True)
         except OSError as error:
-            print(f"{self._log and self._log.name} is given up ({error.strerror})", flush=True)
+            say(f"{self._log and self._log.name} is given up ({error.strerror})")
             self.close()
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """Bad input ends in a line of cause, one of remedy, the documented exit code; nothing is written or lost."""
 
 import json
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from linrnn.config import load_config
 from linrnn.errors import OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.trainer import Trainer
 
+ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -108,6 +111,18 @@ def test_help_says_what_a_command_does_and_runs_nothing(script: str, command: Co
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [("train.py", "--help"), ("scripts/parameter_table.py",)])
+def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE
+
+
 def test_a_gpu_where_there_is_none(command: Command, small: Callable[..., list[str]]) -> None:
     done = command("train.py", *small(), "device=cuda")
     assert done.returncode == 4

@@ -95,6 +95,26 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert summary["valid_loss_nats"] == reference["valid_loss_nats"]
 
 
+def test_a_run_outlives_the_reader_of_its_output(small: Callable[..., list[str]], tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *small(*LONG, "run_name=run", "logger.console_every_seconds=0")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout
+    process.stdout.close()  # as of a `| tee` that the same Ctrl-C ends
+    directory = tmp_path / "results/default/run"
+    wait_for_step(directory, 5, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], found(directory / "checkpoints")[-1].name) == (
+        "interrupted",
+        f"step_{summary['steps']:08d}",
+    )
+
+
 def test_a_finished_run_is_not_run_again_but_continues_when_it_may_be_longer(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

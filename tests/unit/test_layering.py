@@ -18,7 +18,7 @@ LEAVES: dict[str, set[str]] = {
     "data": {"tokenizer"},
     "distributed": {"interrupts", "sharding"},
     "interrupts": set(),
-    "loggers": set(),
+    "loggers": {"interrupts"},
     "losses": set(),
     "metrics": set(),
     "models": {"cpu_ops"},

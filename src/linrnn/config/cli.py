@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from linrnn.config.compose import CONFIG_DIR, compose_config, load_config
 from linrnn.config.schema import COMMANDS
 from linrnn.errors import EXIT_CODES, ConfigError, LinrnnError, StorageError
+from linrnn.interrupts import drop_output, say
 from linrnn.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -31,11 +33,11 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
     does no more: it makes no directory, sets no variable and calls nothing that a configuration names.
     """
     arguments = sys.argv[1:]
-    if _HELP_FLAGS & set(arguments):
-        print(help_text(config_name, description))
-        raise SystemExit(0)
 
     def call() -> int | None:
+        if _HELP_FLAGS & set(arguments):
+            print(help_text(config_name, description))
+            return None
         refuse_flags(arguments)
         return main(load_config(arguments, config_name))
 
@@ -46,14 +48,14 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
 def run_plain(main: Callable[[], None], description: str) -> None:
     """As :func:`run`, for a command without any key: an argument other than `--help` is refused."""
     arguments = sys.argv[1:]
-    if _HELP_FLAGS & set(arguments):
-        print(f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
-        raise SystemExit(0)
 
     def call() -> None:
-        if arguments:
+        if _HELP_FLAGS & set(arguments):
+            print(f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
+        elif arguments:
             raise ConfigError(f"{arguments[0]}: this command takes no arguments", "run it without any")
-        main()
+        else:
+            main()
 
     if code := _guarded(call):
         raise SystemExit(code)
@@ -66,12 +68,12 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
     all others are handed on, to be overrides of every run.
     """
     arguments = sys.argv[1:]
-    if _HELP_FLAGS & set(arguments):
-        print(help_text(config_name, description, _first_options(config_name)))
-        print("\nall other keys and groups are those of the runs: python train.py --help")
-        raise SystemExit(0)
 
     def call() -> int | None:
+        if _HELP_FLAGS & set(arguments):
+            print(help_text(config_name, description, _first_options(config_name)))
+            print("\nall other keys and groups are those of the runs: python train.py --help")
+            return None
         refuse_flags(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
         if any(override.startswith("dry_run=") for override in runs):
@@ -102,12 +104,17 @@ def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[st
 def _guarded(action: Callable[[], int | None]) -> int:
     """Run `action`; print what went wrong in two lines; return the exit code."""
     try:
-        return action() or 0
+        code = action() or 0
+        sys.stdout.flush()
+        return code
     except LinrnnError as error:
         return _report(error)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        say("interrupted", sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        drop_output(sys.stdout)
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in _STORAGE_ERRNOS:
             what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
@@ -121,24 +128,24 @@ def _guarded(action: Callable[[], int | None]) -> int:
 
 def _report(error: LinrnnError) -> int:
     _traceback()
-    print(f"error: {one_line(error.cause)}\n  -> {one_line(error.remedy)}", file=sys.stderr)
+    say(f"error: {one_line(error.cause)}\n  -> {one_line(error.remedy)}", sys.stderr)
     return error.exit_code
 
 
 def _report_bug(error: Exception) -> int:
     _traceback()
     first = (str(error).strip().splitlines() or [""])[0]
-    print(
+    say(
         f"unexpected error: {one_line(f'{type(error).__name__}: {first}')}\n"
         "  -> this is a bug in linrnn or a library; HYDRA_FULL_ERROR=1 shows the traceback",
-        file=sys.stderr,
+        sys.stderr,
     )
     return 1
 
 
 def _traceback() -> None:
     if os.environ.get("HYDRA_FULL_ERROR"):
-        print(scrub(traceback.format_exc()), file=sys.stderr)
+        say(scrub(traceback.format_exc()), sys.stderr)
 
 
 def one_line(text: str) -> str:
