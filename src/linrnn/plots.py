@@ -75,19 +75,25 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
 
 
 def dropped_mass(runs: Sequence[Run]) -> Any:
-    """Softmax mass that filters drop from a token, mean and 99th percentile, by step."""
-    figure, axes = subplots(1, 1, figsize=(8, 4.8))
+    """Softmax mass that filters drop from a token, mean and 99th percentile, by step, a panel a model; seeds of a loss
+    have one colour."""
     filtered = [run for run in runs if "dropped_mass_mean" in run.statistics]
+    models = list(dict.fromkeys(run.summary["model"] for run in filtered))
+    figure, [panels] = subplots(1, len(models), figsize=(3.5 + 4.5 * len(models), 4.8), sharey=True, squeeze=False)
     lines = {}
-    for run, label, colour in zip(filtered, _labels(filtered), _colours(filtered), strict=True):
+    names = backend_names([run.summary for run in filtered])
+    for run, label, colour in zip(filtered, names, _colours(filtered), strict=True):
+        axes = panels[models.index(run.summary["model"])]
         for name, style in (("dropped_mass_mean", "-"), ("dropped_mass_p99", ":")):
             if curve := run.statistics.get(name):
                 words = f"{label}, {'mean' if style == '-' else '99th percentile'}"
                 [lines[words]] = axes.plot(*zip(*curve, strict=True), style, color=colour)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("softmax mass not kept, of 1")
-    axes.set_ylim(0, 1.02)
-    axes.set_title("How much of the gradient's mass does a filter drop, or leave to chance?")
+    for axes, model in zip(panels, models, strict=True):
+        axes.set_title(model)
+        axes.set_xlabel("optimizer step")
+    panels[0].set_ylabel("softmax mass not kept, of 1")
+    panels[0].set_ylim(0, 1.02)
+    figure.suptitle("How much of the gradient's mass does a filter drop, or leave to chance?")
     _legend_below(figure, lines)
     return figure
 
@@ -394,18 +400,3 @@ def _colours(runs: Sequence[Run]) -> list[str]:
             own = COLOURS.get(run.summary["loss"])
             taken[name] = own if own and own not in taken.values() else f"C{len(taken) % 10}"
     return [taken[name] for name in names]
-
-
-def _labels(runs: Sequence[Run]) -> list[str]:
-    names = backend_names([run.summary for run in runs])
-    models = {run.summary["model"] for run in runs}
-    batches = {run.summary["batch_size"] for run in runs}
-    seeds = {run.summary["seed"] for run in runs}
-    labels = []
-    for run, name in zip(runs, names, strict=True):
-        words = [run.summary["model"]] if len(models) > 1 else []
-        words += [name]
-        words += [f"B = {run.summary['batch_size']}"] if len(batches) > 1 else []
-        words += [f"seed {run.summary['seed']}"] if len(seeds) > 1 else []
-        labels.append(", ".join(words))
-    return labels

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from linrnn import plots
+from linrnn.branches import branches
 from linrnn.results import (
     BREAKDOWNS,
     COMMITTED,
@@ -19,7 +20,7 @@ from linrnn.results import (
     same_origin,
     write_committed,
 )
-from linrnn.verdicts import LEAST_STEPS, OPEN, SMOOTHED_STEPS, Verdict, branches, largest_difference, verdicts
+from linrnn.verdicts import LEAST_STEPS, OPEN, SMOOTHED_STEPS, Verdict, largest_difference, verdicts
 
 GIB = 2**30
 OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in the report itself

@@ -76,12 +76,13 @@ class Run:
 
 
 def read_runs(group: Path) -> list[Run]:
-    """Every run below `group` that left a summary, by name.
+    """Every run below `group` that left a summary, by name; not those that were moved aside (`<run_name>.1`).
 
     Raises:
         DataError: there is none.
     """
-    runs = [_read(path.parent) for path in sorted(group.glob(f"*/{SUMMARY}"))]
+    directories = [path.parent for path in sorted(group.glob(f"*/{SUMMARY}"))]
+    runs = [run for path in directories if (run := _read(path)).summary["run_name"] == path.name]
     if not runs:
         raise DataError(
             f"{group} holds no run with a summary", "name a group that was run: results/<group>/<run_name>/"

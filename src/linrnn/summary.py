@@ -17,6 +17,7 @@ _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 # What every summary has, beside what names the run; null where a run did not get that far.
 MEASURED = (
     "n_parameters",
+    "hidden_size",
     "world_size",
     "vocab_size",
     "precision",
@@ -64,12 +65,13 @@ def names_of_run(config: Config, run_name: str) -> dict[str, Any]:
 
 
 def _training(config: Config) -> str:
-    """What else decides how a run learns: runs that differ in it are not compared."""
+    """What else decides how a run learns and is validated: runs that differ in it are not compared."""
     values = {f"optimizer.{key}": value for key, value in dataclasses.asdict(config.optimizer).items()}
     values |= {
         "init_from": config.init_from,
         "data.reset_at_document": config.data.reset_at_document,
         "size.tie_embeddings": config.size.tie_embeddings,
+        "trainer.valid_tokens": config.trainer.valid_tokens,
         "trainer.compile_blocks": config.trainer.compile_blocks,
         "trainer.deterministic": config.trainer.deterministic,
     }

@@ -44,10 +44,13 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         return
     slots = slots_of(config.jobs, in_another_process(visible_gpus))
     pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
+    refused: dict[str, list[str]] = {}
     for point in points:
         if point.refusal is not None and not point.is_answered(config.retry):
             write_summary(point, "unsupported", point.refusal)
-            say(f"{point.label}: unsupported: {point.refusal}")
+            refused.setdefault(point.refusal, []).append(point.label)
+    for reason, labels in refused.items():
+        say(f"unsupported: {', '.join(labels)}: {reason}")
     say(f"sweep {config.sweep.name}: {len(points)} points, {len(pending)} to run")
     if launcher and pending:
         _submit(pending, launcher, say)
@@ -194,17 +197,20 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
     width = max(len(point.label) for point in points)
     lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
     states = Counter[str]()
+    reasons: dict[str, int] = {}  # each is said once, below the points
     for point in points:
         summary, answered = point.summary(), point.is_answered(config.retry)
         state = "to run" if summary is None or not answered else summary["status"]
-        state = f"unsupported: {point.refusal}" if point.refusal and not answered else state
-        states[state.split(":")[0]] += 1
+        if point.refusal and not answered:
+            state = f"unsupported ({reasons.setdefault(point.refusal, len(reasons) + 1)})"
+        states[state.split(" (")[0]] += 1
         budget = point.config.memory_budget_gib
         if state == "to run" and budget and (point.memory_bytes or 0) > budget * GIB:
             state += f", will hardly fit the {budget:g} GiB budget"
         memory = "?" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
         seconds = "?" if point.seconds is None else duration(point.seconds)
         lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
+    lines += ["", *(f"({number}) {reason}" for reason, number in reasons.items())] if reasons else []
     ahead = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
     total = [point.seconds for point in ahead if point.seconds is not None]
     lines += [

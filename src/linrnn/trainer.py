@@ -506,6 +506,7 @@ class Trainer:
             "reason": failure and first_line(failure),
             **names_of_run(self.config, self.name),
             "n_parameters": arch.n_parameters,
+            "hidden_size": arch.hidden_size,
             "world_size": self.plan.world_size,
             "vocab_size": arch.vocab_size,
             "precision": self.precision,

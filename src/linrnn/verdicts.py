@@ -1,12 +1,13 @@
 """The study's criteria, each answered from runs: met, missed or open, with value, target, margin, spread."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import isclose
 from statistics import median
 from typing import Any
 
-from linrnn.results import Run, backend_names, same_origin
+from linrnn.results import SETTING, Run, backend_names, same_origin
 
 BASELINES = ("compiled", "standard")  # verdicts against compiled cross-entropy first, eager second
 MET, MISSED, OPEN = "met", "missed", "open"
@@ -40,7 +41,7 @@ class Criterion:
         return f"{'≤' if self.at_most else '≥'} {self.target:{self.form}}"
 
 
-MEMORY = Criterion("peak memory, ratio", 0.6, True, ".3f", "runs of both losses in one setting")
+MEMORY = Criterion("peak memory, ratio", 0.6, True, ".3f", "runs of both losses in one setting, on a GPU")
 BATCH = Criterion(
     "largest batch under the budget, ratio (H1: 1.3-2)", 1.5, False, ".2f", "scripts/find_max_batch.py for both"
 )
@@ -148,6 +149,12 @@ def _ratio(key: str) -> Compare:
     return compare
 
 
+def _memory_ratio(run: Run, base: Run) -> float | None:
+    """Of what was allocated on the GPU; a CPU's process holds more than the step."""
+    value, other = ((one.summary.get("memory_bytes") or {}).get("peak") for one in (run, base))
+    return value / other if value is not None and other else None
+
+
 def _difference(key: str, absolute: bool = False) -> Compare:
     """Of what was learnt."""
 
@@ -193,14 +200,14 @@ def _backward_speed_up(run: Run, base: Run) -> float | None:
 
 
 PAIRED: tuple[tuple[Criterion, Compare], ...] = (
-    (MEMORY, _ratio("peak_memory_bytes")),
+    (MEMORY, _memory_ratio),
     (SPEED, _ratio("tokens_per_second")),
     (PERPLEXITY, _difference("valid_perplexity")),
     (CURVES, _largest_difference),
 )
 PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, _backward_speed_up),)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
-    (MVE_MEMORY, _ratio("peak_memory_bytes")),
+    (MVE_MEMORY, _memory_ratio),
     (MVE_SPEED, _ratio("tokens_per_second")),
     (MVE_NOT_SLOWER, _ratio("tokens_per_second")),
     (MVE_LOSS, _difference("train_loss_nats", absolute=True)),
@@ -227,47 +234,72 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
     for (model, checkpointing), by_setting in settings.items():
         setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))
         backends = by_setting[setting]
+        telling = _telling(setting, by_setting)
         here: list[Verdict] = []
         for backend in backends:
             own = backends[backend]
-            for against in (base for base in BASELINES if base != backend):
+            for against in (name for name in BASELINES if name != backend):
                 criteria = [*PAIRED, *(PAIRED_FILTER if own[0].summary["loss"] in FILTERS else ())]
                 criteria += PAIRED_MVE if own[0].summary["size"] == "mve" else ()
                 for criterion, compare in criteria:
-                    here.append(_paired(criterion, compare, model, backend, against, own, backends.get(against, [])))
+                    base = backends.get(against, [])
+                    here.append(_remarked(_paired(criterion, compare, model, backend, against, own, base), telling))
                 if own[0].summary["size"] == "mve":
-                    here.append(_fastest_batches(model, backend, against, by_setting))
+                    here.append(_fastest_batches(own[0], backend, against, by_setting))
                 here += _largest_batches(own[0], backend, against, max_batches, environment)
-            here += _shares(model, backend, own)
+            here += [_remarked(verdict, telling) for verdict in _shares(model, backend, own)]
         if sum(other == model for other, _ in settings) > 1:
             words = f"checkpointing {checkpointing}"
-            here = [v if words in v.remark else replace(v, remark=f"{v.remark}; {words}".lstrip("; ")) for v in here]
+            here = [v if words in v.remark else _remarked(v, words) for v in here]
         found += here
     return found
+
+
+def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:
+    """What of a setting others do not have, as `vocab_size=32000`; what follows from something else is left out."""
+    named = zip(SETTING, setting, zip(*others, strict=True), strict=True)
+    return ", ".join(
+        f"{key}={value}"
+        for key, value, values in named
+        if key not in ("n_parameters", "data_fingerprint", "steps", "training") and len(set(values)) > 1
+    )
+
+
+def _remarked(verdict: Verdict, words: str) -> Verdict:
+    return replace(verdict, remark="; ".join(filter(None, [verdict.remark, words])))
 
 
 def _paired(
     criterion: Criterion, compare: Compare, model: str, backend: str, against: str, own: list[Run], base: list[Run]
 ) -> Verdict:
-    """Seed by seed."""
-    others = {run.summary["seed"]: run for run in base}
-    pairs = [(run, others[run.summary["seed"]]) for run in own if run.summary["seed"] in others]
-    values = [value for value in (compare(run, other) for run, other in pairs) if value is not None]
+    """Seed by seed; of runs that were made again the median."""
+    values = []
+    for seed in dict.fromkeys(run.summary["seed"] for run in own):
+        pairs = ((run, other) for run in own for other in base if run.summary["seed"] == other.summary["seed"] == seed)
+        if found := [value for run, other in pairs if (value := compare(run, other)) is not None]:
+            values.append(median(found))
     remark = "" if base else f"{against} has no finished run in this setting"
     return judge(criterion, model, backend, against, values, remark)
 
 
 def _fastest_batches(
-    model: str, backend: str, against: str, by_setting: dict[tuple[Any, ...], dict[str, list[Run]]]
+    run: Run, backend: str, against: str, by_setting: dict[tuple[Any, ...], dict[str, list[Run]]]
 ) -> Verdict:
-    """Each loss at the batch of its highest speed, among runs of about the same number of tokens."""
+    """Each loss at the batch of its highest speed, among runs like `run` but for the batch, of about as many tokens."""
+    follow = ("batch_size", "steps")
+
+    def kind(one: Run) -> tuple[Any, ...]:
+        return tuple(one.summary.get(key) for key in SETTING if key not in follow)
+
     speeds: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for backends in by_setting.values():
         for name, group in backends.items():
-            for run in group:
-                if run.summary["tokens_per_second"]:
-                    speeds[name].append((run.summary["tokens_per_second"], run.summary["batch_size"]))
+            for other in group:
+                equal_tokens = isclose(other.summary["tokens"], run.summary["tokens"], rel_tol=0.1)
+                if kind(other) == kind(run) and equal_tokens and other.summary["tokens_per_second"]:
+                    speeds[name].append((other.summary["tokens_per_second"], other.summary["batch_size"]))
     own, base = speeds[backend], speeds[against]
+    model = run.summary["model"]
     if len({batch for _, batch in own}) < 2 or not base:
         return judge(MVE_LARGER, model, backend, against, [])
     remark = f"B = {max(own)[1]} against {max(base)[1]}"
@@ -321,70 +353,24 @@ def _best_speed(answer: dict[str, Any]) -> float | None:
 
 def _shares(model: str, backend: str, runs: Sequence[Run]) -> list[Verdict]:
     """Of the peak: what the loss layer's passes add at most, with and without the gradients that they return."""
-    shares, without = [], []
+    shares, without = {}, {}
     for run in runs:
         s, memory = run.summary, run.summary.get("memory_bytes") or {}
         if "loss_backward" not in memory or "peak" not in memory:
             continue
-        d_model = _hidden_size(s)
         compute = 4 if s["precision"] == "fp32" else 2
-        gradients = compute * d_model * (s["batch_size"] * s["seq_len"] + s["vocab_size"]) if d_model else None
-        shares.append(max(memory["loss_forward"], memory["loss_backward"]) / memory["peak"])
-        if gradients is not None:
-            rest = max(memory["loss_forward"], memory["loss_backward"] - gradients, 0)
-            without.append(rest / memory["peak"])
-    return [judge(SHARE, model, backend, None, shares), judge(SHARE_WITHOUT, model, backend, None, without)]
+        width = s.get("hidden_size") or _hidden_size(s["size"])
+        gradients = compute * width * (s["batch_size"] * s["seq_len"] + s["vocab_size"])
+        shares[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"]) / memory["peak"]
+        without[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"] - gradients, 0) / memory["peak"]
+    return [
+        judge(SHARE, model, backend, None, list(shares.values())),
+        judge(SHARE_WITHOUT, model, backend, None, list(without.values())),
+    ]
 
 
-def _hidden_size(summary: dict[str, Any]) -> int | None:
-    """Width of a named size; None for a size that configs/size does not have."""
+def _hidden_size(size: str) -> int:
+    """Of a size of configs/size, for summaries of before they held it."""
     from linrnn.config import load_config
-    from linrnn.errors import ConfigError
 
-    try:
-        return int(load_config([f"size={summary['size']}"]).size.hidden_size)
-    except ConfigError:
-        return None
-
-
-# ----------------------------------------------------------------------------------------------- what follows
-def branches(found: Sequence[Verdict]) -> list[tuple[str, str, str]]:
-    """The proposal's "if the hypothesis is wrong", each with holds | does not hold | open, and the figures."""
-
-    def values(criterion: Criterion, backend: str, against: str) -> list[float]:
-        return [
-            v.value
-            for v in found
-            if v.criterion is criterion and v.backend == backend and v.against == against and v.value is not None
-        ]
-
-    ours = next((v.backend for v in found if v.backend.startswith("cce_kahan")), "cce_kahan")
-    base = "compiled" if values(MEMORY, ours, "compiled") else "standard"
-    rows = []
-    batch, speed = values(BATCH, ours, base), values(SPEED_AT_LARGEST, ours, base)
-    saturated = "a larger batch does not give speed: the GPU is saturated already"
-    if batch and speed:
-        figures = f"batch x {max(batch):.2f}, tokens/s x {max(speed):.3f} at most"
-        rows.append((saturated, _word(max(speed) < 1.08) if max(batch) > 1 else OPEN, figures))
-    else:
-        rows.append((saturated, OPEN, BATCH.source))
-    losses = values(MVE_LOSS, ours, base) + values(CURVES, ours, base)
-    figures = f"at most {max(losses):.4f} nats apart" if losses else CURVES.source
-    rows.append(("CCE-Kahan loses precision in linear RNNs", _word(max(losses) > 0.01) if losses else OPEN, figures))
-    memory, liger = values(MEMORY, ours, base), values(MEMORY, "liger", base)
-    if memory and liger:
-        captured = (1 - min(liger)) / (1 - min(memory)) if min(memory) < 1 else 1.0
-        rows.append(
-            (
-                "Liger already captures most of the benefit",
-                _word(captured >= 0.9),
-                f"{captured:.0%} of the memory saved",
-            )
-        )
-    else:
-        rows.append(("Liger already captures most of the benefit", OPEN, "runs with loss=liger"))
-    return rows
-
-
-def _word(holds: bool) -> str:
-    return "holds" if holds else "does not hold"
+    return int(load_config([f"size={size}"]).size.hidden_size)

@@ -150,10 +150,12 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -
     assert fine.seconds > 0
     assert liger.memory_bytes > 4 * 4 * 461_000  # parameters, gradients and two moments in fp32
     config = replace(load_config(["sweep=mve"], "run_sweep"), dry_run=True)
-    lines = listing([liger, chunks, fine], config)
-    assert "unsupported: loss=liger" in lines[1]
+    lines = listing([liger, chunks, fine, replace(liger, label="again")], config)
+    assert lines[1].endswith("unsupported (1)")
     assert lines[3].endswith("to run")
-    assert "3 points: 2 unsupported, 1 to run" in lines[5]
+    assert lines[4].endswith("unsupported (1)"), "a reason is said once"
+    assert [line[:22] for line in lines[6:8]] == ["(1) loss=liger has Tri", "(2) model.chunk_size=1"]
+    assert "4 points: 3 unsupported, 1 to run" in lines
 
 
 def test_time_left_follows_what_points_took(make_points) -> None:

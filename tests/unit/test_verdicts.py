@@ -10,6 +10,7 @@ import pytest
 from matplotlib import pyplot
 
 from linrnn import plots, verdicts
+from linrnn.branches import branches
 from linrnn.errors import ConfigError, DataError
 from linrnn.report import write_report
 from linrnn.results import (
@@ -21,6 +22,7 @@ from linrnn.results import (
     frame,
     read_committed,
     read_committed_lists,
+    read_runs,
     write_committed,
 )
 from linrnn.verdicts import Verdict
@@ -147,6 +149,63 @@ def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
     assert without.value == pytest.approx((GIB - gradients) / (10 * GIB))
 
 
+def test_the_width_of_a_size_that_was_changed_is_the_run_s_own() -> None:
+    found = verdicts.verdicts([run("cce_kahan", gib=10, hidden_size=512)])
+    gradients = 2 * 512 * (8 * 2048 + 32000)
+    assert only(found, verdicts.SHARE_WITHOUT, "cce_kahan", None).value == pytest.approx((GIB - gradients) / (10 * GIB))
+
+
+def test_a_process_s_memory_on_a_cpu_is_no_answer() -> None:
+    runs = [run(loss, memory_bytes={"resident_peak": GIB}) for loss in ("compiled", "cce_kahan")]
+    found = verdicts.verdicts(runs)
+    for criterion in (verdicts.MEMORY, verdicts.MVE_MEMORY):
+        assert only(found, criterion, "cce_kahan", "compiled").verdict == "open"
+        assert "GPU" in only(found, criterion, "cce_kahan", "compiled").remark
+
+
+def test_a_run_that_was_made_again_is_no_further_seed() -> None:
+    again = [run("cce_kahan", gib=gib, run_name=f"again-{gib}") for gib in (4, 5, 6)]
+    memory = only(verdicts.verdicts([run("compiled"), *again]), verdicts.MEMORY, "cce_kahan", "compiled")
+    assert (memory.value, memory.seeds, memory.spread) == (0.5, 1, None)
+
+
+def test_runs_moved_aside_are_no_part_of_their_group(tmp_path: Path) -> None:
+    for name in ("gla-compiled-8-s0", "gla-compiled-8-s0.1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps(run("compiled").summary))
+    assert len(read_runs(tmp_path)) == 1
+
+
+def test_precision_is_lost_only_where_other_exact_losses_stay_closer() -> None:
+    def branch(*runs: Run) -> tuple[str, str]:
+        (found,) = [(word, figures) for name, word, figures in branches(verdicts.verdicts(runs)) if "precision" in name]
+        return found
+
+    base, ours, eager = run("compiled"), run("cce_kahan", nats=5.02), run("standard", nats=5.03)
+    assert branch(base, ours) == ("open", "at most 0.0200 nats apart")
+    assert branch(base, ours, eager) == ("open", "at most 0.0200 nats apart, other exact losses 0.0300")
+    assert branch(base, ours, run("standard", nats=5.001))[0] == "holds"
+    seeds = [run(loss, seed=1, nats=5.0) for loss in ("compiled", "cce_kahan")]
+    assert branch(base, ours, *seeds) == ("open", "at most 0.0100 nats apart, medians over seeds")
+    assert branch(base, run("cce_kahan", model="transformer", nats=5.02))[0] == "open", "it is no linear RNN"
+    plain = run("cce_kahan", nats=5.5, loss_options={"accumulate": "bf16"}, run_name="a")
+    kahan = run("cce_kahan", nats=5.001, loss_options={"accumulate": "kahan"})
+    assert branch(base, plain, kahan)[0] == "does not hold"
+
+
+def test_liger_s_savings_are_compared_model_by_model() -> None:
+    gib = {"gla": (10, 5, 6), "kda": (10, 9, 5)}  # compiled, ours, Liger
+    runs = [
+        run(loss, model=model, gib=size)
+        for model, sizes in gib.items()
+        for loss, size in zip(("compiled", "cce_kahan", "liger"), sizes, strict=True)
+    ]
+    assert branches(verdicts.verdicts(runs))[2][1:] == (
+        "does not hold",
+        "at least 80% of the memory that ours saves",
+    )
+
+
 def answer(loss: str, batch: int, speed: float, environment: dict[str, Any] = HERE) -> dict[str, Any]:
     s = run(loss).summary
     probes = [{"batch": batch, "fits": True, "tokens_per_second": speed, "peak_bytes": 1, "foreseen_bytes": 1}]
@@ -166,12 +225,12 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     batch = only(found, verdicts.BATCH, "cce_kahan", "compiled")
     assert (batch.value, batch.verdict) == (pytest.approx(13 / 12), "missed")
     assert only(found, verdicts.SPEED_AT_LARGEST, "cce_kahan", "compiled").value == pytest.approx(1.01)
-    holds = {branch: word for branch, word, _ in verdicts.branches(found)}
+    holds = {branch: word for branch, word, _ in branches(found)}
     assert holds["a larger batch does not give speed: the GPU is saturated already"] == "holds"
     assert holds["CCE-Kahan loses precision in linear RNNs"] == "does not hold"
     assert holds["Liger already captures most of the benefit"] == "open"
     no_larger = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 12, 1010)])
-    assert verdicts.branches(no_larger)[0][1] == "open"
+    assert branches(no_larger)[0][1] == "open"
     strange = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
     batch = only(strange, verdicts.BATCH, "cce_kahan", "compiled")
     assert batch.verdict == "open"
@@ -189,6 +248,8 @@ def test_larger_batches_compare_each_loss_at_its_fastest() -> None:
     runs = [*THREE_SEEDS, run("compiled", batch_size=32, speed=1500), run("cce_kahan", batch_size=64, speed=1800)]
     verdict = only(verdicts.verdicts(runs), verdicts.MVE_LARGER, "cce_kahan", "compiled")
     assert (verdict.value, verdict.remark) == (pytest.approx(1.2), "B = 64 against 32")
+    unlike = (run("cce_kahan", speed=9e3, batch_size=64, seq_len=512), run("cce_kahan", speed=9e3, tokens=2))
+    assert only(verdicts.verdicts([*runs, *unlike]), verdicts.MVE_LARGER, "cce_kahan", "compiled") == verdict
 
 
 def test_the_backward_pass_is_judged_from_the_loss_layer_s_times() -> None:
@@ -265,7 +326,8 @@ def test_a_report_holds_table_verdicts_branches_and_the_plots_that_apply(tmp_pat
     assert {"batch_scaling.png", "vocabulary_crossover.png", "loss_share_by_vocab_size.png"} <= names
     text = paths[0].read_text()
     assert "unsupported: no such GPU" in text
-    assert "| gla | cce_kahan | compiled | 0.520 | ≤ 0.600 | +0.080 | 0.050 | 3 | **met** |" in text
+    setting = "batch_size=8, vocab_size=32000"
+    assert f"| gla | cce_kahan | compiled | 0.520 | ≤ 0.600 | +0.080 | 0.050 | 3 | **met** ({setting}) |" in text
     assert "Follow-up 2 (FP8 or INT4 scan): open" in text
     assert all(path.stat().st_size > 0 for path in paths)
 
@@ -323,6 +385,17 @@ def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path
     assert "| gla | cce_filter | 0 | 37.5000% | 0.400 | - | - | - |" in paths[0].read_text()
     assert (tmp_path / "dropped_mass.png").exists()
     assert [one.statistics for one in read_committed(tmp_path)] == [{}, curves]
+
+
+def test_what_filters_dropped_has_a_panel_a_model() -> None:
+    curves = {"dropped_mass_mean": [(1, 0.5), (2, 0.3)], "dropped_mass_p99": [(1, 0.9), (2, 0.8)]}
+    models = [("gla", 0), ("gla", 1), ("kda", 0)]
+    runs = [replace(run("cce_filter", model=model, seed=seed), statistics=curves) for model, seed in models]
+    figure = plots.dropped_mass(runs)
+    assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [("gla", 4), ("kda", 2)]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["cce_filter, mean", "cce_filter, 99th percentile"]
+    pyplot.close(figure)
 
 
 def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
