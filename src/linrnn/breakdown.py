@@ -238,7 +238,7 @@ def _time_lines(b: Breakdown) -> list[str]:
         rest = None if rest is None else rest - total
         rate = _rate(b, part, total)
         cells = [_show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
-        cells += [_show(total / step if step else None, ".1%"), _show(rate, ".1f", 1e12)]
+        cells += [_show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
         cells.append(_show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
         lines.append(f"| {part} | {' | '.join(cells)} |")
     update = b.time["optimizer"]["total"]

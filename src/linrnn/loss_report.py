@@ -194,8 +194,9 @@ def _origin(runs: list[dict[str, Any]]) -> list[str]:
         packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
         lines += [
             f"{number}. `{run['command']}`: commit {git.get('commit')}"
-            f"{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, driver {environment['gpu_driver']}, "
-            f"Python {environment['python']}, {packages}",
+            f"{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, "
+            + (f"driver {environment['gpu_driver']}, " if environment["gpu_driver"] else "")
+            + f"Python {environment['python']}, {packages}",
         ]
     return [*lines, ""]
 

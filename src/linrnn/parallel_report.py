@@ -144,21 +144,22 @@ def _replace(path: Path, text: str) -> Path:
 
 
 def markdown(runs: list[Measured]) -> str:
-    """The tables of all runs on one kind of device."""
+    """The tables of all runs on one kind of device; the last column is the number of the run that made a row."""
     lines = [f"# Several GPUs against one: {runs[0].device}", ""]
-    for run in runs:
+    for number, run in enumerate(runs, start=1):
         packages, commit = run.environment["packages"], (run.environment["git"] or {}).get("commit") or "unknown"
-        lines.append(f"* `{run.command}`; commit {commit[:12]}, torch {packages['torch']}, Triton {packages['triton']}")
-    collectives = [row for run in runs for row in run.collectives]
+        versions = f"commit {commit[:12]}, torch {packages['torch']}, Triton {packages['triton']}"
+        lines.append(f"{number}. `{run.command}`; {versions}")
+    collectives = [(row, number) for number, run in enumerate(runs, start=1) for row in run.collectives]
     if collectives:
         lines += _table(
             "Collectives",
             "One at a time, fp32; the slowest rank's median. GB/s: what a rank sends in a ring, (W − 1) / W of the "
             "whole, for an all-reduce twice that.",
-            ("operation", "GPUs", "MiB", "ms", "GB/s"),
-            [(r.operation, r.ranks, r.mib, f"{r.ms:.3f}", _number(r.gb_per_second, ".0f")) for r in collectives],
+            ("operation", "GPUs", "MiB", "ms", "GB/s", "run"),
+            [(r.operation, r.ranks, r.mib, f"{r.ms:.3f}", _number(r.gb_per_second, ".0f"), n) for r, n in collectives],
         )
-    losses = [row for run in runs for row in run.loss]
+    losses = [(row, number) for number, run in enumerate(runs, start=1) for row in run.loss]
     if losses:
         lines += _table(
             "The vocabulary-parallel loss",
@@ -167,18 +168,18 @@ def markdown(runs: list[Measured]) -> str:
             "time). Errors: relative to the gradients of one GPU.",
             (
                 "N × D × V", "GPUs", "ms", "ms on one", "ms of a shard", "efficiency", "MiB a rank", "MiB on one",
-                "MiB sent", "dE", "dC",
+                "MiB sent", "dE", "dC", "run",
             ),
             [
                 (
                     f"{r.tokens} × {r.width} × {r.vocabulary}", r.ranks, f"{r.ms:.2f}", f"{r.ms_alone:.2f}",
                     f"{r.ms_shard:.2f}", f"{r.efficiency:.3f}", _number(r.mib, ".0f"), _number(r.mib_alone, ".0f"),
-                    f"{r.sent_mib:.0f}", f"{r.error_hidden:.1e}", f"{r.error_weight:.1e}",
+                    f"{r.sent_mib:.0f}", f"{r.error_hidden:.1e}", f"{r.error_weight:.1e}", number,
                 )
-                for r in losses
+                for r, number in losses
             ],
         )  # fmt: skip
-    steps = [row for run in runs for row in run.steps]
+    steps = [(row, number) for number, run in enumerate(runs, start=1) for row in run.steps]
     if steps:
         lines += _table(
             "Training steps",
@@ -186,15 +187,15 @@ def markdown(runs: list[Measured]) -> str:
             "`alone`.",
             (
                 "model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "GiB",
-                "GiB sent",
+                "GiB sent", "run",
             ),
             [
                 (
                     f"{r.model} {r.size}", r.parallel, r.scaling, r.ranks, r.sequences_of_rank, f"{r.step_ms:.1f}",
                     f"{r.tokens_per_second:,.0f}", _number(r.efficiency, ".3f"), _number(r.mfu, ".3f"),
-                    _number(r.gib, ".1f"), f"{r.sent_gib:.2f}",
+                    _number(r.gib, ".1f"), f"{r.sent_gib:.2f}", number,
                 )
-                for r in steps
+                for r, number in steps
             ],
         )  # fmt: skip
     return "\n".join(lines) + "\n"

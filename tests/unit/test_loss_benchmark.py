@@ -240,7 +240,7 @@ def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
 
 
 def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
-    environment = loss_benchmark.describe_environment()
+    environment = {**loss_benchmark.describe_environment(), "gpu_driver": None}
     runs = {id_: {"id": id_, "command": f"make {id_}", "environment": environment} for id_ in ("a", "b")}
     rows = [make_row("compiled", run="a", ratio_to_compiled=1.0), make_row("liger", run="b", ratio_to_compiled=2.0)]
     text = write_report(rows, runs, tmp_path, "mixed")[0].read_text()
@@ -248,6 +248,7 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
     (line,) = (line for line in text.splitlines() if line.startswith("| liger | - | 2.000"))
     assert line.endswith("| 2 |")
     assert "2. `make b`" in text
+    assert "None" not in text
     assert "| run |" not in write_report(rows[:1], runs, tmp_path, "one")[0].read_text()
 
 

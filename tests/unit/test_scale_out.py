@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow, read, write
+from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow, markdown, read, write
 from linrnn.scale_out import ASSUMED, GPU, GPUS, SETTINGS, WAYS, compare, foresee, measured_rates, page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,3 +104,11 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     assert text.count("| gla 1b3 | ddp | weak |") == 2
     # 0.24 ms of sending at 440 GB/s and 45 µs of latency
     assert "| 16384 × 2048 × 128256 | 4 | 10.50 | 0.28 | 10.78 | 11.00 | 1.020 |" in text
+
+
+def test_every_row_of_several_runs_names_its_run() -> None:
+    lines = markdown([run(2), run(4)]).splitlines()
+    assert [line[:12] for line in lines if "torchrun" in line] == ["1. `torchrun", "2. `torchrun"]
+    for begins in ("| all_gather", "| gla 1b3", "| 16384 ×"):
+        ends = [line.split("|")[-2].strip() for line in lines if line.startswith(begins)]
+        assert set(ends) == {"1", "2"}
