@@ -111,8 +111,8 @@ def test_a_breakdown_stands_measured_beside_formula_beside_proposal(small: Small
     text = markdown(breakdown)
     for word in ("# a name", "recurrent_states/one_layer", "| loss |", "vocabulary product's share", "MFU -"):
         assert word in text
-    rates = [line.split("|")[6].strip() for line in text.splitlines() if line.startswith(("| mixer |", "| mlp |"))]
-    assert all(float(rate) > 0 for rate in rates), "a CPU's rates are small, not nothing"
+    [mixer] = [line.split("|") for line in text.splitlines() if line.startswith("| mixer |")]
+    assert float(mixer[6]) > 0, "a CPU's TFLOP/s are few, not none"
 
 
 def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it(small: Small) -> None:
