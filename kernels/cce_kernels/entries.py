@@ -270,7 +270,8 @@ def forward(
     rows = list_rows(n_rows, vocab, capacity, o)
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     scales = float(o.logit_scale), float(o.z_loss)
-    least = o.filter_eps if o.filter_unbiased else 0.0
+    eps = float(o.filter_eps)
+    least = eps if o.filter_unbiased else 0.0
     if z_target is None:
         z_target = target_logits(e, c, None, columns, o)
     for first in range(0, n_rows, rows):
@@ -293,7 +294,7 @@ def forward(
             metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
             w_i, columns, unlisted, hashes, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
-            w.stride(0), first, vocab, *scales, o.filter_eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
+            w.stride(0), first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
             num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height,)](

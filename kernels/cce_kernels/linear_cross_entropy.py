@@ -62,10 +62,10 @@ def linear_cross_entropy(
     """Cross-entropy, in nats, of the logits softcap · tanh((logit_scale · e cᵀ + bias) / softcap).
 
     Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. Under torch.compile a
-    custom operator, without a graph break (and without the check of CPU targets). CUDA tensors run
-    Triton kernels, others a blockwise torch path with the same results and memory bound; TRITON_INTERPRET=1
-    runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing waits for the
-    device.
+    custom operator, without a graph break (and without the check of CPU targets), compiled anew for another number
+    of rows. CUDA tensors run Triton kernels, others a blockwise torch path with the same results and memory bound;
+    TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing
+    waits for the device.
 
     Args:
         e: (..., D) hidden states; c: (V, D) classifier; bf16, fp16 or fp32 each. Two dtypes are promoted to
@@ -104,9 +104,9 @@ def linear_cross_entropy(
         return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
             accuracy (the target's logit is larger than every other) and entropy (of the softmax, nats).
         return_stats: also return a dict of 0-d device tensors: entries_kept (share), dropped_mass_mean,
-            dropped_mass_p99 and dropped_mass_max (over rows), exact (0 or 1); see filtered.FilterStats. The backward
-            pass fills them in; NaN until then, and under activation checkpointing, which hands backward
-            to a second call.
+            dropped_mass_p99 and dropped_mass_max (over rows whose loss has a gradient), exact (0 or 1); see
+            filtered.FilterStats. The backward pass fills them in; NaN until then, and under activation
+            checkpointing, which hands backward to a second call. Breaks torch.compile's graph.
         preset: a name in PRESETS, in place of filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
 
     Returns:
@@ -121,12 +121,11 @@ def linear_cross_entropy(
         "filter_eps": filter_eps, "filter_unbiased": filter_unbiased, "filter_mass": filter_mass, "filter_e": filter_e,
         "filter_c": filter_c, "accumulate": accumulate, "workspace_mib": workspace_mib,
     })  # fmt: skip
-    check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, c.shape[0])
+    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
 
     if shift:  # move the targets, not the hidden states: no copy of e
-        nothing = torch.full_like(targets[..., :shift], ignore_index)
-        targets = torch.cat((targets[..., shift:], nothing), dim=-1)
-    shape, flat = targets.shape, targets.reshape(-1).long()
+        targets = shifted(targets, shift, ignore_index)
+    shape, flat = targets.shape, targets.reshape(-1)
     stats = FilterStats.empty(e.device) if return_stats else None
     wanted = torch.is_grad_enabled()
     if flat.numel():
@@ -166,8 +165,14 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
     """The options of a call by name, and those that a preset stands for.
 
     Raises:
-        ValueError: an unknown preset, an option that is given in both ways, or a value out of range.
+        ValueError: an unknown preset, an option that is given in both ways, or a value out of range or in a tensor.
     """
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            raise ValueError(
+                f"{name}: must be a number, as no gradient reaches it, got a tensor; give .item() of it, or e "
+                "multiplied by a scale that is learned"
+            )
     if preset is not None:
         if preset not in PRESETS:
             raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
@@ -189,10 +194,19 @@ def check_inputs(
     ignore_index: int,
     reduction: str,
     shift: int,
-    vocab: int,
-) -> None:
-    """Raise the ValueErrors that `linear_cross_entropy` promises; `vocab`: what the targets lie in."""
+    vocab: int | None = None,
+) -> tuple[Tensor, int]:
+    """Targets in int64 and ignore_index as a plain number; or the ValueErrors that `linear_cross_entropy` promises.
+
+    vocab: what the targets lie in; None: c's rows.
+    """
     for name, x in (("e", e), ("c", c), ("bias", bias)):
+        if x is not None and hasattr(x, "__tensor_flatten__"):
+            raise ValueError(
+                f"{name}: is a {type(x).__name__}, a tensor made of others; give a plain one: full_tensor() of a "
+                "DTensor (or to_local() and vocabulary_parallel_linear_cross_entropy), clone() of an "
+                "AsyncCollectiveTensor"
+            )
         if x is not None and x.dtype not in DTYPES:
             raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
         if x is not None and x.device != e.device:
@@ -216,11 +230,20 @@ def check_inputs(
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
         last = targets.shape[-1] if targets.dim() else 0
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
+    # In 64 bits before anything is compared with ignore_index, which a narrower type may not hold.
+    targets, ignore_index = targets.long(), int(ignore_index)
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        vocab = c.shape[0] if vocab is None else vocab
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if outside.any():
             first = targets[outside][0].item()
             raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index")
+    return targets, ignore_index
+
+
+def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Targets (..., T) int64 moved `shift` places to the front, ignore_index behind them."""
+    return torch.cat((targets[..., shift:], torch.full_like(targets[..., :shift], ignore_index)), dim=-1)
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:

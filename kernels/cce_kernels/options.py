@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 MIB = 2**20
 DEFAULT_WORKSPACE_MIB = 256
+LEAST_EPS = 2.0**-126  # of fp32's normal numbers
 ACCUMULATE = ("kahan", "fp32", "bf16")
 
 
@@ -13,8 +15,11 @@ class WorkspaceTooSmall(ValueError):
     """The `workspace_mib` asked for holds no vocabulary chunk of this shape; `least_mib` does."""
 
     def __init__(self, workspace_mib: float, least_mib: int) -> None:
-        super().__init__(f"workspace_mib: {workspace_mib:g} is too small for this shape, it takes {least_mib} at least")
-        self.least_mib = least_mib
+        super().__init__(workspace_mib, least_mib)  # so that it can be pickled: workers send their errors so
+        self.workspace_mib, self.least_mib = workspace_mib, least_mib
+
+    def __str__(self) -> str:
+        return f"workspace_mib: {self.workspace_mib:g} is too small for this shape, it takes {self.least_mib} at least"
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,16 @@ class Options:
     workspace_mib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap: must be positive or None, got {self.softcap}")
+        if self.softcap is not None and not 0 < self.softcap < inf:
+            raise ValueError(f"softcap: must be positive and finite, or None, got {self.softcap}")
+        if not -inf < self.logit_scale < inf:
+            raise ValueError(f"logit_scale: must be finite, got {self.logit_scale}")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing: must lie in [0, 1], got {self.label_smoothing}")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss: must not be negative, got {self.z_loss}")
-        if self.filter_eps is not None and not 0 < self.filter_eps < 1:
-            raise ValueError(f"filter_eps: must lie in (0, 1) or be None, got {self.filter_eps}")
+        if not 0 <= self.z_loss < inf:
+            raise ValueError(f"z_loss: must be finite and not negative, got {self.z_loss}")
+        if self.filter_eps is not None and not LEAST_EPS <= self.filter_eps < 1:
+            raise ValueError(f"filter_eps: must lie in [2^-126, 1) or be None, got {self.filter_eps}")
         if self.filter_eps is not None and self.label_smoothing > 0:
             raise ValueError(
                 "label_smoothing: cannot combine with filter_eps; smoothing gives every entry a gradient, "
@@ -55,8 +62,8 @@ class Options:
             raise ValueError(f"filter_mass: must lie in [0, 1) or be None, got {self.filter_mass}")
         if self.accumulate not in ACCUMULATE:
             raise ValueError(f"accumulate: must be one of {', '.join(ACCUMULATE)}, got {self.accumulate!r}")
-        if self.workspace_mib is not None and not self.workspace_mib > 0:
-            raise ValueError(f"workspace_mib: must be positive or None, got {self.workspace_mib}")
+        if self.workspace_mib is not None and not 0 < self.workspace_mib < inf:
+            raise ValueError(f"workspace_mib: must be positive and finite, or None, got {self.workspace_mib}")
 
     def values(self) -> tuple:
         """Of all fields, in order (dataclasses.astuple copies, which takes 40 µs)."""

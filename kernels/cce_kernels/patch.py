@@ -34,7 +34,8 @@ SUPPORTED: dict[str, dict[str, Callable[[Any], dict[str, Any]]]] = {
 }
 # The others follow from the model and the inputs of its forward, or change what it returns.
 OPTIONS = (
-    "preset", "workspace_mib", "accumulate", "filter_eps", "filter_e", "filter_c", "label_smoothing", "z_loss",
+    "preset", "workspace_mib", "accumulate", "filter_eps", "filter_unbiased", "filter_mass", "filter_e", "filter_c",
+    "label_smoothing", "z_loss",
 )  # fmt: skip
 NO_LOGITS = (
     "a model patched by cce_kernels computes its loss without logits; call it without labels to get them, or undo "

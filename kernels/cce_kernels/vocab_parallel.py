@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .filtered import FilterStats
-from .linear_cross_entropy import check_inputs, make_options, product_dtype
+from .linear_cross_entropy import check_inputs, make_options, product_dtype, shifted
 from .spread import vocabulary_shards
 from .vocab_operators import total, vocabulary_parallel
 
@@ -101,11 +101,10 @@ def vocabulary_parallel_linear_cross_entropy(
         raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")
     if c.shape[0] != shards[rank]:
         raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
-    check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
+    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
     if shift:
-        nothing = torch.full_like(targets[..., :shift], ignore_index)
-        targets = torch.cat((targets[..., shift:], nothing), dim=-1)
-    shape, flat = targets.shape, targets.reshape(-1).long()
+        targets = shifted(targets, shift, ignore_index)
+    shape, flat = targets.shape, targets.reshape(-1)
     if not flat.numel():
         raise ValueError("targets: must not be empty")
     stats = FilterStats.empty(e.device) if return_stats else None

@@ -1,5 +1,6 @@
 """The public function: what it accepts, refuses and promises beyond the numbers. CPU tensors."""
 
+import pickle
 import subprocess
 import sys
 from dataclasses import astuple
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BF16, FP32, IGNORE, Case, check, draw, error, gradients, in_fp64, torch_path
-from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import PRESETS, WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.accumulator import Accumulator
 from cce_kernels.options import Options
 from hypothesis import given, settings
 from random_cases import random_cases
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -128,6 +130,17 @@ def test_targets_of_any_integer_type(dtype):
     assert linear_cross_entropy(e, c, targets.to(dtype)) == linear_cross_entropy(e, c, targets)
 
 
+@pytest.mark.parametrize(("dtype", "wrapped"), [(torch.uint8, 156), (torch.int8, 28)])
+def test_an_ignore_index_that_the_targets_type_cannot_hold_is_no_target(dtype, wrapped):
+    """-100 in 8 bits is 156, an entry as good as any."""
+    ignore_index = -100 if dtype == torch.uint8 else 1000 + wrapped
+    e, c, targets, _ = draw(Case("narrow", shape=(3, 7), vocab=200, ignored=0, targets_below=100), "cpu")
+    targets[:, 3] = min(wrapped, torch.iinfo(dtype).max)
+    for options in ({"shift": 2}, {}):
+        loss = linear_cross_entropy(e, c, targets.to(dtype), ignore_index=ignore_index, **options)
+        assert loss == linear_cross_entropy(e, c, targets, ignore_index=ignore_index, **options)
+
+
 def test_kahan_keeps_what_plain_sums_lose():
     """Sums of many parts: compensation reaches fp32's result, plain bf16 does not."""
     generator = torch.Generator().manual_seed(0)
@@ -172,6 +185,45 @@ def test_statistics_without_a_filter_say_that_nothing_was_dropped():
     assert {name: value.item() for name, value in stats.items()} == {
         "entries_kept": 1, "dropped_mass_mean": 0, "dropped_mass_p99": 0, "dropped_mass_max": 0, "exact": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"filter_eps": 2**-6}], ids=str)
+def test_statistics_break_the_graph_of_a_compiled_program(options):
+    e, c, targets, _ = draw(Case("compiled_stats", peak=4), "cpu")
+
+    def program(e, c):
+        return linear_cross_entropy(e * 2, c, targets, return_stats=True, **options)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="return_stats=True runs outside of a compiled graph"):
+        torch.compile(program, backend="aot_eager", fullgraph=True)(e, c)
+    loss, stats = torch.compile(program, backend="aot_eager")(e, c)
+    want_loss, want_stats = program(e, c)
+    for a, b in zip(gradients(loss, (e, c)), gradients(want_loss, (e, c)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert {k: v.item() for k, v in stats.items()} == {k: v.item() for k, v in want_stats.items()}
+    assert stats["entries_kept"].isfinite()
+
+
+@pytest.mark.parametrize("wanted", ["e", "c", "bias", "scale"])
+def test_a_second_derivative_is_refused(wanted):
+    """Also where it is a part of what is differentiated, as a gradient penalty is: it would silently not count."""
+    e, c, targets, bias = draw(Case("twice", shape=(6,), bias=True), "cpu")
+    scale = torch.ones((), requires_grad=True)
+    loss = scale * linear_cross_entropy(e, c, targets, bias=bias)
+    (grad,) = torch.autograd.grad(loss, e, create_graph=True)
+    assert torch.equal(grad, torch.autograd.grad(loss, e)[0])
+    penalised = loss + grad.square().sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(penalised, {"e": e, "c": c, "bias": bias, "scale": scale}[wanted])
+
+
+def test_a_workspace_too_small_can_be_pickled():
+    """As processes send their errors to one another."""
+    error = WorkspaceTooSmall(0.5, 3)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.least_mib) == (str(error), 3)
+    assert str(error) == "workspace_mib: 0.5 is too small for this shape, it takes 3 at least"
 
 
 def test_the_workspace_bounds_what_the_passes_allocate(monkeypatch):
@@ -256,6 +308,8 @@ E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
 REFUSED = {
     "e": {"e": E.double()},
     "c": {"c": C.T},
+    "c: must be": {"c": C[0, 0]},
+    "c: is a TwoTensor": {"c": TwoTensor(C, C)},
     "targets": {"targets": T[:5]},
     "targets: must be integers": {"targets": T.float()},
     "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
@@ -264,15 +318,21 @@ REFUSED = {
     "reduction": {"reduction": "average"},
     "shift": {"shift": -1},
     "softcap": {"softcap": 0.0},
+    "softcap: must be positive": {"softcap": float("inf")},
+    "logit_scale: must be finite": {"logit_scale": float("nan")},
+    "logit_scale: must be a number": {"logit_scale": torch.tensor(2.0, requires_grad=True)},
     "label_smoothing": {"label_smoothing": 1.5},
     "label_smoothing: cannot combine with filter_eps": {"label_smoothing": 0.1, "filter_eps": 0.1},
     "z_loss": {"z_loss": -1.0},
+    "z_loss: must be finite": {"z_loss": float("nan")},
     "filter_eps": {"filter_eps": 1.0},
+    "filter_eps: must lie in": {"filter_eps": 1e-50},  # 0 in fp32
     "filter_unbiased: says how": {"filter_unbiased": True},
     "filter_mass: says how": {"filter_mass": 0.5},
     "filter_mass": {"filter_eps": 0.1, "filter_mass": 1.0},
     "accumulate": {"accumulate": "fp64"},
     "workspace_mib": {"workspace_mib": 0},
+    "workspace_mib: must be positive and finite": {"workspace_mib": float("inf")},
     "workspace_mib: 0.0001 is too small": {"workspace_mib": 0.0001},
     "preset": {"preset": "cce"},
     "filter_eps: comes from preset": {"preset": "cce_filter", "filter_eps": 0.5},

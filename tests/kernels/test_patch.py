@@ -264,6 +264,10 @@ def test_the_filter_changes_gradients_and_not_the_loss():
     loss, gradients, _ = step(cce_kernels.patch(model, filter_eps=0.5), input_ids=ids, labels=labels)
     torch.testing.assert_close(loss, want_loss)
     assert not torch.allclose(gradients["lm_head.weight"], want["lm_head.weight"], rtol=1e-2)
+    cce_kernels.unpatch(model)
+    drawn = {"filter_eps": 0.5, "filter_unbiased": True, "filter_mass": 1e-3}  # so little that the call is exact
+    _, gradients, _ = step(cce_kernels.patch(model, **drawn), input_ids=ids, labels=labels)
+    torch.testing.assert_close(gradients["lm_head.weight"], want["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
