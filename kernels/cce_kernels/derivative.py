@@ -11,12 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 USED_UP = (
     "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
     "had stored; compute the loss again instead of retaining the graph"
 )
+
+
+NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
+OUTSIDE = (
+    "cce_kernels: return_stats=True runs outside of a compiled graph, which cannot hand out tensors that its backward "
+    "pass fills in"
+)
+
+
+STATS = 5  # place among the inputs
+
+
+class Final(torch.autograd.Function):
+    """A gradient, and what it depends on: to differentiate it in its turn is an error. Without this node a penalty on
+    it would have no effect, unnoticed."""
+
+    @staticmethod
+    def forward(ctx, grad, *_):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(NOT_TWICE)
 
 
 def differentiable(
@@ -71,15 +93,26 @@ def differentiable(
             return loss, lse, metrics
 
         @staticmethod
-        @once_differentiable
         def backward(ctx, *upstream):
-            return backward(ctx, *upstream, through=direct_gradients)
+            if not torch.is_grad_enabled():
+                return backward(ctx, *upstream, through=direct_gradients)
+            with torch.no_grad():  # create_graph=True
+                grads = backward(ctx, *upstream, through=direct_gradients)
+            return tuple(
+                None if grad is None else Final.apply(grad, *ctx.saved_tensors[:3], *upstream) for grad in grads
+            )
+
+    @torch.compiler.disable(reason=OUTSIDE)
+    def direct(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return Direct.apply(*inputs)
 
     def call(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if torch.compiler.is_compiling():
-            loss, lse, metrics, _ = op(*inputs)
-            return loss, lse, metrics
-        return Direct.apply(*inputs)
+        if not torch.compiler.is_compiling():
+            return Direct.apply(*inputs)
+        if inputs[STATS] is not None:
+            return direct(*inputs)
+        loss, lse, metrics, _ = op(*inputs)
+        return loss, lse, metrics
 
     return call
 

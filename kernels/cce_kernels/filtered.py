@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from .options import Options
+from .rows import where_it_counts
 
 HASH_ENTRY, HASH_MIX = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32  # odd, 32 bits, as signed numbers
 HASH_ROW, HASH_TARGET, HASH_START, HASH_ROUND = 0x3C6EF35F, 0x19660D, 0x5F356495, 0x45D9F3B  # of a row's own
@@ -174,3 +175,8 @@ class FilterStats:
         p99, most = in_order.index_select(0, at)[0], in_order[-1]
         values = shares[0] / n_rows, shares[1] / n_rows, p99.clamp(min=0), most.clamp(min=0), exact
         self.values.copy_(torch.stack([x.float().reshape(()) for x in values]))
+
+    def write_exact(self, scale: Tensor, columns: Tensor, vocab: int) -> None:
+        """Fill in the report where there was no filter; scale () is the gradient of all row losses."""
+        none = torch.zeros_like(columns, dtype=torch.float32)
+        self.write(none, none, None, where_it_counts(scale, columns) != 0, vocab)

@@ -215,19 +215,28 @@ def _(grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, width,
 
 
 def _finish_stored(
-    scale: Tensor, e: Tensor, c: Tensor, columns: Tensor, rows: int, state: list[Tensor], main_grad_c: Tensor | None
+    scale: Tensor,
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    rows: int,
+    state: list[Tensor],
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
 ) -> None:
     """Finish the sums of both gradients, times scale (), where they lie in `state`; see stored.py."""
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         backend_of(e).stored.backward(e, c, columns, scale, rows, state, main_grad_c)
+        if stats is not None:
+            FilterStats(stats).write_exact(scale, columns, c.shape[0])
 
 
 _finish_stored_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_backward_stored",
     _finish_stored,
-    mutates_args=("state", "main_grad_c"),
+    mutates_args=("state", "main_grad_c", "stats"),
     schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor(a!)[] state, "
-    "Tensor(b!)? main_grad_c) -> ()",
+    "Tensor(b!)? main_grad_c, Tensor(c!)? stats) -> ()",
 )
 
 
@@ -245,7 +254,7 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
     if plan.rows:
         ctx.finished = finish_stored is _finish_stored
-        finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c)
+        finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c, stats)
         stored = backend_of(e).stored
         return state[stored.GRAD_E], state[stored.GRAD_C], None
     if plan.capacity:

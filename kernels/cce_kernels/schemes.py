@@ -39,6 +39,7 @@ EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a clo
 # Entries a row that lists hold, on average over the rows: at least, usually, at most. An unbiased row keeps 1 / eps at
 # most, of which the head and the target take half where eps is small; beyond V / 120 dense products are as fast.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 512, 1024
+MOST_ENTRIES = 2**31 - 1  # places in the lists are 32 bits wide (gather.py)
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
 NARROWEST = 16  # dimensions of a slice of 8 bits
@@ -171,7 +172,7 @@ def _capacity(p: Problem, o: Options) -> int:
     listed = USUALLY_LISTED
     if o.filter_unbiased:
         listed = max(USUALLY_LISTED, min(MOST_LISTED, int(0.5 / o.filter_eps)))
-    most = listed * p.n_rows // LIST_PARTS * LIST_PARTS
+    most = min(listed * p.n_rows, MOST_ENTRIES) // LIST_PARTS * LIST_PARTS
     return min(capacity, most) if capacity >= LEAST_LISTED * p.n_rows else 0
 
 

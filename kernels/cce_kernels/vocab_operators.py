@@ -144,7 +144,8 @@ def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
     """Σ p z over the shard, and the largest of its logits but the target's."""
     assert rows.metrics is not None
     assert rows.largest is not None
-    largest = torch.where(is_here, rows.largest, torch.maximum(rows.largest, rows.lse - rows.nll))
+    # The stand-in is one of the others; its logit is none where a bias of −inf masks the whole shard.
+    largest = torch.where(is_here, rows.largest, torch.fmax(rows.largest, rows.lse - rows.nll))
     return [rows.lse - rows.metrics[1], largest]
 
 
@@ -179,9 +180,11 @@ def _finish_stored(
     scale: Tensor,
     e: Tensor,
     c: Tensor,
+    columns: Tensor,
     here: Tensor,
     state: list[Tensor],
     main_grad_c: Tensor | None,
+    stats: Tensor | None,
     chunk: int,
     group: str,
     shards: list[int],
@@ -197,20 +200,22 @@ def _finish_stored(
         stored.backward(e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part))
         torch._assert_async((scales.all() == scale).all() | scale.isnan(), DIFFERENT)
         total = reduced.result() if grad_e.numel() else grad_e
+        if stats is not None:
+            FilterStats(stats).write_exact(scale, columns, c.shape[0])
     return total if own and grad_e.numel() else grad_e.new_empty(0)
 
 
 _finish_stored_op = torch.library.custom_op(
     "cce_kernels::vocab_parallel_backward_stored",
     _finish_stored,
-    mutates_args=("state", "main_grad_c"),
-    schema="(Tensor scale, Tensor e, Tensor c, Tensor here, Tensor(a!)[] state, Tensor(b!)? main_grad_c, int chunk, "
-    f"{PLACE}) -> Tensor",
+    mutates_args=("state", "main_grad_c", "stats"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor(a!)[] state, "
+    f"Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, {PLACE}) -> Tensor",
 )
 
 
 @_finish_stored_op.register_fake
-def _(scale, e, c, here, state, main_grad_c, chunk, group, shards, own):
+def _(scale, e, c, columns, here, state, main_grad_c, stats, chunk, group, shards, own):
     wanted = own and state[backend_of(e).stored.GRAD_E].numel()
     return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
 
@@ -297,7 +302,7 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     if plan.rows:
         ctx.finished = finish_stored is _finish_stored
         stored, chunk = backend_of(e).stored, chunk_rows(plan.rows, len(shards), own)
-        total = finish_stored(grad_rows[0].float(), e, c, here, state, main_grad_c, chunk, *ctx.place)
+        total = finish_stored(grad_rows[0].float(), e, c, columns, here, state, main_grad_c, stats, chunk, *ctx.place)
         return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
     return recompute(
         grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,

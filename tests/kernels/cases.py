@@ -388,4 +388,7 @@ def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(buffer.to(BF16), both[1])
     with pytest.raises(RuntimeError, match="compute the loss again"):
         kept.backward()
+    with_stats, stats = loss(e, c, return_stats=True)
+    gradients(with_stats, (e, c))
+    assert [value.item() for value in stats.values()] == [1, 0, 0, 0, 1]  # nothing was dropped
     e.grad = None

@@ -4,6 +4,8 @@ import pytest
 import torch
 from cases import BF16, FP32
 from cce_kernels.filtered import head_size, row_hashes, uniform
+from cce_kernels.options import Options
+from cce_kernels.schemes import Problem, plan
 from filter_cases import (
     FILTERED,
     check_adversarial_rows,
@@ -67,3 +69,10 @@ def test_the_head_is_a_small_share_of_the_vocabulary_and_its_probabilities_of_th
     assert head_size(10, 700) == 32
     assert head_size(10, 100) == 0
     assert head_size(10**6, 128256) * 10**6 <= 2**26
+
+
+def test_lists_are_no_longer_than_their_places_can_say():
+    """Places are 32 bits wide; beyond that the lists overflow, as they do where memory is short."""
+    problem = Problem(5_000_000, 64, 256_000, BF16, BF16, BF16, False, False, False)
+    capacity = plan(problem, 132, Options(filter_eps=2.0**-10, workspace_mib=400_000)).capacity
+    assert 2**30 < capacity < 2**31
