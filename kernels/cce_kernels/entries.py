@@ -33,7 +33,8 @@ from .rows import Rows, empty_metrics
 from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
-LARGE = 4.0  # of p in units of eps: from there on an entry is much of its row
+WHOLE = tl.constexpr(-(2**31))  # the sign bit, set in the column of an entry that is much of its row
+LARGE = 16.0  # of p in units of eps: from there on an entry is
 SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many programs as it can
 
 
@@ -143,8 +144,8 @@ def collect_kernel(
     count_ptr,  # (N, SEGMENTS) int32
     dropped_ptr,  # (N, SEGMENTS) fp32
     void_ptr,  # () int32: 1 written where the lists do not do
-    starts_ptr,  # (2 N + 1,) int64: those of earlier chunks and this one's first are there, the rest written
-    column_ptr,  # (capacity,) int32, written: twice the column, and 1 where p is not large
+    starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there, the rest written
+    column_ptr,  # (capacity,) int32, written; marked `WHOLE` where p is large
     weight_ptr,  # (capacity,) fp32, written
     w_stride,
     first,
@@ -152,15 +153,15 @@ def collect_kernel(
     logit_scale,
     z_loss,
     least,  # weight of an entry: eps under the unbiased rule, else 0
-    large,  # p from which on an entry is much of its row
+    large,  # p from which on an entry is marked
     most,  # mass that may be dropped of a row
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
     COUNTS: tl.constexpr,  # added up at a time
     BLOCK: tl.constexpr,
 ):
-    """Bring the lists of a chunk to their places, a row a program: its target first, then from there what is large, and
-    from the end what is not. Say so if they are void: an entry has no place, or a row has dropped too much."""
+    """Bring the lists of a chunk to their places, a row a program: its target first, then one segment after another.
+    Say so if they are void: an entry has no place, or a row has dropped too much."""
     row = first + tl.program_id(0)
     segment = tl.arange(0, SEGMENTS)
     place = tl.program_id(0) * SEGMENTS
@@ -169,48 +170,41 @@ def collect_kernel(
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
     count_ptr += first * SEGMENTS
-    start = tl.load(starts_ptr + 2 * first)
+    start = tl.load(starts_ptr + first)
     for before in range(0, place, COUNTS):
         others = before + tl.arange(0, COUNTS)
         start += tl.sum(tl.load(count_ptr + others, mask=others < place, other=0), axis=0).to(tl.int64)
     count = tl.load(count_ptr + place + segment)
     mass = tl.sum(tl.load(dropped_ptr + row * SEGMENTS + segment), axis=0)
     end = start + tl.sum(count, axis=0)
+    tl.store(starts_ptr + row + 1, end)
     listed = tl.where((segment == 0) & (target >= 0), count - 1, count)
     longest = tl.max(listed, axis=0)
     if (end > capacity) | (longest > SLOTS) | ((mass > most) & (target >= 0)):
         tl.store(void_ptr, 1)
-    front, back = start, end
-    if target >= 0:
-        tl.store(column_ptr + front, target.to(tl.int32) * 2, mask=front < capacity)
-        front += 1
+    if (target >= 0) & (start < capacity):
+        tl.store(column_ptr + start, target.to(tl.int32) | WHOLE)
+    begin = start + tl.cumsum(count, axis=0) - listed
     for at in range(0, tl.minimum(longest, SLOTS), BLOCK):
         slot = at + tl.arange(0, BLOCK)[None, :]
-        inside = (slot < listed[:, None]) & (slot < SLOTS)
+        to = begin[:, None] + slot
+        inside = (slot < listed[:, None]) & (slot < SLOTS) & (to < capacity)
         column = tl.load(slot_ptr + segment[:, None] * SLOTS + slot, mask=inside, other=0)
         p = tl.load(w_ptr + column, mask=inside, other=0.0).to(tl.float32) * to_p
-        small = inside & (p < large)
-        of_large, more_large = _places((inside & (p >= large)).to(tl.int32), 1)
-        of_small, more_small = _places(small.to(tl.int32), 1)
-        to = tl.where(small, back - 1 - of_small, front + of_large)
-        tl.store(column_ptr + to, column * 2 + small.to(tl.int32), mask=inside & (to < capacity))
-        tl.store(weight_ptr + to, tl.maximum(p, least), mask=inside & (to < capacity))
-        front += more_large
-        back -= more_small
-    tl.store(starts_ptr + 2 * row + 1, front)
-    tl.store(starts_ptr + 2 * row + 2, end)
+        tl.store(column_ptr + to, tl.where(p >= large, column | WHOLE, column), mask=inside)
+        tl.store(weight_ptr + to, tl.maximum(p, least), mask=inside)
 
 
 @dataclass(frozen=True)
 class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
-    starts: (2 N + 1,) int64. The entries of row i stand from starts[2 i] to starts[2 i + 2], the target first, then to
-    starts[2 i + 1] the others of a p that is `LARGE`; beyond the capacity they are missing. column: (capacity,) int32,
-    twice the column, and 1 where p is not; 2 V where nothing stands. weight: (capacity,) fp32, the rule's, none at
-    targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
-    not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
-    nothing. nll: (N,) fp32, −log p of the target. hashes, rank, head: the rule's, empty where it has none.
+    starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
+    capacity they are missing. column: (capacity,) int32, marked `WHOLE` at targets and where p is `LARGE`, V where
+    nothing stands. weight: (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule
+    lists. dropped: (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has
+    dropped more than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank,
+    head: the rule's, empty where it has none.
     """
 
     starts: Tensor
@@ -233,7 +227,7 @@ class Lists:
             return torch.empty(size, dtype=dtype, device=columns.device)
 
         return cls(
-            starts=new(2 * n_rows + 1, dtype=torch.int64),
+            starts=new(n_rows + 1, dtype=torch.int64),
             column=new(capacity, dtype=torch.int32),
             weight=new(capacity, dtype=torch.float32),
             count=new(n_rows, SEGMENTS, dtype=torch.int32),
@@ -311,7 +305,7 @@ def _lists_of(columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
     lists = Lists.empty(columns, vocab, capacity, o)
     lists.starts[:1].zero_()
     lists.void.zero_()
-    lists.column.fill_(2 * vocab)
+    lists.column.fill_(vocab)
     if o.filter_unbiased:
         row_hashes(columns, lists.hashes)
     rank, head = by_frequency(columns, lists.head.shape[0], vocab)

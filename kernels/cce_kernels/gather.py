@@ -10,8 +10,8 @@ q is the softmax as the filter weights it (filtered.py), 0 nearly everywhere; al
 
 What is gathered is what takes the time. Under the unbiased rule, where a listed entry is as good as its draw, rows of
 C and E are gathered in 8 bits (e5m2, `narrow_kernel`), a slice of their dimensions at a time: rounding adds 5 % of an
-entry where the draw adds 100 % and more. Entries that are much of their row stand first in the lists and are gathered
-as they are.
+entry where the draw adds 100 % and more. Entries that are much of their row are marked in the lists (`WHOLE`,
+entries.py) and gathered as they are.
 
 Where the lists overflowed, or filter_mass makes the call exact, recompute.py does the work instead. The device decides
 that: the kernels of the way not taken are launched, too, and return at once.
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .entries import Lists
+from .entries import WHOLE, Lists
 from .epilogues import HEADROOM, LOG2E
 from .exponentials import exponentials
 from .filtered import FilterStats, Rule
@@ -38,8 +38,9 @@ from .recompute import Fallback, Filter, gradients, parts
 from .schemes import list_parts, narrow_bytes, narrow_slices
 from .tiles import aligned, cdiv, power_of_2
 
-WIDTH, ENTRIES = 256, 4  # of a program of gather_kernel: dimensions, rows of x gathered together
-COLUMNS = 8  # columns of a program, for dC: their lists are short
+WIDTH = 256  # dimensions of a program of gather_kernel
+ENTRIES_E, ENTRIES_C = 4, 2  # rows gathered together, of C and of E: the columns' lists are short
+COLUMNS = 8  # of a program, for the same reason
 TOGETHER = tl.constexpr(32)  # rows of x that share a scale in 8 bits
 LARGEST = tl.constexpr(32768.0)  # what the largest of them is scaled to; e5m2 goes from 2^-16 to 57344
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
@@ -49,28 +50,30 @@ HEAD_ROWS = 4096  # whose head probabilities exist at a time
 @triton.jit
 def coefficients_kernel(
     active_ptr,  # () int32: 1 for nothing to do
-    starts_ptr,  # (2 N + 1,) int64
+    starts_ptr,  # (N + 1,) int64
+    column_ptr,  # (capacity,) int32, marked
     weight_ptr,  # (capacity,) fp32
     a_ptr,  # (N,) fp32
     target_ptr,  # (N,) int64, negative for none
     target_coefficient_ptr,  # (N,) fp32
     out_ptr,  # (capacity,) fp32, written
-    row_ptr,  # (capacity,) int32, written
+    row_ptr,  # (capacity,) int32, written: marked as the columns are
     BLOCK: tl.constexpr,
 ):
     """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
     row = tl.program_id(0)
     if tl.load(active_ptr) == 0:
-        begin, end = tl.load(starts_ptr + 2 * row), tl.load(starts_ptr + 2 * row + 2)
+        begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         a = tl.load(a_ptr + row)
         if tl.load(target_ptr + row) >= 0:
             tl.store(out_ptr + begin, tl.load(target_coefficient_ptr + row))
-            tl.store(row_ptr + begin, row)
+            tl.store(row_ptr + begin, row | WHOLE)
             begin += 1
         for at in range(begin, end, BLOCK):
             k = at + tl.arange(0, BLOCK)
+            mark = tl.load(column_ptr + k, mask=k < end, other=0) & WHOLE
             tl.store(out_ptr + k, tl.load(weight_ptr + k, mask=k < end, other=0.0) * a, mask=k < end)
-            tl.store(row_ptr + k, row, mask=k < end)
+            tl.store(row_ptr + k, row | mark, mask=k < end)
 
 
 @quick
@@ -106,11 +109,11 @@ def narrow_kernel(
 @triton.jit
 def gather_kernel(
     active_ptr,  # () int32: 1 for nothing to do
-    starts_ptr,  # (PARTS, 2 · rows of out + 1): where in a part of the lists a row's begins, and its small entries
-    index_ptr,  # (PARTS, part_size) int32: rows of x, times 2^SHIFT
+    starts_ptr,  # (PARTS, rows of out and one): where in a part of the lists a row's begins
+    index_ptr,  # (PARTS, part_size) int32: rows of x, marked
     coefficient_ptr,  # (PARTS, part_size) fp32
     x_ptr,  # rows x_stride apart
-    narrow_ptr,  # (slices, rows of x, WIDTH): from dimension `first` on, see narrow_kernel; or None: no small entries
+    narrow_ptr,  # (slices, rows of x, WIDTH) or None: from dimension `first` on, see narrow_kernel
     scale_ptr,  # (slices, ⌈rows of x / TOGETHER⌉) fp32 or None
     out_ptr,  # (rows, D), written
     into_ptr,  # (rows, D) fp32 or None: added to in place of out
@@ -126,7 +129,6 @@ def gather_kernel(
     D,
     first,  # dimension
     PARTS: tl.constexpr,
-    SHIFT: tl.constexpr,
     ENTRIES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -134,61 +136,59 @@ def gather_kernel(
 ):
     """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of ROWS rows a program, of one warp.
 
-    The same dimensions of all rows come one after another: so much of x may stay in L2. Eight dimensions are one
-    lane's, of all entries, so that no sum crosses lanes.
+    The same dimensions of all rows come one after another: so much of x may stay in L2.
     """
     row_blocks = tl.cdiv(n_rows, ROWS)
     block, slice = tl.program_id(0) % row_blocks * ROWS, tl.program_id(0) // row_blocks
-    lanes = tl.arange(0, WIDTH // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    lanes = tl.arange(0, WIDTH)
     dims = first + slice * WIDTH + lanes
-    inside = EVEN_D | (dims < D)
     if narrow_ptr is not None:
         narrow_ptr += slice.to(tl.int64) * x_rows * WIDTH
         scale_ptr += slice * tl.cdiv(x_rows, TOGETHER)
     end = tl.minimum(block + ROWS, n_rows) * (1 - tl.load(active_ptr))
     for i in range(end - block):
         row = block + i
-        acc = tl.zeros((ENTRIES, WIDTH // 8, 8), dtype=tl.float32)
+        acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
         for part in tl.static_range(PARTS):
-            starts_ptrs = starts_ptr + part * starts_size + 2 * row.to(tl.int64)
-            begin = tl.load(starts_ptrs)
-            small = (tl.load(starts_ptrs + 1) - begin).to(tl.int32)
-            length = (tl.load(starts_ptrs + 2) - begin).to(tl.int32)
+            starts_ptrs = starts_ptr + part * starts_size + row
+            begin = tl.load(starts_ptrs).to(tl.int32)
+            length = tl.load(starts_ptrs + 1).to(tl.int32) - begin
             index_ptrs = index_ptr + part * part_size + begin
             coefficient_ptrs = coefficient_ptr + part * part_size + begin
-            for at in range(0, small, ENTRIES):
-                index, coefficient = _entries(index_ptrs, coefficient_ptrs, at, small, SHIFT, ENTRIES)
-                x_ptrs = x_ptr + index[:, None, None] * x_stride + dims[None]
-                x = tl.load(x_ptrs, mask=inside[None], other=0.0)
-                acc += x.to(tl.float32) * coefficient[:, None, None]
-            if narrow_ptr is not None:
-                for at in range(small, length, ENTRIES):
-                    index, coefficient = _entries(index_ptrs, coefficient_ptrs, at, length, SHIFT, ENTRIES)
+            for at in range(0, length, ENTRIES):
+                k = at + tl.arange(0, ENTRIES)
+                k_inside = tl.minimum(k, length - 1)  # the last one stands in: no masks, half of the instructions
+                marked = tl.load(index_ptrs + k_inside)
+                coefficient = tl.where(k < length, tl.load(coefficient_ptrs + k_inside), 0.0)
+                index = (marked & ~WHOLE).to(tl.int64)
+                if narrow_ptr is None:  # noqa: SIM114 (known to the compiler, unlike the next)
+                    x = _whole(x_ptr, index, dims, x_stride, D, EVEN_D)
+                elif tl.min(marked, axis=0) < 0:
+                    x = _whole(x_ptr, index, dims, x_stride, D, EVEN_D)
+                else:
+                    x = tl.load(narrow_ptr + index[:, None] * WIDTH + lanes[None, :]).to(tl.float32)
                     coefficient *= tl.load(scale_ptr + index // TOGETHER)
-                    x = tl.load(narrow_ptr + index[:, None, None] * WIDTH + lanes[None])
-                    acc += x.to(tl.float32) * coefficient[:, None, None]
+                acc += x * coefficient[:, None]
         total = tl.sum(acc, axis=0)
         offsets = row.to(tl.int64) * D + dims
         if factor_ptr is not None:
-            held = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            held = tl.load(out_ptr + offsets, mask=dims < D, other=0.0).to(tl.float32)
             total += held * tl.load(factor_ptr + row)
         if rank_ptr is not None:
             rank = tl.load(rank_ptr + row)
-            total += tl.load(head_ptr + rank.to(tl.int64) * D + dims, mask=inside & (rank < n_head), other=0.0)
+            mask = (dims < D) & (rank < n_head)
+            total += tl.load(head_ptr + rank.to(tl.int64) * D + dims, mask=mask, other=0.0)
         if into_ptr is not None:
-            total += tl.load(into_ptr + offsets, mask=inside, other=0.0)
-            tl.store(into_ptr + offsets, total, mask=inside)
+            total += tl.load(into_ptr + offsets, mask=dims < D, other=0.0)
+            tl.store(into_ptr + offsets, total, mask=dims < D)
         else:
-            tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @triton.jit
-def _entries(index_ptr, coefficient_ptr, at, end, SHIFT: tl.constexpr, ENTRIES: tl.constexpr):
-    """Rows and coefficients of the next entries; beyond the end the last one, times 0: fewer instructions."""
-    k = at + tl.arange(0, ENTRIES)
-    there = tl.minimum(k, end - 1)
-    index = (tl.load(index_ptr + there) >> SHIFT).to(tl.int64)
-    return index, tl.where(k < end, tl.load(coefficient_ptr + there), 0.0)
+def _whole(x_ptr, index, dims, x_stride, D, EVEN_D: tl.constexpr):
+    x_ptrs = x_ptr + index[:, None] * x_stride + dims[None, :]
+    return tl.load(x_ptrs, mask=EVEN_D | (dims < D)[None, :], other=0.0).to(tl.float32)
 
 
 def backward(
@@ -228,13 +228,31 @@ def backward(
     at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
-        active, lists.starts, lists.weight, scaled_a, columns, at_target, coefficients, rows, 256, num_warps=2
+        active,
+        lists.starts,
+        lists.column,
+        lists.weight,
+        scaled_a,
+        columns,
+        at_target,
+        coefficients,
+        rows,
+        256,
+        num_warps=2,
     )
     room = narrow_bytes(o) if o.filter_unbiased else None
     if grad_e is not None:
         factor = None if rule.head is None else scaled_a
         _gather(
-            active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, room, shift=1, factor=factor
+            active,
+            lists.starts[None],
+            lists.column[None],
+            coefficients[None],
+            c,
+            grad_e,
+            room,
+            ENTRIES_E,
+            factor=factor,
         )
     if with_c:
         n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
@@ -242,7 +260,9 @@ def backward(
         out = grad_c if main_grad_c is None else main_grad_c
         assert out is not None
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
-        _gather(active, starts, rows, coefficients, e, out, room, into=main_grad_c, head=head, together=COLUMNS)
+        _gather(
+            active, starts, rows, coefficients, e, out, room, ENTRIES_C, into=main_grad_c, head=head, together=COLUMNS
+        )
         del starts, head
     del rows, coefficients, grad_head  # room for the workspace
 
@@ -301,16 +321,15 @@ def _head(
 def _by_column(
     lists: Lists, rows: Tensor, coefficients: Tensor, vocab: int, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The lists in parts, each by column and in it the large entries first: starts (parts, 2 V + 1), rows and
-    coefficients (parts, size).
+    """The lists in parts, each by column: starts (parts, V + 1), rows and coefficients (parts, size).
 
     Parts are sorted one after another and in place, for less memory.
     """
-    bounds = torch.arange(2 * vocab + 1, dtype=torch.int32, device=lists.column.device)
-    starts = torch.empty(n_parts, 2 * vocab + 1, dtype=torch.int32, device=lists.column.device)
+    bounds = torch.arange(vocab + 1, dtype=torch.int32, device=lists.column.device)
+    starts = torch.empty(n_parts, vocab + 1, dtype=torch.int32, device=lists.column.device)
     columns, rows, coefficients = (x.view(n_parts, -1) for x in (lists.column, rows, coefficients))
     for i in range(n_parts):
-        keys, order = columns[i].sort(stable=True)
+        keys, order = (columns[i] & ~WHOLE.value).sort(stable=True)
         torch.searchsorted(keys, bounds, out_int32=True, out=starts[i])
         rows[i] = rows[i][order]
         coefficients[i] = coefficients[i][order]
@@ -326,7 +345,7 @@ def _gather(
     x: Tensor,
     out: Tensor,
     room: int | None,
-    shift: int = 0,
+    entries: int,
     into: Tensor | None = None,
     factor: Tensor | None = None,
     head: tuple[Tensor, Tensor] | None = None,
@@ -334,8 +353,8 @@ def _gather(
 ) -> None:
     """out (or into +)= Σ coefficient · x[index], row by row, `together` rows by one program; see gather_kernel.
 
-    room: bytes for x in 8 bits, as many slices at a time as fit; None: there are no small entries.
-    shift: of the indices.
+    entries: rows of x gathered together.
+    room: bytes for x in 8 bits, as many slices at a time as fit; None: x as it is.
     """
     (n_rows, dim), x_rows = out.shape, x.shape[0]
     width = min(WIDTH, power_of_2(dim))
@@ -355,5 +374,5 @@ def _gather(
         gather_kernel[(cdiv(n_rows, together) * here,)](
             active, starts, index, coefficients, x, narrow, scale, out, into, factor, rank, grad_head,
             index.shape[1], starts.shape[1], x.stride(0), x_rows, 0 if grad_head is None else grad_head.shape[0],
-            n_rows, dim, first, len(starts), shift, ENTRIES, width, together, dim % width == 0, num_warps=1,
+            n_rows, dim, first, len(starts), entries, width, together, dim % width == 0, num_warps=1,
         )  # fmt: skip

@@ -178,7 +178,7 @@ def _capacity(p: Problem, o: Options) -> int:
 
 def _state_bytes(n_rows: int, vocab: int, capacity: int) -> int:
     """Of the lists, and of what else stands beside a number or eight of each row, and the entries' ranks."""
-    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 80) + 4 * vocab
+    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 72) + 4 * vocab
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
@@ -207,7 +207,7 @@ def narrow_slices(n_rows: int, dim: int, width: int, room: int) -> tuple[int, in
 
 def _starts_bytes(vocab: int) -> int:
     """Of a part of the lists by column."""
-    return 4 * (2 * vocab + 1)
+    return 4 * (vocab + 1)
 
 
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
