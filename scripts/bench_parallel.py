@@ -1,7 +1,5 @@
 """Several GPUs against one, loss and whole steps: `torchrun --nproc-per-node=4 scripts/bench_parallel.py`."""
 
-import shlex
-import sys
 from pathlib import Path
 
 from linrnn.config import load_config
@@ -12,6 +10,7 @@ from linrnn.errors import ConfigError
 
 def main(config: BenchParallelConfig) -> None:
     from linrnn.distributed import Launch, join
+    from linrnn.environment import command_line
     from linrnn.parallel_benchmark import run_benchmark
     from linrnn.parallel_report import write_pages
 
@@ -23,8 +22,7 @@ def main(config: BenchParallelConfig) -> None:
             )
         parallel = load_config(["parallel=ddp", f"parallel.timeout_seconds={config.timeout_seconds}"]).parallel
         with join(parallel, config.device) as ranks:
-            torchrun = ["torchrun", f"--nproc-per-node={ranks.world_size}"]
-            pages = run_benchmark(ranks, config, shlex.join([*torchrun, "scripts/bench_parallel.py", *sys.argv[1:]]))
+            pages = run_benchmark(ranks, config, command_line())
     else:
         pages = write_pages(Path(config.output_dir))
     for path in pages:

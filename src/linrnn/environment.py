@@ -42,10 +42,14 @@ CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
 
 def command_line() -> str:
-    """The command of this process; a script of this repository by its place there."""
+    """The command of this process, torchrun's where that started it; a script of this repository by its place there."""
+    starter = ["python"]
+    if processes := os.environ.get("LOCAL_WORLD_SIZE"):
+        machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+        starter = ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
     script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
     here = script.relative_to(root).as_posix() if script.is_relative_to(root) else sys.argv[0]
-    return shlex.join(["python", here, *sys.argv[1:]])
+    return shlex.join([*starter, here, *sys.argv[1:]])
 
 
 def describe_environment() -> dict[str, Any]:

@@ -82,7 +82,8 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     flops = step_flops(plan, arch)
     lines = [
         "",
-        f"time  {flops.model:.3e} FLOPs of the model per step, {flops.hardware:.3e} with recomputation",
+        f"time  {flops.model:.3e} FLOPs of the model per step{' and rank' * (plan.world_size > 1)}, "
+        f"{flops.hardware:.3e} with recomputation",
     ]
     name, share, rate = _assumed_rate(plan)
     seconds = accounting.time_estimate(flops.hardware, rate, share)

@@ -1,6 +1,7 @@
 """summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
 
 import dataclasses
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,15 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         kept = "" if cache == data_for(config.data, ()).cache_dir else f" data.cache_dir={cache}"
         lines += [
             "next:",
-            f"  {python} train.py model={config.model.name} size={config.size.name} loss={other}  # another loss",
+            f"  {_with_loss(summary['command'], other, python)}  # another loss",
             f"  {python} scripts/evaluate.py checkpoint={directory}{kept}",
             f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
     return lines
+
+
+def _with_loss(command: str, loss: str, python: Path | str) -> str:
+    """The same run with another loss: without the options of its own, its name, and what became of an earlier one."""
+    own = ("loss=", "loss.", "run_name=", "trainer.resume=")
+    starter, *words = [word for word in shlex.split(command) if not word.startswith(own)]
+    return shlex.join([str(python) if starter == "python" else starter, *words, f"loss={loss}"])

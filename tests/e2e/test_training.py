@@ -16,6 +16,7 @@ import wandb
 from linrnn.config import load_config
 from linrnn.errors import ConfigError
 from linrnn.metrics import read_jsonl
+from linrnn.summary import final_lines
 from linrnn.trained import Reading, open_reading
 from linrnn.trainer import Trainer
 
@@ -94,6 +95,17 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
     second = trained(small(f"init_from={first.directory.path}", "optimizer.warmup_steps=0"))
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
+
+
+def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small) -> None:
+    run = trained(small())
+    summary = run.directory.read_summary()
+    assert summary is not None
+    for starter, shown in (("python", ""), ("torchrun --nproc-per-node=2", "torchrun --nproc-per-node=2 ")):
+        command = f"{starter} train.py data=text 'data.path=a b' loss=cce_kahan loss.accumulate=fp32 run_name=x seed=1"
+        lines = final_lines(run.config, run.directory.path, {**summary, "command": command})
+        [line] = [line for line in lines if "another loss" in line]
+        assert f"{shown}train.py data=text 'data.path=a b' seed=1 loss=standard  # another loss" in line
 
 
 def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(

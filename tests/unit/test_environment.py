@@ -97,3 +97,7 @@ def test_the_state_of_a_gpu_is_read_and_missing_figures_are_null(monkeypatch):
 def test_a_command_names_this_repositorys_scripts_by_their_place_in_it(script, shown, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(script), "model=gla", "data.path=a b"])
     assert environment.command_line() == f"python {shown} model=gla 'data.path=a b'"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert environment.command_line() == f"torchrun --nproc-per-node=8 {shown} model=gla 'data.path=a b'"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "4")
+    assert environment.command_line().startswith("torchrun --nnodes=4 --nproc-per-node=8 ")
