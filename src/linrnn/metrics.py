@@ -16,6 +16,7 @@ METRICS: dict[str, str] = {
     "train/grad_norm": "global L2 norm of the gradients before clipping",
     "train/lr": "learning rate of the step",
     "train/tokens": "tokens trained on since step 0, all ranks",
+    "train/epoch": "passes over the training data, fractional",
     "speed/tokens_per_second": "tokens of a step / its time, all ranks",
     "speed/step_ms": "time of an optimizer step, all its micro-steps, milliseconds",
     "speed/mfu": "the model's matrix-product FLOPs per second / the device's peak, share of 1",

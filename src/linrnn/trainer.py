@@ -331,6 +331,7 @@ class Trainer:
                 **values,
                 "train/lr": record.lr,
                 "train/tokens": record.step * self.plan.tokens_per_step,
+                "train/epoch": record.step * self.plan.sequences_per_step / self.loader.n_blocks,
             }
             if seconds is not None:
                 metrics |= {

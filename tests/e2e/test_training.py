@@ -244,6 +244,7 @@ def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
     assert last["speed/tokens_per_second"] == pytest.approx(160 / (last["speed/step_ms"] / 1e3))
     assert last["train/lr"] > 0
     assert last["train/tokens"] == 3 * 160
+    assert last["train/epoch"] == 3 * 2 / 249, "of (20,000 - 1) // 80 blocks"
     validations = [r for r in read_jsonl(trainer.directory.metrics) if "valid/loss_nats" in r]
     assert [r["step"] for r in validations] == [2, 3]
     assert validations[-1]["memory/parameters_gib"] == pytest.approx(4 * 461_696 / 2**30)
