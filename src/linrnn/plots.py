@@ -318,6 +318,8 @@ def _panels(
             axes.minorticks_off()
         else:
             axes.locator_params(axis="x", nbins=6)  # long figures close to each other would overlap
+            axes.ticklabel_format(axis="x", useOffset=False)
+        axes.ticklabel_format(axis="y", useOffset=False)
         axes.set_title(model)
         axes.set_xlabel(x_label)
         axes.grid(alpha=0.25)

@@ -398,6 +398,15 @@ def test_what_filters_dropped_has_a_panel_a_model() -> None:
     pyplot.close(figure)
 
 
+def test_figures_close_to_each_other_are_ticked_as_they_are() -> None:
+    runs = [run(loss, gib=57 + i / 1000, speed=4.2e7 + i) for i, loss in enumerate(("compiled", "cce_kahan"))]
+    figure = plots.pareto(runs)
+    figure.draw_without_rendering()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        assert axis.get_offset_text().get_text() == ""
+    pyplot.close(figure)
+
+
 def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
     speeds = {"compiled": (1000, 500), "cce_kahan": (800, 625), "standard": (500, 250)}  # ratios 1.25 and 0.8
     runs = [
