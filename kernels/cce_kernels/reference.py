@@ -43,7 +43,7 @@ def reference_linear_cross_entropy(
     if shift:
         e, targets = e[..., :-shift, :], targets[..., shift:]
     shape = targets.shape
-    e, targets = e.reshape(-1, e.shape[-1]).to(dtype), targets.reshape(-1)
+    e, targets = e.reshape(-1, e.shape[-1]).to(dtype), targets.reshape(-1).long()
     c = c.to(dtype)
     columns = target_columns(targets, ignore_index, c.shape[0])
 

@@ -99,9 +99,9 @@ def vocabulary_parallel_linear_cross_entropy(
         raise ValueError(f"shards: must be {ranks} positive numbers, one for each rank, got {list(shards)}")
     if rows not in ROWS:
         raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")
+    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
     if c.shape[0] != shards[rank]:
         raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
-    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
     if shift:
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)
