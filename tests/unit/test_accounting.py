@@ -1,6 +1,8 @@
 """Formulas against hand-computed numbers, against FLA's own modules, and against what an H200 measured."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from linrnn.accounting import (
 )
 from linrnn.accounting.cce import cce_scheme
 from linrnn.accounting.flops import forward_flops, projection_shapes
-from linrnn.architecture import MODELS, Architecture
+from linrnn.architecture import MODELS, Architecture, resolve
+from linrnn.config import load_config
 from linrnn.config.schema import (
     CceAppleLossConfig,
     CceKahanLossConfig,
@@ -29,6 +32,7 @@ from linrnn.config.schema import (
 from linrnn.models import build_model
 
 GIB, MIB = 2**30, 2**20
+COMMITTED = Path(__file__).resolve().parents[2] / "results" / "summaries"
 STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
 LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
 FLA = FlaLossConfig("fla", 8)
@@ -240,6 +244,35 @@ def estimate(arch: Architecture, loss: LossConfig = COMPILED, **changes: object)
 def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
     for loss, measured in zip(STEP_LOSSES, MEASURED_STEPS[model], strict=True):
         assert estimate(measured_model(model), loss, optimizer=False).peak / GIB == pytest.approx(measured, rel=0.03)
+
+
+def committed_runs() -> list[dict]:
+    """Summaries of runs on an H200 that say how they were made."""
+    groups = (json.loads(path.read_text())["runs"] for path in sorted(COMMITTED.glob("*/runs.json")))
+    needed = ("loss_options", "activation_checkpointing")
+    return [run for runs in groups for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
+
+
+def test_formulas_agree_with_every_committed_run():
+    """Peak and loss layer within one per cent or what the CUDA libraries allocate; tokens/s and MFU exactly."""
+    assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
+    for run in committed_runs():
+        options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
+        config = load_config([f"model={run['model']}", f"size={run['size']}", f"loss={run['loss']}", *options])
+        arch = resolve(config.model, config.size, run["vocab_size"])
+        keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
+        memory = estimate(arch, config.loss, **{key: run[key] for key in keys})
+        measured = run["memory_bytes"]
+        name = f"{run['group']}/{run['run_name']}"
+        assert arch.n_parameters == run["n_parameters"]
+        assert memory.peak == pytest.approx(measured["peak"], rel=0.01, abs=64 * MIB), name
+        if run["group"] != "whole_step" and run["loss"] != "cce_filter":  # earlier kernels; lists as long as they need
+            for part in ("loss_forward", "loss_backward"):
+                assert getattr(memory, part) == pytest.approx(measured[part], rel=0.01, abs=8 * MIB), (name, part)
+        sequences, seconds = run["batch_size"] * run["accumulation_steps"], run["step_time_ms_median"] / 1e3
+        assert run["tokens_per_second"] == pytest.approx(sequences * run["seq_len"] / seconds)
+        flops = model_flops(arch, sequences, run["seq_len"])
+        assert run["mfu"] == pytest.approx(flops / seconds / peak_flops_per_second(run["device"], run["precision"]))
 
 
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000))

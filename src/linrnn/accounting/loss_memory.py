@@ -46,9 +46,9 @@ def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: in
             return cce_memory(loss, n_tokens, d, vocab, compute)
     if loss.name == "compiled":  # the logits are stored once; their gradient overwrites them
         return logits * compute, logits * compute + gradients
-    # standard: logits, their fp32 copy and log-softmax; then log-softmax and two fp32 gradients
+    # standard: the logits in fp32 and log-softmax; then log-softmax and two fp32 gradients
     copy = compute if compute < FP32 else 0
-    return logits * (copy + 2 * FP32), max(logits * 3 * FP32, logits * (copy + FP32) + gradients)
+    return logits * 2 * FP32, max(logits * 3 * FP32, logits * (copy + FP32) + gradients)
 
 
 def _ceil(numerator: int, denominator: int) -> int:

@@ -23,16 +23,17 @@ class MemoryEstimate:
         parameters: in the dtype that they are kept in.
         gradients: of all parameters, at the end of the backward pass.
         optimizer: AdamW's two moments.
-        weight_copies: weights in the compute dtype, under autocast.
+        weight_copies: weights in the compute dtype, under autocast; with activation checkpointing the head's alone.
         mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and
             the norms with the residual stream; with activation checkpointing, `residual` is the blocks'
             inputs and the others are 0.
         recomputed_block: with activation checkpointing, the activations of the one block that is computed
-            again.
+            again, and its weights' copies.
         block_backward: what the backward pass of one block needs beside its saved activations.
         loss_forward, loss_backward: the most that the loss layer's passes hold beyond their inputs.
         at_loss, at_blocks, at_update: the total in the loss layer, in the first block of the backward
-            pass, and in the optimizer's update.
+            pass (with activation checkpointing perhaps in the last, beside all gradients), and in the
+            optimizer's update.
     """
 
     parameters: int
@@ -107,15 +108,17 @@ def memory_estimate(
 
     parameters = kept * arch.n_parameters // shard_ranks
     state = 2 * parameters if optimizer else 0
-    matrices = arch.num_layers * (arch.mixer_parameters + arch.mlp_parameters)
-    copies = compute * (matrices + arch.embedding_parameters) if autocast else 0
+    checkpointed = activation_checkpointing == "full"
+    block = arch.mixer_parameters + arch.mlp_parameters
+    block_copies = compute * block if autocast else 0  # kept for the backward pass, unless it makes them again
+    copies = compute * arch.embedding_parameters if autocast else 0
     if shard_ranks > 1:
         # A block gathered while another is computed. Where it is gathered in fp32, autocast's copies stay.
         gathered = gathered_bytes(arch.model, precision)
-        blocks = 2 * gathered * matrices // arch.num_layers
-        blocks += compute * matrices if autocast and gathered == FP32 else 0
+        block_copies = block_copies if gathered == FP32 else 0
         head = compute * arch.embedding_parameters // (shard_ranks if by_vocabulary else 1)
-        copies = blocks + (head if autocast or not by_vocabulary else 0)
+        copies = 2 * gathered * block + (head if autocast or not by_vocabulary else 0)
+    copies += 0 if checkpointed else arch.num_layers * block_copies
 
     mixer, mlp, residual = (
         tokens * size
@@ -126,8 +129,8 @@ def memory_estimate(
     # A block's backward: the MLP's dz, dgate, dup and output of swiglu; the gradients of two residual
     # streams.
     block_backward = tokens * (4 * compute * arch.intermediate_size + 2 * kept * arch.hidden_size)
-    if activation_checkpointing == "full":
-        recomputed = mixer + mlp + residual
+    if checkpointed:
+        recomputed = mixer + mlp + residual + block_copies
         saved = {
             "mixer": 0,
             "mlp": 0,
@@ -156,6 +159,12 @@ def memory_estimate(
     if earlier_gradients and shard_ranks == 1:
         head_gradient = 0
     held = parameters + state + earlier_gradients + copies + sum(saved.values())
+    at_blocks = held + head_gradient + recomputed + block_backward
+    if checkpointed:  # in the last block: its input and the loss layer's alone, every gradient but the embedding's
+        inputs = tokens * arch.hidden_size * (kept + compute)
+        to_come = 0 if arch.tie_embeddings or earlier_gradients else kept * arch.embedding_parameters // shard_ranks
+        last = 2 * parameters - to_come + state + copies + inputs + recomputed + block_backward
+        at_blocks = max(at_blocks, last)
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
@@ -167,7 +176,7 @@ def memory_estimate(
         loss_forward=loss_forward,
         loss_backward=loss_backward,
         at_loss=held + max(loss_forward, loss_backward),
-        at_blocks=held + head_gradient + recomputed + block_backward,
+        at_blocks=at_blocks,
         at_update=2 * parameters + state,
     )
 
