@@ -161,8 +161,8 @@ def _capacity(p: Problem, o: Options) -> int:
     of two is filtered, or what entries.py does not cover, or lists too short to be worth it."""
     if o.filter_eps is None or o.passes(p.grad_e is not None, p.grad_c is not None or p.main_grad) != [o.filter_eps]:
         return 0
-    if p.has_bias or o.softcap is not None or p.dtype != torch.bfloat16:
-        return 0
+    if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
+        return 0  # a scale of 0: entries.py takes probabilities from gradient factors
     beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.vocab, 0)
     budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))

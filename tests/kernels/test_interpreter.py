@@ -135,6 +135,16 @@ def test_more_properties_of_the_filter():
 
 
 @in_interpreter
+def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():
+    e, c, targets, _ = drawn(Filtered("scale_0"), BF16, "cpu")
+    loss, stats = linear_cross_entropy(e, c, targets, logit_scale=0.0, filter_eps=2.0**-6, return_stats=True)
+    assert not any(grad.any() for grad in gradients(loss, (e, c)))
+    share = 1 / c.shape[0]
+    assert stats["entries_kept"].item() == pytest.approx(share)
+    assert stats["dropped_mass_mean"].item() == pytest.approx(1 - share)
+
+
+@in_interpreter
 def test_kahan_sums_over_many_chunks_as_well_as_fp32():
     check_sums(chunks=8, rows=32, device="cpu")
 
