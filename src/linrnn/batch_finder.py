@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.schema import Config, FindMaxBatchConfig
-from linrnn.errors import SweepFailure, UnsupportedError
+from linrnn.errors import ConfigError, SweepFailure, UnsupportedError
 from linrnn.points import Point, Process, foresee
+from linrnn.results import same_origin
+from linrnn.run_directory import ENVIRONMENT
 from linrnn.summary import GIB
 from linrnn.sweeps import in_another_process
 
@@ -124,7 +127,8 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         overrides: of train.py; `trainer.batch_size` among them has no effect.
 
     Raises:
-        LinrnnError: the run cannot be made here, or a probe failed for another reason than memory.
+        LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier one was
+            made in another environment.
     """
     budget = config.memory_budget_gib * GIB
     probe_overrides = [
@@ -150,7 +154,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
 
     def probe(batch: int) -> Probe:
         point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={batch}"]])[0]
-        result = _probe(point, batch, budget, int(foreseen(batch)))
+        result = _probe(point, batch, budget, int(foreseen(batch)), environment)
         say(f"  {_line(result)}")
         return result
 
@@ -179,11 +183,17 @@ def _memory_table(overrides: Sequence[str], budget: float) -> tuple[bool, list[i
     return plan.device.type == "cuda", table
 
 
-def _probe(point: Point, batch: int, budget: float, foreseen: int) -> Probe:
-    """A training run, or its summary if it was made before."""
+def _probe(point: Point, batch: int, budget: float, foreseen: int, environment: dict[str, Any]) -> Probe:
+    """A training run, or its summary if it was made before, in the same `environment`."""
     if point.refusal is not None:
         raise UnsupportedError(*point.refusal.split("; ", 1))
     if point.is_answered(retry=False):
+        made_in = point.directory / ENVIRONMENT
+        if made_in.exists() and (differing := same_origin(json.loads(made_in.read_text()), environment)):
+            raise ConfigError(
+                f"the probe of {batch} sequences was made with another {', '.join(differing)} ({point.directory})",
+                "give the search another group, or move the old one away",
+            )
         summary = point.summary()
     else:
         process = Process(point, {})
@@ -233,6 +243,7 @@ def _write(
     config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer, environment: dict[str, Any], say: Say
 ) -> None:
     from linrnn.config import identity, load_config, run_name, to_yaml
+    from linrnn.data import vocabulary_size
     from linrnn.loggers import WandbMirror
     from linrnn.run_directory import RunDirectory
     from linrnn.summary import names_of_run
@@ -248,7 +259,7 @@ def _write(
     try:
         content: dict[str, Any] = {
             **names_of_run(run, name),
-            "vocab_size": run.size.vocab_size,
+            "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
             "tie_embeddings": run.size.tie_embeddings,
             "precision": run.trainer.precision,
             "memory_budget_gib": config.memory_budget_gib,

@@ -155,12 +155,13 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         ),
     }
     width = max(map(len, rows))
+    checkpoints = config.trainer.checkpoint_every != 0
     lines = ["", f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}"]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"]
     lines += [
         "",
         f"wrote {directory}/",
-        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json, checkpoints/",
+        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
     ]
     if summary["status"] == "finished":
         here = Path(sys.executable)
@@ -171,7 +172,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         lines += [
             "next:",
             f"  {_with_loss(summary['command'], other, python)}  # another loss",
-            f"  {python} scripts/evaluate.py checkpoint={directory}{kept}",
+            *([f"  {python} scripts/evaluate.py checkpoint={directory}{kept}"] if checkpoints else []),
             f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
     return lines

@@ -130,6 +130,7 @@ def judge(
 # ----------------------------------------------------------------------------------------------- comparing runs
 # What two searches for the largest batch must share.
 ANSWER_SETTING = (
+    "accumulation_steps",
     "seq_len",
     "activation_checkpointing",
     "chunk_size",
@@ -137,6 +138,7 @@ ANSWER_SETTING = (
     "tie_embeddings",
     "precision",
     "memory_budget_gib",
+    "training",
 )
 Compare = Callable[[Run, Run], float | None]
 

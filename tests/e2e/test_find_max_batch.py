@@ -29,6 +29,13 @@ def test_probes_are_training_runs_and_are_not_made_again(small: Small, command: 
     again = command("scripts/find_max_batch.py", *overrides, *own)
     assert again.returncode == 0
     assert run.stat().st_mtime_ns == written
+    assert answer["vocab_size"] == summary["vocab_size"] == 512, "the data's, where the size has none"
+
+    environment = run.with_name("environment.json")
+    environment.write_text(json.dumps({**json.loads(environment.read_text()), "cuda": "99"}))
+    other = command("scripts/find_max_batch.py", *overrides, *own)
+    assert other.returncode == 2, "an answer is of one origin"
+    assert "was made with another cuda" in other.stderr
 
 
 def test_what_cannot_be_searched_is_refused(small: Small, command: Command) -> None:

@@ -106,6 +106,9 @@ def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small) ->
         lines = final_lines(run.config, run.directory.path, {**summary, "command": command})
         [line] = [line for line in lines if "another loss" in line]
         assert f"{shown}train.py data=text 'data.path=a b' seed=1 loss=standard  # another loss" in line
+    assert any("evaluate.py" in line for line in lines)
+    without = load_config(small("trainer.checkpoint_every=0"))
+    assert not any("checkpoint" in line for line in final_lines(without, run.directory.path, {**summary}))
 
 
 def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(

@@ -231,6 +231,9 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     assert holds["Liger already captures most of the benefit"] == "open"
     no_larger = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 12, 1010)])
     assert branches(no_larger)[0][1] == "open"
+    compiled_blocks = {**answer("cce_kahan", 24, 1010), "training": "trainer.compile_blocks=True"}
+    unlike = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), compiled_blocks])
+    assert only(unlike, verdicts.BATCH, "cce_kahan", "compiled").value is None
     strange = verdicts.verdicts(THREE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
     batch = only(strange, verdicts.BATCH, "cce_kahan", "compiled")
     assert batch.verdict == "open"
