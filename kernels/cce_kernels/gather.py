@@ -39,8 +39,8 @@ from .schemes import list_parts, narrow_bytes, narrow_slices
 from .tiles import aligned, cdiv, power_of_2
 
 WIDTH = 256  # dimensions of a program of gather_kernel
-ENTRIES_E, ENTRIES_C = 4, 2  # rows gathered together, of C and of E: the columns' lists are short
-COLUMNS = 8  # of a program, for the same reason
+ENTRIES = 2  # rows of x gathered together
+COLUMNS = 8  # columns of a program, for dC: their lists are short
 TOGETHER = tl.constexpr(32)  # rows of x that share a scale in 8 bits
 LARGEST = tl.constexpr(32768.0)  # what the largest of them is scaled to; e5m2 goes from 2^-16 to 57344
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
@@ -243,26 +243,14 @@ def backward(
     room = narrow_bytes(o) if o.filter_unbiased else None
     if grad_e is not None:
         factor = None if rule.head is None else scaled_a
-        _gather(
-            active,
-            lists.starts[None],
-            lists.column[None],
-            coefficients[None],
-            c,
-            grad_e,
-            room,
-            ENTRIES_E,
-            factor=factor,
-        )
+        _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, room, factor=factor)
     if with_c:
         n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
         starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
         out = grad_c if main_grad_c is None else main_grad_c
         assert out is not None
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
-        _gather(
-            active, starts, rows, coefficients, e, out, room, ENTRIES_C, into=main_grad_c, head=head, together=COLUMNS
-        )
+        _gather(active, starts, rows, coefficients, e, out, room, into=main_grad_c, head=head, together=COLUMNS)
         del starts, head
     del rows, coefficients, grad_head  # room for the workspace
 
@@ -345,7 +333,6 @@ def _gather(
     x: Tensor,
     out: Tensor,
     room: int | None,
-    entries: int,
     into: Tensor | None = None,
     factor: Tensor | None = None,
     head: tuple[Tensor, Tensor] | None = None,
@@ -353,7 +340,6 @@ def _gather(
 ) -> None:
     """out (or into +)= Σ coefficient · x[index], row by row, `together` rows by one program; see gather_kernel.
 
-    entries: rows of x gathered together.
     room: bytes for x in 8 bits, as many slices at a time as fit; None: x as it is.
     """
     (n_rows, dim), x_rows = out.shape, x.shape[0]
@@ -374,5 +360,5 @@ def _gather(
         gather_kernel[(cdiv(n_rows, together) * here,)](
             active, starts, index, coefficients, x, narrow, scale, out, into, factor, rank, grad_head,
             index.shape[1], starts.shape[1], x.stride(0), x_rows, 0 if grad_head is None else grad_head.shape[0],
-            n_rows, dim, first, len(starts), entries, width, together, dim % width == 0, num_warps=1,
+            n_rows, dim, first, len(starts), ENTRIES, width, together, dim % width == 0, num_warps=1,
         )  # fmt: skip

@@ -228,8 +228,8 @@ def check_unbiased(device: str, draws: int) -> None:
 
 
 def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in 8 bits: each within 2^-3 of itself down to 2^-29 of the largest beside it, zeros and infinities as they
-    are; gradients by them differ from those by whole rows, by far less than the draws' own error."""
+    """Rows in 8 bits: each within 2^-3 of itself down to 2^-29 of the largest beside it, zeros as they are;
+    gradients by them differ from those by whole rows, by far less than the draws' own error."""
     from cce_kernels import entries, gather
     from cce_kernels.gather import TOGETHER
 
@@ -246,8 +246,8 @@ def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not back[:, 24:].any()  # beyond D
     torch.testing.assert_close(back[:, :24], x[:, 16:].float(), rtol=2.0**-3, atol=1e-5)
     gather.narrow_kernel[(3, 2)](active, x, narrow, scale, x.stride(0), 70, 40, 0, 16, num_warps=4)
-    assert narrow[0, 3, 5].float().isinf()
-    assert narrow.float().isfinite().sum() == narrow.numel() - 1
+    assert narrow[0, 3, 5].float() >= 57344  # or infinite; of no effect on the scale
+    assert scale[0, 0] == x[:32, :16][x[:32, :16].isfinite()].abs().max().float() / 32768
 
     e, c, targets, _ = drawn(Filtered("narrow", shape=(300, 64, 2000), peak=3), BF16, device)
 
