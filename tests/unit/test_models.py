@@ -338,6 +338,10 @@ def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit
     share = float(error.value.remedy.split("size.layer_parameters_per_d2=")[1].split()[0])
     fitting = build("gla", hidden_size=32, tie_embeddings=False, layer_parameters_per_d2=share)
     load_weights(fitting, source)
+    untied = build("gla", hidden_size=32, layer_parameters_per_d2=share)
+    with pytest.raises(ConfigError) as error:
+        load_weights(untied, source)
+    assert error.value.remedy == "add size.tie_embeddings=false", "the layers agree as they are"
     with pytest.raises(ConfigError, match="it is a gla"):
         load_weights(build("kda"), source)
 

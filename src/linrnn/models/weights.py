@@ -163,7 +163,8 @@ def _overrides(theirs: Any, arch: Architecture) -> list[str]:
     }
     overrides = [f"{key}={str(there).lower()}" for key, (there, here) in wanted.items() if there != here]
     width = theirs.intermediate_size or 256 * -(-int(d * (theirs.hidden_ratio or 4) * 2 / 3) // 256)
-    if overrides or width != arch.intermediate_size:
+    layer = d, heads, k_dim, v_dim, width
+    if layer != (arch.hidden_size, arch.num_heads, arch.head_k_dim, arch.head_v_dim, arch.intermediate_size):
         there = Architecture(
             **{
                 **vars(arch),
