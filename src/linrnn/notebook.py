@@ -45,7 +45,9 @@ def load(*groups: str) -> list[Run]:
     for group in groups:
         if (results_dir() / "summaries" / group / COMMITTED).exists():
             return _loaded(read_committed(results_dir() / "summaries" / group), results_dir() / "summaries" / group)
-    print(f"open: no results of {' or '.join(groups)}; python scripts/sweep.py sweep={groups[0]} makes them")
+    sweep = (CONFIG_DIR / "sweep" / f"{groups[0]}.yaml").exists()
+    how = f"python scripts/sweep.py sweep={groups[0]} makes them" if sweep else "the files in configs/sweep say how"
+    print(f"open: no results of {' or '.join(groups)}; {how}")
     return []
 
 
@@ -74,12 +76,12 @@ def breakdowns() -> list[dict[str, Any]]:
 
 
 def bench_rows() -> list[Row]:
-    """Rows of the loss benchmark, of the first GPU that has any."""
-    for folder in ("bench_loss", "summaries/bench_loss"):
-        for device in sorted(path for path in (results_dir() / folder).glob("*") if path.is_dir()):
-            if rows := [row for path in sorted(device.glob("*.json")) for row in read_rows(path)]:
-                print(f"{len(rows)} rows of {device.relative_to(results_dir())}")
-                return rows
+    """Rows of the loss benchmark, of the first GPU that has any, else of the CPU."""
+    devices = (path for path in (results_dir() / "bench_loss").glob("*") if path.is_dir())
+    for device in sorted(devices, key=lambda path: (path.name == "cpu", path.name)):
+        if rows := [row for path in sorted(device.glob("*.json")) for row in read_rows(path)]:
+            print(f"{len(rows)} rows of {device.relative_to(results_dir())}")
+            return rows
     print("open: no loss benchmark; python scripts/bench_loss.py makes one")
     return []
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch, results: Path | None) ->
 def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = execute(name, monkeypatch, cpu_results)
     assert "<plot>" in shown
+    for sweep in re.findall(r"sweep=(\w+)", shown):
+        assert (ROOT / "configs" / "sweep" / f"{sweep}.yaml").exists()
     if name == "01_mve":
         assert "6 runs of mve, made on" in shown
         assert "peak memory, ratio | transformer | cce_kahan | standard" in shown

@@ -17,6 +17,7 @@ from linrnn.loss_rows import BAR, Row, crossovers, merge_rows, read_rows, read_r
 from linrnn.loss_sets import parse_loss
 from linrnn.loss_trained import TrainedTensors
 from linrnn.losses import build_loss
+from linrnn.notebook import bench_rows
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)
@@ -250,6 +251,13 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
     assert "2. `make b`" in text
     assert "None" not in text
     assert "| run |" not in write_report(rows[:1], runs, tmp_path, "one")[0].read_text()
+
+
+def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINRNN_RESULTS", str(tmp_path))
+    for device, shape in (("cpu", "small"), ("nvidia_h200", "large")):
+        merge_rows(tmp_path / "bench_loss" / device / f"{shape}.json", [make_row("compiled", shape=shape)])
+    assert [row.shape for row in bench_rows()] == ["large"]
 
 
 def test_errors_of_thresholds_are_plotted_against_time(tmp_path):
