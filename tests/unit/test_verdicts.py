@@ -127,6 +127,14 @@ def test_losses_of_a_few_steps_are_not_compared() -> None:
     assert only(found, verdicts.MEMORY, "cce_kahan", "compiled").value is not None
 
 
+def test_times_of_a_few_steps_are_not_compared() -> None:
+    times = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}}
+    found = verdicts.verdicts([run("compiled", **times), run("cce_filter", speed=2000, measured_steps=4, **times)])
+    for criterion in (verdicts.SPEED, verdicts.MVE_SPEED, verdicts.BACKWARD):
+        verdict = only(found, criterion, "cce_filter", "compiled")
+        assert (verdict.verdict, "5 steps after the warm-up" in verdict.remark) == ("open", True)
+
+
 def test_seeds_that_disagree_leave_a_criterion_open() -> None:
     speed = only(verdicts.verdicts(THREE_SEEDS), verdicts.SPEED, "cce_kahan", "compiled")
     assert (speed.verdict, speed.value) == ("open", pytest.approx(1.09))
