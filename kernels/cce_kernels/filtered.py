@@ -60,7 +60,7 @@ class Rule:
     def of(cls, columns: Tensor, vocab: int, o: Options) -> Rule:
         """The rule of a call; columns (N,) int64, the rows' targets, negative for none."""
         assert o.filter_eps is not None
-        eps = torch.full(columns.shape, o.filter_eps, device=columns.device)
+        eps = torch.full(columns.shape, o.filter_eps, dtype=torch.float32, device=columns.device)
         if not o.filter_unbiased:
             return cls(eps, None, None, None)
         rank, head = by_frequency(columns, head_size(columns.shape[0], vocab), vocab)
@@ -144,7 +144,7 @@ class FilterStats:
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
         """Values before the backward pass."""
-        return torch.full((len(cls.NAMES),), torch.nan, device=device)
+        return torch.full((len(cls.NAMES),), torch.nan, dtype=torch.float32, device=device)
 
     @classmethod
     def report(cls, values: Tensor) -> dict[str, Tensor]:

@@ -99,7 +99,8 @@ def linear_cross_entropy(
             in 16 bits where three products suffice (schemes.py), else 256. Too little for the narrowest chunk is
             refused at the call, if a gradient is wanted. On CPU tensors it bounds all extra memory, in the
             forward pass too.
-        main_grad_c: (V, D) fp32 buffer that c's gradient is added to, unrounded; c itself then gets none.
+        main_grad_c: (V, D) fp32 buffer that c's gradient, if c requires one, is added to, unrounded; c itself then gets
+            none.
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
         return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
             accuracy (the target's logit is larger than every other) and entropy (of the softmax, nats).

@@ -197,7 +197,8 @@ class Fallback:
 def parts(e: Tensor) -> Tensor:
     """Zeros (2, splits, N), fp32, for `Filter.kept` and `Filter.dropped`."""
     row_tiles = cdiv(e.shape[0], gradient_tiles(e.dtype).rows)
-    return torch.zeros(2, most_splits(row_tiles, multiprocessors(e)), e.shape[0], device=e.device)
+    splits = most_splits(row_tiles, multiprocessors(e))
+    return torch.zeros(2, splits, e.shape[0], dtype=torch.float32, device=e.device)
 
 
 def gradients(

@@ -37,7 +37,7 @@ def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
 
 def where_it_counts(x: Tensor, columns: Tensor) -> Tensor:
     """x (N,), 0 where the row is ignored, NaN where its target lies outside the vocabulary."""
-    return torch.where(columns >= 0, x, torch.where(columns == IGNORED, 0.0, torch.nan))
+    return torch.where(columns >= 0, x, torch.nan).masked_fill_(columns == IGNORED, 0.0)
 
 
 def assemble_loss(rows: Rows, columns: Tensor, o: Options) -> Tensor:

@@ -392,3 +392,32 @@ def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients(with_stats, (e, c))
     assert [value.item() for value in stats.values()] == [1, 0, 0, 0, 1]  # nothing was dropped
     e.grad = None
+
+
+DEFAULTED = {
+    "plain": {"z_loss": 1e-2, "return_metrics": True},
+    "sum": {"reduction": "sum", "label_smoothing": 0.1},
+    "threshold": {"filter_eps": 1.1e-3},
+    "softcap": {"filter_eps": 1.1e-3, "softcap": 9.0},
+    "unbiased": {"filter_eps": 1.1e-3, "filter_unbiased": True, "filter_mass": 0.9},
+}
+
+
+def check_default_dtype(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    """torch.set_default_dtype changes no bit of a result, and no dtype."""
+    e, c, targets, _ = draw(Case("default", shape=(40,), dim=24, vocab=700, dtype=BF16, peak=3), device)
+
+    def results() -> list[Tensor]:
+        loss, *metrics, stats = linear_cross_entropy(e, c, targets, return_stats=True, **options)
+        grads = gradients(loss, (e, c))
+        return [loss.detach(), *grads, *stats.values(), *(metrics[0].values() if metrics else ())]
+
+    want = results()
+    torch.set_default_dtype(dtype)
+    try:
+        got = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)

@@ -15,9 +15,11 @@ from cases import (
     APART,
     BF16,
     CASES,
+    DEFAULTED,
     STORED,
     Case,
     check,
+    check_default_dtype,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -142,6 +144,12 @@ def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():
     share = 1 / c.shape[0]
     assert stats["entries_kept"].item() == pytest.approx(share)
     assert stats["dropped_mass_mean"].item() == pytest.approx(1 - share)
+
+
+@in_interpreter
+@pytest.mark.parametrize("options", [DEFAULTED["plain"], DEFAULTED["threshold"]], ids=["plain", "threshold"])
+def test_the_default_dtype_changes_nothing(options):
+    check_default_dtype(options, torch.float64, "cpu")
 
 
 @in_interpreter

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import BF16, FP32, IGNORE, Case, check, draw, error, gradients, in_fp64, torch_path
+from cases import (
+    BF16,
+    DEFAULTED,
+    FP32,
+    IGNORE,
+    Case,
+    check,
+    check_default_dtype,
+    draw,
+    error,
+    gradients,
+    in_fp64,
+    torch_path,
+)
 from cce_kernels import PRESETS, WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.accumulator import Accumulator
 from cce_kernels.options import Options
@@ -141,6 +154,12 @@ def test_an_ignore_index_that_the_targets_type_cannot_hold_is_no_target(dtype, w
     for options in ({"shift": 2}, {}):
         loss = linear_cross_entropy(e, c, targets.to(dtype), ignore_index=ignore_index, **options)
         assert loss == linear_cross_entropy(e, c, targets, ignore_index=ignore_index, **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", DEFAULTED.values(), ids=DEFAULTED)
+def test_the_default_dtype_changes_nothing(options, dtype):
+    check_default_dtype(options, dtype, "cpu")
 
 
 def test_kahan_keeps_what_plain_sums_lose():
