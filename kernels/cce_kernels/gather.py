@@ -99,7 +99,7 @@ def narrow_kernel(
         x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
         largest = tl.max(tl.max(size, axis=1), axis=0)
-        scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        scale = tl.maximum(largest / LARGEST, 1e-37)
         at = (slice.to(tl.int64) * n_rows + rows)[:, None] * WIDTH + lanes[None, :]
         tl.store(narrow_ptr + at, (x / scale).to(narrow_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None])
         tl.store(scale_ptr + slice * tl.num_programs(0) + block, scale)

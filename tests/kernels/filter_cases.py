@@ -236,6 +236,7 @@ def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(70, 40, generator=g) * 2.0 ** torch.randint(-12, 12, (70, 40), generator=g)
     x[64:] = 0
+    x[64, 7] = 1e-38
     x[3, 5], x[3, 6] = torch.inf, 1e-30
     x = x.to(device, BF16)
     narrow = torch.empty(2, 70, 16, dtype=torch.float8_e5m2, device=device)
@@ -249,6 +250,7 @@ def check_narrow(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert narrow[0, 3, 5].float() >= 57344  # or infinite; of no effect on the scale
     assert scale[0, 0] == x[:32, :16][x[:32, :16].isfinite()].abs().max().float() / 32768
 
+    assert narrow[:, 64:].float().abs().max() < 1
     e, c, targets, _ = drawn(Filtered("narrow", shape=(24, 16, 400), peak=3), BF16, device)
 
     def grads(**options: Any) -> list[Tensor]:
