@@ -26,7 +26,7 @@ from linrnn.environment import describe_environment
 from linrnn.errors import LinrnnError, UnsupportedError
 from linrnn.loss_problems import Problem, Solution, fp32_logits_of, relative_error, truth_of
 from linrnn.loss_report import table, write_report
-from linrnn.loss_rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_path
+from linrnn.loss_rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_for, rows_path
 from linrnn.loss_sets import (
     BASELINE,
     EAGER,
@@ -113,7 +113,7 @@ def report_set(config: BenchLossConfig) -> list[Path]:
     """
     (name, chosen), directory = reported_set(config), results_directory(config)
     backends = [(BAR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
-    measured = {row.key: row for path in sorted(directory.glob("*.json")) for row in read_rows(path)}
+    measured = rows_for(config.set, [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)])
     problems = [
         (setting.shape.name, setting.dtype, setting.gradients, kind)
         for setting in settings_of(config, chosen)
@@ -136,9 +136,9 @@ def _is_measured(
 ) -> bool:
     """Whether every entry has a finished row that the same code, versions and GPU made."""
     runs = read_runs(directory)
-    rows = {row.key: row for row in read_rows(rows_path(directory, setting.shape.name))}
+    rows = rows_for(run["config"]["set"], read_rows(rows_path(directory, setting.shape.name)))
     for text, loss in losses.items():
-        row = rows.get(setting.row(kind, text, "", loss).key)
+        row = rows.get(setting.row(kind, text, loss=loss).key)
         if row is None or row.status == "started" or row.run not in runs:
             return False
         if runs[row.run]["environment"] != run["environment"] or (run["environment"]["git"] or {}).get("dirty"):
@@ -169,7 +169,7 @@ class Bench:
         summed_VD = self._sum_over_batches(lambda part: truth_of(part).weight_VD)
         bar = self._bar(problem, truth, summed_VD)
         for text, loss_config in self.losses.items():
-            row = self.setting.row(self.kind, text, self.run, loss_config)
+            row = self.setting.row(self.kind, text, self.run, loss_config, self.config.set)
             self.rows.append(row)
             begin = time.perf_counter()
             try:
@@ -197,7 +197,7 @@ class Bench:
 
     def _bar(self, problem: Problem, truth: Solution, summed_VD: torch.Tensor | None) -> Row:
         """The row of true fp32 logits: errors alone, its time means nothing."""
-        row = self.setting.row(self.kind, BAR, self.run)
+        row = self.setting.row(self.kind, BAR, self.run, of_set=self.config.set)
         self.rows.append(row)
         _compare(row, fp32_logits_of(problem), truth)
         row.de_err_ratio = row.dc_err_ratio = 1.0

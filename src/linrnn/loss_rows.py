@@ -1,7 +1,8 @@
 """What the loss benchmark measured, as files: one JSON list of rows per shape, and runs.jsonl with what made them.
 
-A directory holds the rows of one device. A run replaces the rows that it measures anew and leaves the others, so that
-runs of few backends or shapes add up. Ratios are taken within a run; times of different runs are not comparable.
+A directory holds the rows of one device. A run replaces the rows that it measures anew for the same set and leaves the
+others, so that runs of few backends or shapes add up. Ratios are taken within a run; times of different runs are not
+comparable.
 """
 
 import json
@@ -41,6 +42,7 @@ class Row:
     workspace_mib: float | None  # null: the backend's default, or it knows no workspace
     trained: str = ""  # the model, its training and its data, where logits are a trained model's
     run: str = ""  # of runs.jsonl
+    set: str = ""  # that it was measured for
     status: str = "started"  # ok | unsupported | out_of_memory | failed; started: killed before it was done
     reason: str = ""
     rounds: int = 0
@@ -122,8 +124,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def merge_rows(path: Path, measured: list[Row]) -> None:
-    """Put `measured` into the file in place of rows of the same problem, backend and workspace; others stay."""
-    rows = {row.key: row for row in read_rows(path)} | {row.key: row for row in measured}
+    """Put `measured` into the file in place of rows of the same problem, backend, workspace and set; others stay."""
+    rows = {(row.key, row.set): row for row in [*read_rows(path), *measured]}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows.values())
     partial = path.with_suffix(".partial")
@@ -146,6 +148,11 @@ def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------- reading
+def rows_for(name: str, rows: list[Row]) -> dict[tuple[Any, ...], Row]:
+    """One row of each problem, backend and workspace: that of set `name`, else the last run's of another set."""
+    return {row.key: row for row in sorted(rows, key=lambda row: (row.set == name, row.run))}
+
+
 def winners(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
     """The fastest exact backend of every problem; the baseline's second entry does not count."""
     best: dict[tuple[str, str, str, str], Row] = {}

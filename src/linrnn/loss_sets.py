@@ -34,11 +34,11 @@ class Setting:
             return self.trained.problem(dtype, device, seed, gradients, batch)
         return make_problem(self.shape, kind, dtype, device, seed, gradients, batch)
 
-    def row(self, kind: str, backend: str, run: str, loss: LossConfig | None = None) -> Row:
+    def row(self, kind: str, backend: str, run: str = "", loss: LossConfig | None = None, of_set: str = "") -> Row:
         shape = self.shape
         return Row(
             shape.name, shape.n, shape.d, shape.v, self.dtype, self.gradients, kind, *row_backend(backend, loss),
-            trained="" if self.trained is None else self.trained.origin, run=run,
+            trained="" if self.trained is None else self.trained.origin, run=run, set=of_set,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from linrnn.config import CONFIG_DIR
 from linrnn.errors import DataError
-from linrnn.loss_rows import Row, read_rows
+from linrnn.loss_rows import Row, read_rows, rows_for
 from linrnn.plots import loss_curves
 from linrnn.results import (
     BREAKDOWNS,
@@ -80,6 +80,7 @@ def bench_rows() -> list[Row]:
     devices = (path for path in (results_dir() / "bench_loss").glob("*") if path.is_dir())
     for device in sorted(devices, key=lambda path: (path.name == "cpu", path.name)):
         if rows := [row for path in sorted(device.glob("*.json")) for row in read_rows(path)]:
+            rows = list(rows_for("shapes", rows).values())
             print(f"{len(rows)} rows of {device.relative_to(results_dir())}")
             return rows
     print("open: no loss benchmark; python scripts/bench_loss.py makes one")

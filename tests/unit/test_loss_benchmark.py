@@ -13,7 +13,7 @@ from linrnn.errors import ConfigError, DataError
 from linrnn.loss_benchmark import Entry, bootstrap_interval, record_times, report_set, run_benchmark
 from linrnn.loss_problems import SHAPES, Shape, fp32_logits_of, make_problem, parse_shape, relative_error, truth_of
 from linrnn.loss_report import filter_eps, power, sweep_axis, table, write_report
-from linrnn.loss_rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, slug, winners
+from linrnn.loss_rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, rows_for, slug, winners
 from linrnn.loss_sets import parse_loss
 from linrnn.loss_trained import TrainedTensors
 from linrnn.losses import build_loss
@@ -199,6 +199,20 @@ def test_rows_of_another_run_stay_unless_they_are_measured_anew(tmp_path):
         ("cce_kahan", "peaked", None),
     ]
     assert isinstance(json.loads(path.read_text()), list)
+
+
+def test_a_sets_rows_are_its_own_where_there_are_any(tmp_path):
+    path = tmp_path / "s.json"
+    merge_rows(path, [make_row(set="shapes", run="1", rounds=30), make_row("liger", set="shapes", run="1")])
+    merge_rows(path, [make_row(set="tokens", run="2", rounds=5), make_row("fla", set="tokens", run="2")])
+    rows = read_rows(path)
+    assert len(rows) == 4
+    for name, rounds in (("shapes", 30), ("tokens", 5), ("paper", 5)):
+        found = rows_for(name, rows)
+        assert {row.backend: row.run for row in found.values()} == {
+            "cce_kahan": "1" if name == "shapes" else "2", "liger": "1", "fla": "2"
+        }  # fmt: skip
+        assert next(row.rounds for row in found.values() if row.backend == "cce_kahan") == rounds
 
 
 def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
