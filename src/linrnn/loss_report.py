@@ -295,10 +295,12 @@ def _plot_errors(rows: list[Row], path: Path, title: str) -> None:
             points = [row for row in timed if row.problem == problem and getattr(row, field) is not None]
             for rule, own in _rules(points).items():
                 places = [(row.ratio_to_compiled, getattr(row, field)) for row in own]
-                panel.plot(*zip(*places, strict=True), linewidth=1, **styles[rule])
-                for row, place in zip(own, places, strict=True):
-                    if (eps := filter_eps(row)) is not None:
-                        panel.annotate(power(eps), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
+                panel.plot(*zip(*places, strict=True), linewidth=0, **styles[rule])
+                named = {eps: place for row, place in zip(own, places, strict=True) if (eps := filter_eps(row))}
+                if named:
+                    panel.plot(*zip(*named.values(), strict=True), linewidth=1, color=styles[rule]["color"])
+                for eps, place in named.items():
+                    panel.annotate(power(eps), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
             panel.axvline(1, color="0.6", linewidth=1, zorder=1)
             panel.set(yscale="log", title=f"{_wrapped(problem[0])}\n{problem[3]} logits, {problem[2]} gradients")
             panel.set_xlabel("forward + backward time / torch.compile's")
