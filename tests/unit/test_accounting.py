@@ -254,7 +254,7 @@ def committed_runs() -> list[dict]:
 
 
 def test_formulas_agree_with_every_committed_run():
-    """Peak within 1.25 and loss layer within 1 per cent or what the CUDA libraries allocate; tokens/s and MFU exactly."""
+    """Peak within 1.25, loss layer within 1 per cent, or what the CUDA libraries allocate; tokens/s, MFU exactly."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
     for run in committed_runs():
         options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
