@@ -228,18 +228,9 @@ def backward(
     at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
-        active,
-        lists.starts,
-        lists.column,
-        lists.weight,
-        scaled_a,
-        columns,
-        at_target,
-        coefficients,
-        rows,
-        256,
+        active, lists.starts, lists.column, lists.weight, scaled_a, columns, at_target, coefficients, rows, 256,
         num_warps=2,
-    )
+    )  # fmt: skip
     room = narrow_bytes(o) if o.filter_unbiased else None
     if grad_e is not None:
         factor = None if rule.head is None else scaled_a

@@ -253,8 +253,13 @@ def committed_runs() -> list[dict]:
     return [run for runs in groups for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
 
 
+# One tensor of the batch's hidden states too many is counted (here 2 MiB a sequence of 107), what the CUDA libraries
+# allocate is not; only where one is small against the other, and both against the bound, does it show.
+KNOWN_TO_BE_OFF = {("mve", "cce_kahan", 128): 0.0125}
+
+
 def test_formulas_agree_with_every_committed_run():
-    """Peak within 1.25, loss layer within 1 per cent, or what the CUDA libraries allocate; tokens/s, MFU exactly."""
+    """Peak and loss layer within one per cent or what the CUDA libraries allocate; tokens/s and MFU exactly."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
     for run in committed_runs():
         options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
@@ -265,7 +270,8 @@ def test_formulas_agree_with_every_committed_run():
         measured = run["memory_bytes"]
         name = f"{run['group']}/{run['run_name']}"
         assert arch.n_parameters == run["n_parameters"]
-        assert memory.peak == pytest.approx(measured["peak"], rel=0.0125, abs=64 * MIB), name
+        within = KNOWN_TO_BE_OFF.get((run["size"], run["loss"], run["batch_size"]), 0.01)
+        assert memory.peak == pytest.approx(measured["peak"], rel=within, abs=64 * MIB), name
         if run["group"] != "whole_step" and run["loss"] != "cce_filter":  # earlier kernels; lists as long as they need
             for part in ("loss_forward", "loss_backward"):
                 assert getattr(memory, part) == pytest.approx(measured[part], rel=0.01, abs=8 * MIB), (name, part)
