@@ -35,7 +35,7 @@ from .options import Options
 from .products import product
 from .rows import Rows, empty_metrics
 from .schemes import splits_for
-from .targets import add_by_target
+from .targets import add_by_target, sort_by_target
 from .tiles import cdiv, multiprocessors, power_of_2
 
 
@@ -130,7 +130,7 @@ def forward(
         if chunk.stop < n_rows:
             _add_products(w_i, scaled_i, c, state, chunk, read=first > 0)
     if dtypes[1] is not None:  # last: only the backward pass needs them, and they are many small launches
-        state[KEYS], state[ORDER] = columns.to(torch.int32).sort(stable=True)
+        state[KEYS], state[ORDER] = sort_by_target(columns)
     return Rows(lse, nll, None, metrics), state
 
 
