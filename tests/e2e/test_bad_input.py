@@ -185,13 +185,13 @@ def test_a_kernel_too_large_for_the_gpu_is_unsupported_with_the_chunk_size_to_lo
     small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = pytest.importorskip("triton.runtime.errors", reason="Triton is on Linux")
-    trainer = Trainer(load_config(small("model.chunk_size=256", "trainer.seq_len=300")))
+    trainer = Trainer(load_config(small("model.chunk_size=128", "trainer.seq_len=300")))
 
     def too_large(*_: object) -> None:
         raise errors.OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(trainer, "_forward_backward", too_large)
-    with pytest.raises(UnsupportedError, match=r"gla with model\.chunk_size=256 .*300000.*232448") as error:
+    with pytest.raises(UnsupportedError, match=r"gla with model\.chunk_size=128 .*300000.*232448") as error:
         trainer.fit()
     assert "smaller model.chunk_size" in error.value.remedy
     summary = trainer.directory.read_summary()

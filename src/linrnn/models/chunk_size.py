@@ -15,12 +15,15 @@ from torch import Tensor
 from linrnn.cpu_ops import mixers
 from linrnn.models.fla_models import import_fla
 
-# FLA's module, the kernel's name there, and the sizes that it takes (for GLA: see `chunk_gla`).
+# FLA's module, the kernel's name there, and the sizes that it takes (for GLA: see `chunk_gla`; with 256 its backward
+# pass holds 256 x 256 scores in fp32, 256 KiB, in the shared memory of a multiprocessor, which has 227 at most).
 KERNELS = {
-    "gla": ("fla.layers.gla", "chunk_gla", (64, 128, 256)),
+    "gla": ("fla.layers.gla", "chunk_gla", (64, 128)),
     "gated_deltanet": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
     "kda": ("fla.layers.kda", "chunk_kda", (32, 64)),
 }
+# Multiply-adds that a thread of FLA's kernel for dv may unroll: what its largest configuration has with 64 tokens.
+UNROLLED_MULTIPLY_ADDS = 8192
 # At this many tokens or fewer FLA's GLA layer takes its recurrent kernel, which has no chunks.
 GLA_RECURRENT_TOKENS = 64
 
@@ -55,7 +58,7 @@ def chunk_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's `chunk_gla`, which fixes 64, with a chunk size of 64, 128 or 256; same arguments and results."""
+    """FLA's `chunk_gla`, which fixes 64, with a chunk size of 64 or 128; same arguments and results."""
     if q.device.type == "cpu":
         options = {"output_final_state": output_final_state, "state_v_first": state_v_first}
         return mixers.chunk_gla(
@@ -70,6 +73,7 @@ class _ChunkGLA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size):
         gla = import_fla("fla.ops.gla.chunk")
+        leave_out_slow_configurations(gla.chunk_gla_bwd_kernel_dv.fn)
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         options = {
             "scale": q.shape[-1] ** -0.5,
@@ -105,3 +109,23 @@ class _ChunkGLA(torch.autograd.Function):
                 **ctx.options,
             )
         return dq.to(q), dk.to(k), dv.to(v), dg.to(ctx.g_dtype), d_initial, None, None, None, None
+
+
+@functools.cache
+def leave_out_slow_configurations(tuner: Any) -> None:
+    """Have FLA's autotuner for dv try no configuration that takes minutes to compile.
+
+    That kernel multiplies the chunk's scores by the output's gradients in IEEE fp32, so without tensor cores, and
+    unrolls it: with 128 tokens, two warps and 128 value dimensions, 32,768 multiply-adds in each thread.
+    """
+    usual = tuner.early_config_prune
+
+    def prune(configs: list[Any], nargs: dict[str, Any], **kwargs: Any) -> list[Any]:
+        tokens = kwargs["BT"]
+        return [
+            config
+            for config in usual(configs, nargs, **kwargs)
+            if tokens * tokens * config.kwargs["BV"] <= UNROLLED_MULTIPLY_ADDS * 32 * config.num_warps
+        ]
+
+    tuner.early_config_prune = prune
