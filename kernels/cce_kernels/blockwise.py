@@ -112,10 +112,12 @@ def backward(
 
     with_c = grad_c is not None or main_grad_c is not None
     needs = sum_e is not None, with_c or grad_bias is not None
-    passes = o.passes(*needs)
     exact = None
     if o.filters(*needs):
         rule, exact = _rule(rule, e32, c, bias, columns, lse, width, o)
+    else:
+        rule = None
+    sides = _sides(*needs, rule, o)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
     for chunk in _chunks(vocab, width):
         c_chunk = c[chunk].float()
@@ -124,34 +126,27 @@ def backward(
         rows, cols = _targets_in(columns, chunk)
         p = z.sub_(lse[:, None]).exp_()
 
-        # The unfiltered pass first: the filtered one may work in place.
-        weights = None if rule is None else _kept(rule, p, rows, cols, chunk)
-        if weights is not None and stats is not None:
-            _record(weights, p, rows, cols, kept, dropped)
-        dz = p.mul_(a[:, None]) if None in passes else None
-        filtered = None if weights is None else weights.mul_(a[:, None])
-        for x in (dz, filtered):
-            if x is None:
-                continue
+        if rule is not None and stats is not None:
+            _record(rule, p, rows, cols, chunk, kept, dropped)
+        for i, (side, for_e, for_c) in enumerate(sides):
+            dz = _weights(rule, side, p, rows, cols, chunk, e.shape[1])
+            last = dz is not p or i == len(sides) - 1  # who looks at it
+            dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
             if o.label_smoothing:
-                x -= (o.label_smoothing / vocab * b)[:, None]
-            x[rows, cols] -= (1 - o.label_smoothing) * b[rows]
+                dz -= (o.label_smoothing / vocab * b)[:, None]
+            dz[rows, cols] -= (1 - o.label_smoothing) * b[rows]
             if slope is not None:
-                x *= slope
-
-        for eps in passes:
-            dz_of = dz if eps is None else filtered
-            assert dz_of is not None
-            if sum_e is not None and eps == o.eps_e:
-                sum_e.add((dz_of @ c_chunk).mul_(o.logit_scale))
-            if with_c and eps == o.eps_c:
-                part = (dz_of.T @ e32).mul_(o.logit_scale)
+                dz *= slope
+            if sum_e is not None and for_e:
+                sum_e.add((dz @ c_chunk).mul_(o.logit_scale))
+            if with_c and for_c:
+                part = (dz.T @ e32).mul_(o.logit_scale)
                 if main_grad_c is not None:
                     main_grad_c[chunk] += part
                 elif grad_c is not None:
                     grad_c[chunk] = part.to(grad_c.dtype)
-            if grad_bias is not None and eps == o.eps_c:
-                grad_bias[chunk] = dz_of.sum(dim=0).to(grad_bias.dtype)
+            if grad_bias is not None and for_c:
+                grad_bias[chunk] = dz.sum(dim=0).to(grad_bias.dtype)
     if stats is not None:
         stats.write(kept, dropped, exact, b != 0, vocab)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
@@ -170,7 +165,7 @@ def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
 def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
     n_rows, dim = e.shape
     buffers = 4 + (4 if o.softcap is not None else 0)
-    if o.filter_eps is not None:  # weights and flags; 64-bit hashes and draws
+    if o.filter_eps is not None:  # weights and flags; 64-bit places
         buffers += 8 + (20 if o.filter_unbiased else 0)
     width = o.chunk_width(vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE)
     return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
@@ -196,16 +191,27 @@ def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
     return rows, columns[rows] - chunk.start
 
 
-def _kept(rule: Rule, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice) -> Tensor:
-    """The weights of a chunk's entries, targets' as they are."""
-    weights = rule.weights(p, torch.arange(chunk.start, chunk.stop, device=p.device))
+def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tuple[str, bool, bool]]:
+    """What dL/dz is needed for: whose weights (_weights), for dE, for dC and dbias. One pass serves both where it can."""
+    side_e = "exact" if rule is None or not o.filter_e else "e"
+    side_c = "exact" if rule is None or not o.filter_c else "e" if rule.seed is None else "c"
+    wanted = ([side_e] if need_e else []) + ([side_c] if need_c else [])
+    return [(side, side == side_e, side == side_c) for side in dict.fromkeys(wanted)]
+
+
+def _weights(rule: Rule | None, side: str, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice, dim: int) -> Tensor:
+    """What a side takes of a chunk's p: p itself, or weights in new memory, those of targets as they are."""
+    if rule is None or side == "exact":
+        return p
+    entries = torch.arange(chunk.start, chunk.stop, device=p.device)
+    weights = rule.weights_e(p, entries, dim) if side == "e" else rule.weights_c(p, entries)
     weights[rows, cols] = p[rows, cols]
     return weights
 
 
-def _record(weights: Tensor, p: Tensor, rows: Tensor, cols: Tensor, kept: Tensor, dropped: Tensor) -> None:
+def _record(rule: Rule, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice, kept: Tensor, dropped: Tensor) -> None:
     """Add a chunk's share to the entries kept and the mass dropped of each row (N,)."""
-    stays = weights > 0
+    stays = rule.keeps(p, torch.arange(chunk.start, chunk.stop, device=p.device))
     stays[rows, cols] = True
     kept += stays.sum(dim=1)
     dropped += torch.where(stays, 0, p).sum(dim=1)
@@ -223,6 +229,6 @@ def _rule(
     for chunk in _chunks(vocab, width):
         p = _logits(e, c[chunk], None if bias is None else bias[chunk], o).sub_(lse[:, None]).exp_()
         rows, cols = _targets_in(columns, chunk)
-        _record(_kept(rule, p, rows, cols, chunk), p, rows, cols, kept, dropped)
+        _record(rule, p, rows, cols, chunk, kept, dropped)
     exact = ((dropped > o.filter_mass) & (columns >= 0)).any()
     return rule.exact_if(exact), exact

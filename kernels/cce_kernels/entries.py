@@ -24,17 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, by_frequency, head_size
+from .filtered import Rule, by_frequency, head_size, seed_of
 from .finish import Gradient, finish_rows
-from .hashing import draw, least_draw, row_hashes
 from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
 from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
-WHOLE = tl.constexpr(-(2**31))  # the sign bit, set in the column of an entry that is much of its row
-LARGE = 16.0  # of p in units of eps: from there on an entry is
 SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many programs as it can
 
 
@@ -44,7 +41,6 @@ def select_kernel(
     w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets
     target_ptr,  # (N,) int64, negative for none
     unlisted_ptr,  # (⌈V / 8⌉,) uint8 or None: of each eight columns' bits those of the head's, and beyond V
-    hash_ptr,  # (N,) int32 or None: without, entries from eps on are kept
     factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
     lse_ptr,  # (N,) fp32
     slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
@@ -65,18 +61,14 @@ def select_kernel(
 ):
     """One warp a row and segment, which is every SEGMENTS-th block of 8 EIGHTS columns.
 
-    Survivors are few. Of each eight columns the largest w and the least draw tell whether any can be among them. Those
+    Survivors are few. Of each eight columns the largest w tells whether any can be among them. Those
     eights are noted down, and looked at column by column when they are many, or the last.
     """
     LANES: tl.constexpr = 32
     row = first + tl.program_id(0)
     place = tl.program_id(0) * SEGMENTS + tl.program_id(1)
     to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
-    to_share = to_p / eps  # p in units of eps, or against draws in [0, 2^32]
-    row_hash = 0
-    if hash_ptr is not None:
-        row_hash = tl.load(hash_ptr + row)
-        to_share *= 2.0**32
+    to_share = to_p / eps  # p in units of eps
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
     found_ptr += place.to(tl.int64) * FOUND
@@ -89,8 +81,7 @@ def select_kernel(
     for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
         eighth = at + tl.arange(0, EIGHTS)
         w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
-        share = tl.max(w, axis=1) * to_share
-        look = share >= 1 if hash_ptr is None else share > least_draw(row_hash, eighth)
+        look = tl.max(w, axis=1) * to_share >= 1
         if unlisted_ptr is not None:  # in w's order: if it saw consecutive ones, Triton would have a lane load eight
             in_order = (eighth >> 5 << 5) + (eighth & 31)
             look |= tl.load(unlisted_ptr + in_order, mask=eighth < eights, other=0) != 0
@@ -109,10 +100,7 @@ def select_kernel(
             if unlisted_ptr is not None:
                 bits = tl.load(unlisted_ptr + nearby).to(tl.int32)
                 listable = tl.where(((bits[:, None] >> column) & 1) == 0, listable, 0.0)
-            if hash_ptr is None:
-                keep = listable * to_share >= 1
-            else:
-                keep = listable * to_share > draw(row_hash, columns)
+            keep = listable * to_share >= 1
             dropped += tl.sum(tl.where(keep, 0.0, listable), axis=1)
             slots, kept = _places(keep.to(tl.int32), 1)
             slots += count
@@ -145,15 +133,13 @@ def collect_kernel(
     dropped_ptr,  # (N, SEGMENTS) fp32
     void_ptr,  # () int32: 1 written where the lists do not do
     starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there, the rest written
-    column_ptr,  # (capacity,) int32, written; marked `WHOLE` where p is large
+    column_ptr,  # (capacity,) int32, written
     weight_ptr,  # (capacity,) fp32, written
     w_stride,
     first,
     capacity,
     logit_scale,
     z_loss,
-    least,  # weight of an entry: eps under the unbiased rule, else 0
-    large,  # p from which on an entry is marked
     most,  # mass that may be dropped of a row
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -183,7 +169,7 @@ def collect_kernel(
     if (end > capacity) | (longest > SLOTS) | ((mass > most) & (target >= 0)):
         tl.store(void_ptr, 1)
     if (target >= 0) & (start < capacity):
-        tl.store(column_ptr + start, target.to(tl.int32) | WHOLE)
+        tl.store(column_ptr + start, target.to(tl.int32))
     begin = start + tl.cumsum(count, axis=0) - listed
     for at in range(0, tl.minimum(longest, SLOTS), BLOCK):
         slot = at + tl.arange(0, BLOCK)[None, :]
@@ -191,8 +177,8 @@ def collect_kernel(
         inside = (slot < listed[:, None]) & (slot < SLOTS) & (to < capacity)
         column = tl.load(slot_ptr + segment[:, None] * SLOTS + slot, mask=inside, other=0)
         p = tl.load(w_ptr + column, mask=inside, other=0.0).to(tl.float32) * to_p
-        tl.store(column_ptr + to, tl.where(p >= large, column | WHOLE, column), mask=inside)
-        tl.store(weight_ptr + to, tl.maximum(p, least), mask=inside)
+        tl.store(column_ptr + to, column, mask=inside)
+        tl.store(weight_ptr + to, p, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -200,11 +186,10 @@ class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. column: (capacity,) int32, marked `WHOLE` at targets and where p is `LARGE`, V where
-    nothing stands. weight: (capacity,) fp32, the rule's, none at targets. count: (N, SEGMENTS) int32, how many the rule
-    lists. dropped: (N, SEGMENTS) fp32, the mass that it does not. void: () int32, 1 if an entry is missing or a row has
-    dropped more than filter_mass: then all of these mean nothing. nll: (N,) fp32, −log p of the target. hashes, rank,
-    head: the rule's, empty where it has none.
+    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
+    targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
+    not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
+    nothing. nll: (N,) fp32, −log p of the target. seed (1,), rank, head: the rule's, empty where it has none.
     """
 
     starts: Tensor
@@ -214,7 +199,7 @@ class Lists:
     dropped: Tensor
     void: Tensor
     nll: Tensor
-    hashes: Tensor
+    seed: Tensor
     rank: Tensor
     head: Tensor
 
@@ -234,7 +219,7 @@ class Lists:
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
             void=new(dtype=torch.int32),
             nll=new(n_rows, dtype=torch.float32),
-            hashes=new(n_rows if o.filter_unbiased else 0, dtype=torch.int32),
+            seed=new(1 if o.filter_unbiased else 0, dtype=torch.int64),
             rank=new(vocab if n_head else 0, dtype=torch.int32),
             head=new(n_head, dtype=torch.int64),
         )
@@ -243,8 +228,8 @@ class Lists:
         return list(vars(self).values())
 
     def rule(self, eps: float) -> Rule:
-        hashes, rank, head = (x if x.numel() else None for x in (self.hashes, self.rank, self.head))
-        return Rule(torch.full_like(self.nll, eps), hashes, rank, head)
+        seed, rank, head = (x if x.numel() else None for x in (self.seed, self.rank, self.head))
+        return Rule(torch.full_like(self.nll, eps), None if seed is None else seed[0], rank, head)
 
 
 def forward(
@@ -265,7 +250,6 @@ def forward(
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     scales = float(o.logit_scale), float(o.z_loss)
     eps = float(o.filter_eps)
-    least = eps if o.filter_unbiased else 0.0
     if z_target is None:
         z_target = target_logits(e, c, None, columns, o)
     for first in range(0, n_rows, rows):
@@ -276,7 +260,6 @@ def forward(
         if first == 0:  # while the first product runs: the host has some twenty small operations to launch for these
             lists = _lists_of(columns, vocab, capacity, o)
             unlisted = _unlisted(lists.rank, lists.head, vocab)
-            hashes = lists.hashes if o.filter_unbiased else None
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
@@ -287,13 +270,13 @@ def forward(
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, unlisted, hashes, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
+            w_i, columns, unlisted, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
             w.stride(0), first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
             num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height,)](
             w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
-            lists.weight, w.stride(0), first, capacity, *scales, least, LARGE * least,
+            lists.weight, w.stride(0), first, capacity, *scales,
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
@@ -307,7 +290,7 @@ def _lists_of(columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
     lists.void.zero_()
     lists.column.fill_(vocab)
     if o.filter_unbiased:
-        row_hashes(columns, lists.hashes)
+        lists.seed.copy_(seed_of(columns))
     rank, head = by_frequency(columns, lists.head.shape[0], vocab)
     return lists if rank is None or head is None else replace(lists, rank=rank, head=head)
 

@@ -1,17 +1,20 @@
 """The gradient filter (cce_filter): which entries of the softmax take part in the gradients, and what was left out.
 
-Two rules for an entry that is not its row's target, of probability p:
+An entry that is not its row's target, of probability p, is kept as it is where p ≥ eps. What becomes of the others, a
+row's tail, is one of two rules:
 
-threshold  kept where p ≥ eps, as it is. Biased: what is dropped is missing from every batch alike. The rule of Wijmans
-           et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), on entries instead of tiles.
-unbiased   kept where p > eps · u, with weight max(p, eps), u uniform in [0, 1]: an entry of p ≥ eps always and as it
-           is, a smaller one with probability p / eps and weight eps. The mean over u is p: what rounding the small
-           entries to 0 or eps adds is noise, which batches average out. `head` entries are always kept as they are.
+threshold  dropped. Biased: what is dropped is missing from every batch alike. The rule of Wijmans et al., "Cut Your
+           Losses in Large-Vocabulary Language Models" (2024), on entries instead of tiles.
+unbiased   estimated from a sample, dE from one column in each SAMPLED neighbours and dC from one row in each SAMPLED
+           neighbours, each SAMPLED-fold. The mean over the draws is p: what the sample adds is noise, which batches
+           average out. `head` entries are always kept as they are.
 
-u is a hash of the row's place in the batch, its target and the entry: the same on every device, in any tiling, however
-often it is asked for. Eight neighbours share one hash, an eighth apart: a look at it and at their largest p says of
-nearly all eights that nothing is kept of them. At most 1 / eps entries of a row have p ≥ eps, and 1 / eps are kept on
-average.
+The squared error of a gradient is (SAMPLED − 1) Σ p² |c|² over the tail (|e|² for dC): tails are flat, so that Σ p² is
+far below eps Σ p, which is what drawing each entry by itself, with probability p / eps, would cost. And a sample of
+whole columns or rows is two small products on the tensor cores (tail.py), where single entries are gathers.
+
+Draws follow from a seed of the batch's targets: the same on every device and in any tiling. Rows of a block of
+`block_rows` share their columns, others have their own, so that what dE has too much of differs between blocks.
 
 The head: the entries that are targets most often in this batch. They carry most of the mass that no row concentrates,
 and as a dense product they cost less than their share of the lists.
@@ -35,23 +38,23 @@ from torch import Tensor
 from .options import Options
 from .rows import where_it_counts
 
-HASH_ENTRY, HASH_MIX = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32  # odd, 32 bits, as signed numbers
-HASH_ROW, HASH_TARGET, HASH_START, HASH_ROUND = 0x3C6EF35F, 0x19660D, 0x5F356495, 0x45D9F3B  # of a row's own
-_32_BITS = 0xFFFFFFFF
+SAMPLED = 16  # neighbours of which one is drawn
+FULL_WAVE, TILE_ROWS, TILE_COLS = 132, 128, 256  # tiles of dE that a GPU of 132 multiprocessors makes at once
+_MASK, _ODD, _ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
 HEAD_SHARE = 16  # of the vocabulary, at most: 1 / 16
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides whether an entry is kept.
+    """What decides whether an entry is kept, and of which others the sample is.
 
-    eps: (N,) fp32, each row's threshold; 0 keeps all. hashes: (N,) int32, or None for the plain threshold. rank: (V,)
-    int32, each entry's place by how often it is a target, or None; the first `n_head` are the head.
+    eps: (N,) fp32, each row's threshold; 0 keeps all. seed: () int64, of the draws, or None where the tail is dropped.
+    rank: (V,) int32, each entry's place by how often it is a target, or None; the first `n_head` are the head.
     """
 
     eps: Tensor
-    hashes: Tensor | None
+    seed: Tensor | None
     rank: Tensor | None
     head: Tensor | None  # (n_head,) int64, the entries
     first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
@@ -64,7 +67,7 @@ class Rule:
         if not o.filter_unbiased:
             return cls(eps, None, None, None)
         rank, head = by_frequency(columns, head_size(columns.shape[0], vocab), vocab)
-        return cls(eps, row_hashes(columns), rank, head)
+        return cls(eps, seed_of(columns), rank, head)
 
     @property
     def n_head(self) -> int:
@@ -79,15 +82,34 @@ class Rule:
         rank = None if self.rank is None else self.rank[first : first + size]
         return replace(self, rank=rank, first=first)
 
-    def weights(self, p: Tensor, entries: Tensor) -> Tensor:
-        """What takes the place of p (N, W) in the gradients of `entries` (W,), those of targets aside."""
-        eps = self.eps[:, None]
-        if self.hashes is None:
-            return torch.where(p >= eps, p, 0)
-        kept = torch.where(p > eps * uniform(self.hashes, self.first + entries), torch.maximum(p, eps.to(p.dtype)), 0)
-        if self.rank is None:
-            return kept
-        return torch.where((self.rank[entries] < self.n_head)[None, :], p, kept)
+    def keeps(self, p: Tensor, entries: Tensor) -> Tensor:
+        """Which of p (N, W) of `entries` (W,) are kept as they are, targets aside: (N, W) bool."""
+        kept = p >= self.eps[:, None]
+        return kept if self.rank is None else kept | (self.rank[entries] < self.n_head)[None, :]
+
+    def weights_e(self, p: Tensor, entries: Tensor, dim: int) -> Tensor:
+        """What takes the place of p (N, W) in the gradient of e (N, dim), targets aside."""
+        if self.seed is None:
+            return self._weights(p, entries, torch.zeros_like(p, dtype=torch.bool))
+        rows = torch.arange(p.shape[0], device=p.device)
+        vocab = int(entries.max()) + 1  # of the whole, the same draws
+        drawn = drawn_columns(self.seed, p.shape[0], dim, self.first, vocab)[rows // block_rows(dim)]
+        place = entries[None, :] - drawn.gather(1, self._group(entries).expand(len(rows), -1))
+        return self._weights(p, entries, place == 0)
+
+    def weights_c(self, p: Tensor, entries: Tensor) -> Tensor:
+        """What takes the place of p (N, W) in the gradients of c and bias, targets aside."""
+        drawn = torch.zeros_like(p[:, :1], dtype=torch.bool)
+        if self.seed is not None:
+            rows = drawn_rows(self.seed, p.shape[0])
+            drawn[rows[rows < len(drawn)]] = True
+        return self._weights(p, entries, drawn)
+
+    def _group(self, entries: Tensor) -> Tensor:
+        return (self.first + entries) // SAMPLED - self.first // SAMPLED
+
+    def _weights(self, p: Tensor, entries: Tensor, drawn: Tensor) -> Tensor:
+        return torch.where(self.keeps(p, entries), p, torch.where(drawn & (p < self.eps[:, None]), SAMPLED * p, 0))
 
 
 def head_size(n_rows: int, vocab: int) -> int:
@@ -108,21 +130,38 @@ def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None,
     return rank, order[:size].clone()  # the others go
 
 
-def row_hashes(columns: Tensor) -> Tensor:
-    """32 bits for each row (N,), int32, of its place and its target."""
-    x = torch.arange(columns.shape[0], device=columns.device) * HASH_ROW + columns * HASH_TARGET + HASH_START
+def seed_of(columns: Tensor) -> Tensor:
+    """() int64, of every row's target (N,)."""
+    return _mixed((_mixed(columns) ^ torch.arange(columns.shape[0], device=columns.device) * _ODD).sum())
+
+
+def block_rows(dim: int) -> int:
+    """Rows of e (N, dim) that share the columns drawn: those of one wave of dE's tiles."""
+    return max(1, FULL_WAVE // -(-dim // TILE_COLS)) * TILE_ROWS
+
+
+def drawn_columns(seed: Tensor, n_rows: int, dim: int, first: int, end: int) -> Tensor:
+    """Of each block of rows and each group of neighbours in a vocabulary's columns from `first` to `first + end`, the
+    column drawn, counted from `first`: (blocks, groups) int64. Some lie outside."""
+    blocks = -(-n_rows // block_rows(dim))
+    groups = torch.arange(first // SAMPLED, -(-(first + end) // SAMPLED), device=seed.device)
+    salt = _mixed(seed + 1 + torch.arange(blocks, device=seed.device))[:, None]
+    return groups * SAMPLED + _mixed(salt ^ groups * _ODD) % SAMPLED - first
+
+
+def drawn_rows(seed: Tensor, n_rows: int) -> Tensor:
+    """Of each group of neighbours among the rows the one drawn, (groups,) int64. The last may lie beyond all rows."""
+    groups = torch.arange(-(-n_rows // SAMPLED), device=seed.device)
+    return groups * SAMPLED + _mixed(_mixed(seed) ^ groups * _ODD) % SAMPLED
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """32 bits each, int64, that look drawn at random."""
     for _ in range(2):
-        x = x & _32_BITS
-        x = (x ^ (x >> 16)) * HASH_ROUND
-    x = x & _32_BITS
-    return ((x ^ (x >> 16)) - 2**31).to(torch.int32)
-
-
-def uniform(hashes: Tensor, entries: Tensor) -> Tensor:
-    """u (N, W) fp32 of the rows with `hashes` (N,) and the `entries` (W,); entries.py has the same in Triton."""
-    mixed = hashes.long()[:, None] ^ (entries.long() // 8 * HASH_ENTRY)[None, :]
-    mixed = (mixed & _32_BITS) * HASH_MIX + (entries.long() % 8 << 29)[None, :]
-    return (mixed & _32_BITS).float() * 2.0**-32
+        x = x & _MASK
+        x = (x ^ (x >> 16)) * _ROUND
+    x = x & _MASK
+    return x ^ (x >> 16)
 
 
 class FilterStats:
@@ -130,8 +169,8 @@ class FilterStats:
 
     `values` (5,) fp32, on the device of the inputs, holds the figures of NAMES, NaN until backward has run:
     entries_kept: share of the N_kept × V entries of the rows that count.
-    dropped_mass_mean, _p99, _max: softmax mass per row that counts of the entries that were not kept; under the
-        unbiased rule others' weights make up for it on average.
+    dropped_mass_mean, _p99, _max: softmax mass per row that counts of the entries that were not kept; the unbiased rule
+        estimates its share of the gradients.
     exact: 1 where filter_mass made the call exact, else 0.
     """
 

@@ -3,21 +3,17 @@
     dE_i = a_i Σ_v q_iv C_v + (a_i p_it − b_i) C_t
     dC_v = Σ_i a_i q_iv e_i + Σ_{i: t_i = v} (a_i p_iv − b_i) e_i
 
-q is the softmax as the filter weights it (filtered.py), 0 nearly everywhere; all times the logits' scale. Of its parts
+q is what the filter keeps of the softmax (filtered.py), 0 nearly everywhere; all times the logits' scale. Of its parts
 * the head is dense: its probabilities are computed again and multiplied with the head's rows of C, and with E;
 * the others, and the targets, stand in the lists that entries.py made: a program sums a part of a row of dE, and one
   of dC, over the lists ordered by column. The targets, where p − 1 cancels, have fp32 coefficients.
 
-What is gathered is what takes the time. Under the unbiased rule, where a listed entry is as good as its draw, rows of
-C and E are gathered in 8 bits (e5m2, `narrow_kernel`), a slice of their dimensions at a time: rounding adds 5 % of an
-entry where the draw adds 100 % and more. Entries that are much of their row are marked in the lists (`WHOLE`,
-entries.py) and gathered as they are.
+What the unbiased rule estimates of the tails is added at the end (tail.py).
 
 Where the lists overflowed, or filter_mass makes the call exact, recompute.py does the work instead. The device decides
 that: the kernels of the way not taken are launched, too, and return at once.
 
-Cost: 3 N D head multiply-adds on the tensor cores; 2 D bytes an entry gathered (4 D where not in 8 bits); C and E read
-once and dC written once.
+Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered; dC written once.
 """
 
 from __future__ import annotations
@@ -27,22 +23,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .entries import WHOLE, Lists
+from .entries import Lists
 from .epilogues import HEADROOM, LOG2E
 from .exponentials import exponentials
 from .filtered import FilterStats, Rule
 from .launch import quick
+from .logit_gradient import Filter, parts
 from .options import Options
 from .products import product
-from .recompute import Fallback, Filter, gradients, parts
-from .schemes import list_parts, narrow_bytes, narrow_slices
+from .recompute import Fallback, gradients
+from .schemes import list_parts, room_beside_lists
+from .tail import add_estimates
 from .tiles import aligned, cdiv, power_of_2
 
 WIDTH = 256  # dimensions of a program of gather_kernel
-ENTRIES = 2  # rows of x gathered together
+ENTRIES = 4  # rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
-TOGETHER = tl.constexpr(32)  # rows of x that share a scale in 8 bits
-LARGEST = tl.constexpr(32768.0)  # what the largest of them is scaled to; e5m2 goes from 2^-16 to 57344
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
 
 
@@ -51,13 +47,12 @@ HEAD_ROWS = 4096  # whose head probabilities exist at a time
 def coefficients_kernel(
     active_ptr,  # () int32: 1 for nothing to do
     starts_ptr,  # (N + 1,) int64
-    column_ptr,  # (capacity,) int32, marked
     weight_ptr,  # (capacity,) fp32
     a_ptr,  # (N,) fp32
     target_ptr,  # (N,) int64, negative for none
     target_coefficient_ptr,  # (N,) fp32
     out_ptr,  # (capacity,) fp32, written
-    row_ptr,  # (capacity,) int32, written: marked as the columns are
+    row_ptr,  # (capacity,) int32, written
     BLOCK: tl.constexpr,
 ):
     """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
@@ -67,42 +62,12 @@ def coefficients_kernel(
         a = tl.load(a_ptr + row)
         if tl.load(target_ptr + row) >= 0:
             tl.store(out_ptr + begin, tl.load(target_coefficient_ptr + row))
-            tl.store(row_ptr + begin, row | WHOLE)
+            tl.store(row_ptr + begin, row)
             begin += 1
         for at in range(begin, end, BLOCK):
             k = at + tl.arange(0, BLOCK)
-            mark = tl.load(column_ptr + k, mask=k < end, other=0) & WHOLE
             tl.store(out_ptr + k, tl.load(weight_ptr + k, mask=k < end, other=0.0) * a, mask=k < end)
-            tl.store(row_ptr + k, row | mark, mask=k < end)
-
-
-@quick
-@triton.jit(do_not_specialize=["n_rows"])
-def narrow_kernel(
-    active_ptr,  # () int32: 1 for nothing to do
-    x_ptr,  # (rows, D), rows x_stride apart
-    narrow_ptr,  # (slices, rows, WIDTH), written
-    scale_ptr,  # (slices, ⌈rows / TOGETHER⌉) fp32, written
-    x_stride,
-    n_rows,
-    D,
-    first,  # dimension
-    WIDTH: tl.constexpr,
-):
-    """x[:, first:] in slices of WIDTH dimensions and 8 bits: x = narrow · scale."""
-    if tl.load(active_ptr) == 0:
-        block, slice = tl.program_id(0), tl.program_id(1)
-        rows = block * TOGETHER + tl.arange(0, TOGETHER)
-        lanes = tl.arange(0, WIDTH)
-        dims = first + slice * WIDTH + lanes
-        mask = (rows < n_rows)[:, None] & (dims < D)[None, :]
-        x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
-        largest = tl.max(tl.max(size, axis=1), axis=0)
-        scale = tl.maximum(largest / LARGEST, 1e-37)
-        at = (slice.to(tl.int64) * n_rows + rows)[:, None] * WIDTH + lanes[None, :]
-        tl.store(narrow_ptr + at, (x / scale).to(narrow_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None])
-        tl.store(scale_ptr + slice * tl.num_programs(0) + block, scale)
+            tl.store(row_ptr + k, row, mask=k < end)
 
 
 @quick
@@ -110,11 +75,9 @@ def narrow_kernel(
 def gather_kernel(
     active_ptr,  # () int32: 1 for nothing to do
     starts_ptr,  # (PARTS, rows of out and one): where in a part of the lists a row's begins
-    index_ptr,  # (PARTS, part_size) int32: rows of x, marked
+    index_ptr,  # (PARTS, part_size) int32: rows of x
     coefficient_ptr,  # (PARTS, part_size) fp32
     x_ptr,  # rows x_stride apart
-    narrow_ptr,  # (slices, rows of x, WIDTH) or None: from dimension `first` on, see narrow_kernel
-    scale_ptr,  # (slices, ⌈rows of x / TOGETHER⌉) fp32 or None
     out_ptr,  # (rows, D), written
     into_ptr,  # (rows, D) fp32 or None: added to in place of out
     factor_ptr,  # (rows,) fp32 or None: out holds a part of the sum, to be multiplied by it
@@ -123,11 +86,9 @@ def gather_kernel(
     part_size,
     starts_size,  # of a part
     x_stride,
-    x_rows,
     n_head,
     n_rows,
     D,
-    first,  # dimension
     PARTS: tl.constexpr,
     ENTRIES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -139,12 +100,8 @@ def gather_kernel(
     The same dimensions of all rows come one after another: so much of x may stay in L2.
     """
     row_blocks = tl.cdiv(n_rows, ROWS)
-    block, slice = tl.program_id(0) % row_blocks * ROWS, tl.program_id(0) // row_blocks
-    lanes = tl.arange(0, WIDTH)
-    dims = first + slice * WIDTH + lanes
-    if narrow_ptr is not None:
-        narrow_ptr += slice.to(tl.int64) * x_rows * WIDTH
-        scale_ptr += slice * tl.cdiv(x_rows, TOGETHER)
+    block = tl.program_id(0) % row_blocks * ROWS
+    dims = tl.program_id(0) // row_blocks * WIDTH + tl.arange(0, WIDTH)
     end = tl.minimum(block + ROWS, n_rows) * (1 - tl.load(active_ptr))
     for i in range(end - block):
         row = block + i
@@ -158,16 +115,10 @@ def gather_kernel(
             for at in range(0, length, ENTRIES):
                 k = at + tl.arange(0, ENTRIES)
                 k_inside = tl.minimum(k, length - 1)  # the last one stands in: no masks, half of the instructions
-                marked = tl.load(index_ptrs + k_inside)
+                index = tl.load(index_ptrs + k_inside).to(tl.int64)
                 coefficient = tl.where(k < length, tl.load(coefficient_ptrs + k_inside), 0.0)
-                index = (marked & ~WHOLE).to(tl.int64)
-                if narrow_ptr is None:  # noqa: SIM114 (known to the compiler, unlike the next)
-                    x = _whole(x_ptr, index, dims, x_stride, D, EVEN_D)
-                elif tl.min(marked, axis=0) < 0:
-                    x = _whole(x_ptr, index, dims, x_stride, D, EVEN_D)
-                else:
-                    x = tl.load(narrow_ptr + index[:, None] * WIDTH + lanes[None, :]).to(tl.float32)
-                    coefficient *= tl.load(scale_ptr + index // TOGETHER)
+                x_ptrs = x_ptr + index[:, None] * x_stride + dims[None, :]
+                x = tl.load(x_ptrs, mask=EVEN_D | (dims < D)[None, :], other=0.0).to(tl.float32)
                 acc += x * coefficient[:, None]
         total = tl.sum(acc, axis=0)
         offsets = row.to(tl.int64) * D + dims
@@ -183,12 +134,6 @@ def gather_kernel(
             tl.store(into_ptr + offsets, total, mask=dims < D)
         else:
             tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=dims < D)
-
-
-@triton.jit
-def _whole(x_ptr, index, dims, x_stride, D, EVEN_D: tl.constexpr):
-    x_ptrs = x_ptr + index[:, None] * x_stride + dims[None, :]
-    return tl.load(x_ptrs, mask=EVEN_D | (dims < D)[None, :], other=0.0).to(tl.float32)
 
 
 def backward(
@@ -228,35 +173,40 @@ def backward(
     at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
-        active, lists.starts, lists.column, lists.weight, scaled_a, columns, at_target, coefficients, rows, 256,
+        active, lists.starts, lists.weight, scaled_a, columns, at_target, coefficients, rows, 256,
         num_warps=2,
     )  # fmt: skip
-    room = narrow_bytes(o) if o.filter_unbiased else None
     if grad_e is not None:
         factor = None if rule.head is None else scaled_a
-        _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, room, factor=factor)
+        _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
     if with_c:
         n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
         starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
         out = grad_c if main_grad_c is None else main_grad_c
         assert out is not None
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
-        _gather(active, starts, rows, coefficients, e, out, room, into=main_grad_c, head=head, together=COLUMNS)
+        _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head, together=COLUMNS)
         del starts, head
     del rows, coefficients, grad_head  # room for the workspace
 
     # Where mass is too large, nothing is dropped.
-    filtering = Filter(rule, *parts(e)) if o.filter_mass is None else None
+    kept, dropped = parts(e)
+    filtering = Filter(rule, kept, dropped) if o.filter_mass is None else None
     fallback = Fallback(active, grad_e, grad_c)
     gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
+    if rule.seed is not None:
+        room = room_beside_lists(n_rows, vocab, lists.column.shape[0], o)
+        estimated = None if filtering is not None else 1 - active  # a call that filter_mass makes exact has no tails
+        out = grad_c if main_grad_c is None else main_grad_c
+        add_estimates(e, c, None, columns, lse, a, rule, o, grad_e, out, None, room, estimated)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
         if rule.rank is not None:  # targets of the head are listed, too
             listed = listed - (rule.rank[columns.clamp(min=0)] < rule.n_head).long()
         mass, exact = lists.dropped.sum(dim=1), active != 0
         if filtering is not None:
-            listed = torch.where(exact, filtering.kept.sum(dim=0), listed)
-            mass, exact = torch.where(exact, filtering.dropped.sum(dim=0), mass), torch.zeros_like(exact)
+            listed = torch.where(exact, kept.sum(dim=0), listed)
+            mass, exact = torch.where(exact, dropped.sum(dim=0), mass), torch.zeros_like(exact)
         stats.write(listed, mass, exact, b != 0, vocab)
     return grad_e, grad_c
 
@@ -308,7 +258,7 @@ def _by_column(
     starts = torch.empty(n_parts, vocab + 1, dtype=torch.int32, device=lists.column.device)
     columns, rows, coefficients = (x.view(n_parts, -1) for x in (lists.column, rows, coefficients))
     for i in range(n_parts):
-        keys, order = (columns[i] & ~WHOLE.value).sort(stable=True)
+        keys, order = columns[i].sort(stable=True)
         torch.searchsorted(keys, bounds, out_int32=True, out=starts[i])
         rows[i] = rows[i][order]
         coefficients[i] = coefficients[i][order]
@@ -323,33 +273,17 @@ def _gather(
     coefficients: Tensor,
     x: Tensor,
     out: Tensor,
-    room: int | None,
     into: Tensor | None = None,
     factor: Tensor | None = None,
     head: tuple[Tensor, Tensor] | None = None,
     together: int = 1,
 ) -> None:
-    """out (or into +)= Σ coefficient · x[index], row by row, `together` rows by one program; see gather_kernel.
-
-    room: bytes for x in 8 bits, as many slices at a time as fit; None: x as it is.
-    """
-    (n_rows, dim), x_rows = out.shape, x.shape[0]
+    """out (or into +)= Σ coefficient · x[index], row by row, `together` rows by one program; see gather_kernel."""
+    n_rows, dim = out.shape
     width = min(WIDTH, power_of_2(dim))
-    slices = cdiv(dim, width)
-    narrow = scale = None
-    if room is not None:
-        width, slices = narrow_slices(x_rows, dim, width, room)
-        narrow = torch.empty(slices, x_rows, width, dtype=torch.float8_e5m2, device=x.device)
-        scale = torch.empty(slices, cdiv(x_rows, TOGETHER.value), dtype=torch.float32, device=x.device)
     rank, grad_head = head or (None, None)
-    for first in range(0, dim, slices * width):
-        here = min(slices, cdiv(dim - first, width))
-        if narrow is not None and scale is not None:
-            narrow_kernel[(scale.shape[1], here)](
-                active, x, narrow, scale, x.stride(0), x_rows, dim, first, width, num_warps=4
-            )
-        gather_kernel[(cdiv(n_rows, together) * here,)](
-            active, starts, index, coefficients, x, narrow, scale, out, into, factor, rank, grad_head,
-            index.shape[1], starts.shape[1], x.stride(0), x_rows, 0 if grad_head is None else grad_head.shape[0],
-            n_rows, dim, first, len(starts), ENTRIES, width, together, dim % width == 0, num_warps=1,
-        )  # fmt: skip
+    gather_kernel[(cdiv(n_rows, together) * cdiv(dim, width),)](
+        active, starts, index, coefficients, x, out, into, factor, rank, grad_head,
+        index.shape[1], starts.shape[1], x.stride(0), 0 if grad_head is None else grad_head.shape[0],
+        n_rows, dim, len(starts), ENTRIES, width, together, dim % width == 0, num_warps=1,
+    )  # fmt: skip

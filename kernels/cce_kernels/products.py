@@ -1,6 +1,6 @@
 """Products with a gradient's bookkeeping in the epilogue: out (+)= A B, summed exactly over several launches.
 
-    total = A B [+ out + lost]        out = round(scale · total)        lost = total − out, where it is kept
+    total = [times] A B [+ out + lost]        out = round(scale · total)        lost = total − out, where it is kept
 
 A sum over launches holds its value in the gradient's own dtype and what rounding lost beside it in 8 bits
 (accumulator.py); the last launch drops `lost` and applies the scale. The summed dimension may be cut into `splits`,
@@ -34,6 +34,7 @@ def product_kernel(
     lost_ptr,  # like out, or None
     into_ptr,  # like out, fp32, or None: the sum ends here, added to what this holds
     scale_ptr,  # () fp32 or None
+    times_ptr,  # () fp32 or None: of A B
     active_ptr,  # () int32 or None: 0 for nothing to do
     M,
     COLS,
@@ -73,21 +74,26 @@ def product_kernel(
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time: fewer registers, less shared memory to bring it into the order of the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
-        _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
-        _store(right, offsets, rows < M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS, HALF, READ, KEEP)
+        _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ, KEEP)
+        _store(
+            right, offsets, rows < M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ,
+            KEEP,
+        )  # fmt: skip
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()  # this launch is not over before the one beside it is
 
 
 @triton.jit
 def _store(
-    total, offsets, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, COLS,
+    total, offsets, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS,
     WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     cols = col + tl.arange(0, WIDTH)
     offsets = offsets + cols[None, :]
     mask = inside[:, None] & (cols < COLS)[None, :]
     lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    if times_ptr is not None:
+        total *= tl.load(times_ptr)
     if READ:
         total += read_sum(out_ptr + offsets, lost_ptrs, mask)
     if scale_ptr is not None:
@@ -110,6 +116,7 @@ def product(
     transpose_a: bool = False,
     read: bool = False,
     scale: Tensor | None = None,
+    times: Tensor | None = None,
     into: Tensor | None = None,
     beside: bool = False,
     active: Tensor | None = None,
@@ -121,6 +128,7 @@ def product(
         lost: what rounding to out's dtype lost; written unless a `scale` ends the sum.
         read: whether out and lost hold part of the sum.
         scale: () fp32, applied to the whole sum, which ends with it.
+        times: () fp32, applied to A B alone.
         into: like out, fp32: where the finished sum is added, in place of being stored in out.
         beside: this product needs nothing of the one launched just before it, and may run beside it.
         active: () int32, 0 if there is nothing to do after all; None: there is.
@@ -133,7 +141,7 @@ def product(
     product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
-        out, lost, into, scale, active, n_rows, cols, depth,
+        out, lost, into, scale, times, active, n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
         tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None, overlap,
         launch_pdl=beside and overlap, **tiles.launch,

@@ -56,13 +56,14 @@ def reference_linear_cross_entropy(
         is_target = columns[:, None] == entries
         rule = Rule.of(columns, c.shape[0], o)
         if o.filter_mass is not None:
-            stays = (rule.weights(p, entries) > 0) | is_target
+            stays = rule.keeps(p, entries) | is_target
             dropped = torch.where(stays, 0, p).sum(dim=1)
             rule = rule.exact_if(((dropped > o.filter_mass) & (columns >= 0)).any())
-        factor = torch.where(is_target, 1, rule.weights(p, entries) / p.clamp(min=torch.finfo(dtype).tiny))
-        for z, filtered in ((z_e, o.filter_e), (z_c, o.filter_c)):
+        weights = rule.weights_e(p, entries, e.shape[1]), rule.weights_c(p, entries)
+        for z, filtered, weight in zip((z_e, z_c), (o.filter_e, o.filter_c), weights, strict=True):
             if filtered and z.requires_grad:
-                z.register_hook(lambda grad: grad * factor)
+                factor = torch.where(is_target, 1, weight / p.clamp(min=torch.finfo(dtype).tiny))
+                z.register_hook(lambda grad, factor=factor: grad * factor)
     z = z_e + (z_c - z_c.detach())
 
     lse = torch.logsumexp(z, dim=1)

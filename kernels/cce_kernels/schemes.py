@@ -36,13 +36,14 @@ MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
 EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a closer look, at most (entries.py)
-# Entries a row that lists hold, on average over the rows: at least, usually, at most. An unbiased row keeps 1 / eps at
-# most, of which the head and the target take half where eps is small; beyond V / 120 dense products are as fast.
-LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 512, 1024
+# Entries a row that lists hold, on average over the rows: at least, for an eps of 2^-12, at most. A row keeps 1 / eps
+# at most, but no model's does; beyond V / 120 dense products are as fast.
+LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 256, 1024
 MOST_ENTRIES = 2**31 - 1  # places in the lists are 32 bits wide (gather.py)
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
-NARROWEST = 16  # dimensions of a slice of 8 bits
+LISTED_TIMES_EPS = 2.0**-4  # USUALLY_LISTED at 2^-12
+LEAST_WIDTH = 16
 LIST_PARTS = 8  # sorted one after another, at most
 
 
@@ -164,14 +165,10 @@ def _capacity(p: Problem, o: Options) -> int:
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
         return 0  # a scale of 0: entries.py takes probabilities from gradient factors
     beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.vocab, 0)
-    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - beside - LIST_PARTS * _starts_bytes(p.vocab)
+    budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
-    if o.filter_unbiased:  # sorted, then gathered
-        capacity = min(capacity, (budget - narrow_bytes(o)) // LIST_BYTES_PER_ENTRY)
     capacity = capacity // LIST_PARTS * LIST_PARTS
-    listed = USUALLY_LISTED
-    if o.filter_unbiased:
-        listed = max(USUALLY_LISTED, min(MOST_LISTED, int(0.5 / o.filter_eps)))
+    listed = max(USUALLY_LISTED, min(MOST_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)))
     most = min(listed * p.n_rows, MOST_ENTRIES) // LIST_PARTS * LIST_PARTS
     return min(capacity, most) if capacity >= LEAST_LISTED * p.n_rows else 0
 
@@ -193,16 +190,20 @@ def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
     return 4 * dim * head_size(n_rows, vocab) if o.filter_unbiased else 0
 
 
-def narrow_bytes(o: Options) -> int:
-    """What of the workspace rows of C or E in 8 bits may take while they are gathered."""
-    return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) // 4
+def room(o: Options) -> int:
+    """Bytes of the workspace."""
+    return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
 
 
-def narrow_slices(n_rows: int, dim: int, width: int, room: int) -> tuple[int, int]:
-    """(dimensions of a slice, slices that exist at a time): as many as fit, of `width` if one of those does."""
-    while width > NARROWEST and n_rows * width > room:
-        width //= 2
-    return width, max(1, min(math.ceil(dim / width), room // (n_rows * width)))
+def room_beside_lists(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
+    """And of them those that the lists leave."""
+    return room(o) - _state_bytes(n_rows, vocab, capacity)
+
+
+def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) -> int:
+    """Of how many columns the logits of n_rows, and copies of `dim` numbers each, exist at a time (tail.py)."""
+    width = room // (itemsize * (n_rows + dim))
+    return columns if width >= columns else max(LEAST_WIDTH, width // LEAST_WIDTH * LEAST_WIDTH)
 
 
 def _starts_bytes(vocab: int) -> int:
@@ -213,8 +214,8 @@ def _starts_bytes(vocab: int) -> int:
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """Into how many parts the lists are cut to be sorted by column: as few as the workspace allows, as each has to be
     looked through for each column."""
-    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - _head_gradient_bytes(n_rows, dim, vocab, o)
-    budget -= _state_bytes(n_rows, vocab, capacity) + (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
+    budget = room_beside_lists(n_rows, vocab, capacity, o) - _head_gradient_bytes(n_rows, dim, vocab, o)
+    budget -= (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
     parts = 1
     while parts < LIST_PARTS and SORT_BYTES_PER_ENTRY * capacity // parts + parts * _starts_bytes(vocab) > budget:
         parts *= 2
@@ -224,7 +225,6 @@ def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> 
 def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
     """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists and
     what sorting the vocabulary by frequency takes."""
-    budget = int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB) - _state_bytes(n_rows, vocab, capacity)
-    budget -= SORT_BYTES_PER_ENTRY * vocab
+    budget = room_beside_lists(n_rows, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
     rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

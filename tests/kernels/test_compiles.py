@@ -166,10 +166,9 @@ def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
 def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
     launch_lists(dtype, unbiased, mass)
     lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
-    if unbiased:
-        lists |= {"row_hashes_kernel", "narrow_kernel"}
-    gradient = "gradient_kernel" if mass is None else "hopper_gradient_kernel"  # without the rule
-    dense = {"hopper_exponentials_kernel", "rows_kernel", gradient, "product_kernel"}
+    dense = {"hopper_exponentials_kernel", "rows_kernel", "product_kernel"}
+    dense |= {"gradient_kernel"} if unbiased or mass is None else set()  # the tail's or the fallback's, with the rule
+    dense |= {"hopper_gradient_kernel"} if mass is not None else set()
     assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists
     for name, kernel in compiled:
         check_resources(name, kernel, BF16)

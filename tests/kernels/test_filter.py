@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BF16, FP32
-from cce_kernels.filtered import head_size, row_hashes, uniform
+from cce_kernels.filtered import SAMPLED, Rule, block_rows, drawn_columns, drawn_rows, head_size, seed_of
 from cce_kernels.options import Options
 from cce_kernels.schemes import Problem, plan
 from filter_cases import (
@@ -45,23 +45,33 @@ def test_the_unbiased_rule_is_right_on_average():
     check_unbiased("cpu", draws=64)
 
 
-def test_draws_are_uniform_and_independent():
-    """Of rows with consecutive targets and places, and of consecutive eights: moments, and correlations at any lag;
-    within eight entries they are an eighth apart."""
-    u = uniform(row_hashes(torch.arange(512) // 3), torch.arange(2000)).double()
-    n = u.numel()
-    assert 0 <= u.min() < 1e-4 < 1 - 1e-4 < u.max() <= 1
-    assert abs(u.mean() - 0.5) < 5 / (12 * n) ** 0.5
-    assert abs(u.square().mean() - 1 / 3) < 5 * (4 / 45 / n) ** 0.5
-    centred = (u - 0.5) * 12**0.5
-    for by, across in ((0, 1), (0, 7), (1, 8), (1, 16), (1, 64), (1, 1024)):
-        correlation = (centred * centred.roll(across, dims=by)).mean()
-        assert abs(correlation) < 5 / n**0.5, (by, across)
-    apart = u.view(512, 250, 8).sort(dim=2).values.diff(dim=2)
-    torch.testing.assert_close(apart, torch.full_like(apart, 0.125), rtol=0, atol=1e-7)
-    rare = (u < 2.0**-8).double()  # as far as lists go
-    assert abs(rare.mean(dim=0).std() / (2.0**-8 / 512) ** 0.5 - 1) < 0.1
-    assert abs(rare.mean(dim=1).std() / (2.0**-8 / 2000) ** 0.5 - 1) < 0.1
+def test_samples_have_one_of_each_group_and_are_right_on_average():
+    """Columns and rows drawn: one of SAMPLED neighbours each, uniform over seeds, others in each block of rows; a
+    shard's are the whole vocabulary's. The rules' weights are p on average."""
+    n_rows, dim, vocab, seeds = 2 * block_rows(4096), 4096, 200, 2000
+    p = torch.rand(n_rows, vocab, dtype=torch.float64) * 2.0**-6
+    columns, rows, weight_e, weight_c = [], [], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :2])
+    for i in range(seeds):
+        seed = seed_of(torch.tensor([i, i // 3, -1]))
+        columns.append(drawn_columns(seed, n_rows, dim, 0, vocab))
+        rows.append(drawn_rows(seed, n_rows))
+        rule = Rule(torch.full((n_rows,), 2.0**-7), seed, None, None)
+        if i < 200:
+            weight_e += rule.weights_e(p, torch.arange(vocab), dim)[[0, -1]] / 200
+            weight_c += rule.weights_c(p[:, :2], torch.arange(2)) / 200
+    for drawn in (torch.stack(columns), torch.stack(rows)):
+        places = drawn - SAMPLED * torch.arange(drawn.shape[-1])
+        assert ((places >= 0) & (places < SAMPLED)).all()
+        share = torch.nn.functional.one_hot(places, SAMPLED).double().mean(dim=0)
+        assert (share - 1 / SAMPLED).abs().max() < 5 * (1 / SAMPLED / seeds) ** 0.5
+        both = (places[..., 1:] == places[..., :-1]).double().mean()
+        assert abs(both - 1 / SAMPLED) < 5 * (1 / SAMPLED / places[..., 1:].numel()) ** 0.5
+    first, second = torch.stack(columns).unbind(dim=1)
+    assert abs((first == second).double().mean() - 1 / SAMPLED) < 5 * (1 / SAMPLED / first.numel()) ** 0.5
+    torch.testing.assert_close(drawn_columns(seed, n_rows, dim, 40, 96) + 40, columns[-1][:, 40 // SAMPLED : 9])
+    spread = 5 * (SAMPLED - 1) ** 0.5 * 2.0**-7 / 200**0.5
+    assert (weight_e - p[[0, -1]]).abs().max() < spread
+    assert (weight_c - p[:, :2]).abs().max() < spread
 
 
 def test_the_head_is_a_small_share_of_the_vocabulary_and_its_probabilities_of_the_memory():

@@ -29,7 +29,6 @@ from filter_cases import (
     check_exact_at_no_mass,
     check_filtered,
     check_monotone,
-    check_narrow,
     check_order_of_the_vocabulary,
     check_unbiased,
 )
@@ -73,10 +72,6 @@ def test_moderate_cases_are_within_twice_torchs_error(case, dtype):
 @pytest.mark.parametrize("case", FILTERED, ids=str)
 def test_filtered_gradients_and_statistics_are_those_of_the_rule(case, dtype):
     check_filtered(case, dtype, "cuda")
-
-
-def test_rows_of_8_bits(monkeypatch):
-    check_narrow("cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

@@ -36,7 +36,6 @@ from filter_cases import (
     check_exact_at_no_mass,
     check_filtered,
     check_monotone,
-    check_narrow,
     check_order_of_the_vocabulary,
     check_unbiased,
     drawn,
@@ -93,15 +92,9 @@ def test_lists_of_several_segments_and_blocks(monkeypatch):
 
 
 @in_interpreter
-def test_lists_sorted_in_parts_and_gathered_in_slices(monkeypatch):
+def test_lists_sorted_in_parts(monkeypatch):
     monkeypatch.setattr("cce_kernels.gather.list_parts", lambda *_: 4)
-    monkeypatch.setattr("cce_kernels.gather.narrow_slices", lambda *_: (64, 2))
     check_filtered(Filtered("parts", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
-
-
-@in_interpreter
-def test_rows_of_8_bits(monkeypatch):
-    check_narrow("cpu", monkeypatch)
 
 
 @in_interpreter
