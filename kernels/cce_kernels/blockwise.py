@@ -129,7 +129,7 @@ def backward(
         if rule is not None and stats is not None:
             _record(rule, p, rows, cols, chunk, kept, dropped)
         for i, (side, for_e, for_c) in enumerate(sides):
-            dz = _weights(rule, side, p, rows, cols, chunk, e.shape[1])
+            dz = _weights(rule, side, p, rows, cols, chunk, e.shape[1], vocab)
             last = dz is not p or i == len(sides) - 1  # who looks at it
             dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
             if o.label_smoothing:
@@ -192,19 +192,21 @@ def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
 
 
 def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tuple[str, bool, bool]]:
-    """What dL/dz is needed for: whose weights (_weights), for dE, for dC and dbias. One pass serves both where it can."""
+    """What dL/dz is needed for: whose weights (_weights), for dE, for dC and dbias. One pass serves both if it can."""
     side_e = "exact" if rule is None or not o.filter_e else "e"
     side_c = "exact" if rule is None or not o.filter_c else "e" if rule.seed is None else "c"
     wanted = ([side_e] if need_e else []) + ([side_c] if need_c else [])
     return [(side, side == side_e, side == side_c) for side in dict.fromkeys(wanted)]
 
 
-def _weights(rule: Rule | None, side: str, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice, dim: int) -> Tensor:
+def _weights(
+    rule: Rule | None, side: str, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice, dim: int, vocab: int
+) -> Tensor:
     """What a side takes of a chunk's p: p itself, or weights in new memory, those of targets as they are."""
     if rule is None or side == "exact":
         return p
     entries = torch.arange(chunk.start, chunk.stop, device=p.device)
-    weights = rule.weights_e(p, entries, dim) if side == "e" else rule.weights_c(p, entries)
+    weights = rule.weights_e(p, entries, dim, vocab) if side == "e" else rule.weights_c(p, entries)
     weights[rows, cols] = p[rows, cols]
     return weights
 

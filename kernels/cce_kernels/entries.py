@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, by_frequency, head_size, seed_of
+from .filtered import Rule, by_frequency, frequent_sizes, seed_of
 from .finish import Gradient, finish_rows
 from .launch import quick
 from .options import Options
@@ -81,10 +81,11 @@ def select_kernel(
     for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
         eighth = at + tl.arange(0, EIGHTS)
         w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
-        look = tl.max(w, axis=1) * to_share >= 1
         if unlisted_ptr is not None:  # in w's order: if it saw consecutive ones, Triton would have a lane load eight
             in_order = (eighth >> 5 << 5) + (eighth & 31)
-            look |= tl.load(unlisted_ptr + in_order, mask=eighth < eights, other=0) != 0
+            bits = tl.load(unlisted_ptr + in_order, mask=eighth < eights, other=0).to(tl.int32)
+            w = tl.where(((bits[:, None] >> column) & 1) == 0, w, 0.0)
+        look = tl.max(w, axis=1) * to_share >= 1
         passed = tl.where(look, 0.0, tl.sum(w, axis=1))
         dropped += tl.sum(passed.reshape((EIGHTS // LANES, LANES)), axis=0)
         places, more = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
@@ -98,8 +99,8 @@ def select_kernel(
             columns = nearby[:, None] * 8 + column
             listable = tl.load(w_ptr + columns, mask=(lane < now)[:, None], other=0.0).to(tl.float32)
             if unlisted_ptr is not None:
-                bits = tl.load(unlisted_ptr + nearby).to(tl.int32)
-                listable = tl.where(((bits[:, None] >> column) & 1) == 0, listable, 0.0)
+                nearby_bits = tl.load(unlisted_ptr + nearby).to(tl.int32)
+                listable = tl.where(((nearby_bits[:, None] >> column) & 1) == 0, listable, 0.0)
             keep = listable * to_share >= 1
             dropped += tl.sum(tl.where(keep, 0.0, listable), axis=1)
             slots, kept = _places(keep.to(tl.int32), 1)
@@ -189,7 +190,7 @@ class Lists:
     capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
     targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
     not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
-    nothing. nll: (N,) fp32, −log p of the target. seed (1,), rank, head: the rule's, empty where it has none.
+    nothing. nll: (N,) fp32, −log p of the target. seed (1,), rank, frequent: the rule's, empty where it has none.
     """
 
     starts: Tensor
@@ -201,12 +202,12 @@ class Lists:
     nll: Tensor
     seed: Tensor
     rank: Tensor
-    head: Tensor
+    frequent: Tensor
 
     @classmethod
     def empty(cls, columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
         n_rows = columns.shape[0]
-        n_head = head_size(n_rows, vocab) if o.filter_unbiased else 0
+        n_frequent = frequent_sizes(n_rows, vocab)[1] if o.filter_unbiased else 0
 
         def new(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=dtype, device=columns.device)
@@ -220,16 +221,19 @@ class Lists:
             void=new(dtype=torch.int32),
             nll=new(n_rows, dtype=torch.float32),
             seed=new(1 if o.filter_unbiased else 0, dtype=torch.int64),
-            rank=new(vocab if n_head else 0, dtype=torch.int32),
-            head=new(n_head, dtype=torch.int64),
+            rank=new(vocab if n_frequent else 0, dtype=torch.int32),
+            frequent=new(n_frequent, dtype=torch.int64),
         )
 
     def tensors(self) -> list[Tensor]:
         return list(vars(self).values())
 
-    def rule(self, eps: float) -> Rule:
-        seed, rank, head = (x if x.numel() else None for x in (self.seed, self.rank, self.head))
-        return Rule(torch.full_like(self.nll, eps), None if seed is None else seed[0], rank, head)
+    def rule(self, eps: float, vocab: int) -> Rule:
+        if not self.seed.numel():
+            return Rule(torch.full_like(self.nll, eps), None, None, None)
+        rank, frequent = (x if x.numel() else None for x in (self.rank, self.frequent))
+        n_head = frequent_sizes(self.nll.shape[0], vocab)[0]
+        return Rule(torch.full_like(self.nll, eps), self.seed[0], rank, frequent, n_head)
 
 
 def forward(
@@ -259,7 +263,7 @@ def forward(
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # while the first product runs: the host has some twenty small operations to launch for these
             lists = _lists_of(columns, vocab, capacity, o)
-            unlisted = _unlisted(lists.rank, lists.head, vocab)
+            unlisted = _unlisted(lists.rank, frequent_sizes(n_rows, vocab)[0] if o.filter_unbiased else 0, vocab)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
@@ -291,13 +295,12 @@ def _lists_of(columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
     lists.column.fill_(vocab)
     if o.filter_unbiased:
         lists.seed.copy_(seed_of(columns))
-    rank, head = by_frequency(columns, lists.head.shape[0], vocab)
-    return lists if rank is None or head is None else replace(lists, rank=rank, head=head)
+    rank, frequent = by_frequency(columns, lists.frequent.shape[0], vocab)
+    return lists if rank is None or frequent is None else replace(lists, rank=rank, frequent=frequent)
 
 
-def _unlisted(rank: Tensor, head: Tensor, vocab: int) -> Tensor | None:
+def _unlisted(rank: Tensor, n_head: int, vocab: int) -> Tensor | None:
     """select_kernel's bits (⌈V / 8⌉,) uint8, or None where all are 0."""
-    n_head = head.shape[0]
     if not n_head and vocab % 8 == 0:
         return None
     unlisted = torch.ones(cdiv(vocab, 8) * 8, dtype=torch.bool, device=rank.device)

@@ -5,19 +5,19 @@ row's tail, is one of two rules:
 
 threshold  dropped. Biased: what is dropped is missing from every batch alike. The rule of Wijmans et al., "Cut Your
            Losses in Large-Vocabulary Language Models" (2024), on entries instead of tiles.
-unbiased   estimated from a sample, dE from one column in each SAMPLED neighbours and dC from one row in each SAMPLED
-           neighbours, each SAMPLED-fold. The mean over the draws is p: what the sample adds is noise, which batches
-           average out. `head` entries are always kept as they are.
+unbiased   estimated from a sample: dE from one column of each group of neighbours, dC from one row of each, times the
+           size of the group. The mean over the draws is p: what the sample adds is noise, which batches average out.
 
-The squared error of a gradient is (SAMPLED − 1) Σ p² |c|² over the tail (|e|² for dC): tails are flat, so that Σ p² is
+The squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|² for dC): tails are flat, so that Σ p² is
 far below eps Σ p, which is what drawing each entry by itself, with probability p / eps, would cost. And a sample of
 whole columns or rows is two small products on the tensor cores (tail.py), where single entries are gathers.
 
+How often an entry is a target in this batch says how large its p tend to be. The unbiased rule keeps the most frequent
+entries, the head, in every row: they carry most of the mass that no row concentrates, and as a dense product they cost
+less than their share of the lists. The next ones are drawn from smaller groups, of neighbours by frequency.
+
 Draws follow from a seed of the batch's targets: the same on every device and in any tiling. Rows of a block of
 `block_rows` share their columns, others have their own, so that what dE has too much of differs between blocks.
-
-The head: the entries that are targets most often in this batch. They carry most of the mass that no row concentrates,
-and as a dense product they cost less than their share of the lists.
 
 Where a row drops more than `filter_mass`, the whole call is exact: as fast as without a filter, where some rows alone
 would take the slowest way of all.
@@ -38,11 +38,11 @@ from torch import Tensor
 from .options import Options
 from .rows import where_it_counts
 
-SAMPLED = 16  # neighbours of which one is drawn
+COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 16, 4, 12  # neighbours of which one is drawn
 FULL_WAVE, TILE_ROWS, TILE_COLS = 132, 128, 256  # tiles of dE that a GPU of 132 multiprocessors makes at once
 _MASK, _ODD, _ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
-HEAD_SHARE = 16  # of the vocabulary, at most: 1 / 16
+FREQUENT_SHARE = 16  # of the vocabulary, at most: 1 / 16
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,15 @@ class Rule:
     """What decides whether an entry is kept, and of which others the sample is.
 
     eps: (N,) fp32, each row's threshold; 0 keeps all. seed: () int64, of the draws, or None where the tail is dropped.
-    rank: (V,) int32, each entry's place by how often it is a target, or None; the first `n_head` are the head.
+    rank: (V,) int32, each entry's place by how often it is a target, or None where no entries count as frequent.
+    frequent: (n,) int64, the first of these; n_head of them are the head.
     """
 
     eps: Tensor
     seed: Tensor | None
     rank: Tensor | None
-    head: Tensor | None  # (n_head,) int64, the entries
+    frequent: Tensor | None
+    n_head: int = 0
     first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
 
     @classmethod
@@ -66,12 +68,8 @@ class Rule:
         eps = torch.full(columns.shape, o.filter_eps, dtype=torch.float32, device=columns.device)
         if not o.filter_unbiased:
             return cls(eps, None, None, None)
-        rank, head = by_frequency(columns, head_size(columns.shape[0], vocab), vocab)
-        return cls(eps, seed_of(columns), rank, head)
-
-    @property
-    def n_head(self) -> int:
-        return 0 if self.head is None else self.head.shape[0]
+        n_head, n_frequent = frequent_sizes(columns.shape[0], vocab)
+        return cls(eps, seed_of(columns), *by_frequency(columns, n_frequent, vocab), n_head)
 
     def exact_if(self, exact: Tensor) -> Rule:
         """The same, but with exact, () bool, all is kept."""
@@ -87,35 +85,72 @@ class Rule:
         kept = p >= self.eps[:, None]
         return kept if self.rank is None else kept | (self.rank[entries] < self.n_head)[None, :]
 
-    def weights_e(self, p: Tensor, entries: Tensor, dim: int) -> Tensor:
-        """What takes the place of p (N, W) in the gradient of e (N, dim), targets aside."""
-        if self.seed is None:
-            return self._weights(p, entries, torch.zeros_like(p, dtype=torch.bool))
-        rows = torch.arange(p.shape[0], device=p.device)
-        vocab = int(entries.max()) + 1  # of the whole, the same draws
-        drawn = drawn_columns(self.seed, p.shape[0], dim, self.first, vocab)[rows // block_rows(dim)]
-        place = entries[None, :] - drawn.gather(1, self._group(entries).expand(len(rows), -1))
-        return self._weights(p, entries, place == 0)
+    def weights_e(self, p: Tensor, entries: Tensor, dim: int, vocab: int) -> Tensor:
+        """What takes the place of p (N, W) in the gradient of e (N, dim), targets aside; of `vocab` entries here."""
+        times = torch.zeros(-(-p.shape[0] // block_rows(dim)), vocab + 1, dtype=p.dtype, device=p.device)
+        for sample in self.samples(torch.full_like(self.eps, -1, dtype=torch.int64), dim, vocab):
+            times.scatter_(1, torch.where(sample.columns < 0, vocab, sample.columns), sample.size)
+        block = torch.arange(p.shape[0], device=p.device) // block_rows(dim)
+        return self._weights(p, entries, times[:, entries][block])
 
     def weights_c(self, p: Tensor, entries: Tensor) -> Tensor:
         """What takes the place of p (N, W) in the gradients of c and bias, targets aside."""
-        drawn = torch.zeros_like(p[:, :1], dtype=torch.bool)
+        times = torch.zeros_like(p[:, :1])
         if self.seed is not None:
             rows = drawn_rows(self.seed, p.shape[0])
-            drawn[rows[rows < len(drawn)]] = True
-        return self._weights(p, entries, drawn)
+            times[rows[rows < len(times)]] = ROW_GROUP
+        return self._weights(p, entries, times)
 
-    def _group(self, entries: Tensor) -> Tensor:
-        return (self.first + entries) // SAMPLED - self.first // SAMPLED
+    def _weights(self, p: Tensor, entries: Tensor, times: Tensor) -> Tensor:
+        return torch.where(self.keeps(p, entries), p, torch.where(p < self.eps[:, None], times * p, 0))
 
-    def _weights(self, p: Tensor, entries: Tensor, drawn: Tensor) -> Tensor:
-        return torch.where(self.keeps(p, entries), p, torch.where(drawn & (p < self.eps[:, None]), SAMPLED * p, 0))
+    def samples(self, columns: Tensor, dim: int, vocab: int) -> list[Sample]:
+        """The columns drawn for the gradient of e (N, dim), of `vocab` entries here; columns (N,) int64, targets."""
+        if self.seed is None:
+            return []
+        blocks = -(-columns.shape[0] // block_rows(dim))
+        seeds = _mixed(self.seed + 1 + torch.arange(blocks, device=columns.device))[:, None]
+        n_frequent = 0 if self.frequent is None else self.frequent.shape[0]
+        target = columns.clamp(min=0)
+        first_group = self.first // COLUMN_GROUP
+        drawn = draws(seeds, first_group, -(-(self.first + vocab) // COLUMN_GROUP), COLUMN_GROUP) - self.first
+        drawn = torch.where((drawn >= 0) & (drawn < vocab), drawn, -1)
+        if self.rank is not None:
+            drawn = torch.where(self.rank[drawn.clamp(min=0)] >= n_frequent, drawn, -1)
+        group = (self.first + target) // COLUMN_GROUP - first_group
+        found = [Sample.of(drawn, COLUMN_GROUP, columns, group, dim)]
+        if self.frequent is not None and self.rank is not None and n_frequent > self.n_head:
+            places = self.n_head + draws(seeds, 0, -(-(n_frequent - self.n_head) // FREQUENT_GROUP), FREQUENT_GROUP)
+            drawn = self.frequent[places.clamp(max=n_frequent - 1)] - self.first
+            drawn = torch.where((places < n_frequent) & (drawn >= 0) & (drawn < vocab), drawn, -1)
+            group = (self.rank[target] - self.n_head).clamp(min=0) // FREQUENT_GROUP
+            found.append(Sample.of(drawn, FREQUENT_GROUP, columns, group.long(), dim))
+        return found
 
 
-def head_size(n_rows: int, vocab: int) -> int:
-    """Entries that the unbiased rule keeps in every row."""
-    size = min(MOST_HEAD, HEAD_PROBABILITIES // max(1, n_rows), vocab // HEAD_SHARE)
-    return size // 16 * 16
+@dataclass(frozen=True)
+class Sample:
+    """Columns drawn, one of each group of `size` neighbours.
+
+    columns: (blocks of rows, groups) int64, -1 where the one drawn is none of these entries. place: (N,) int64, where a
+    row's target stands among the columns of its block, -1 if it does not.
+    """
+
+    columns: Tensor
+    size: int
+    place: Tensor
+
+    @classmethod
+    def of(cls, drawn: Tensor, size: int, columns: Tensor, group: Tensor, dim: int) -> Sample:
+        group = group.clamp(max=drawn.shape[1] - 1)
+        block = torch.arange(columns.shape[0], device=columns.device) // block_rows(dim)
+        return cls(drawn, size, torch.where((columns >= 0) & (drawn[block, group] == columns), group, -1))
+
+
+def frequent_sizes(n_rows: int, vocab: int) -> tuple[int, int]:
+    """Entries that the unbiased rule keeps in every row, and those that count as frequent, these among them."""
+    head = min(MOST_HEAD, HEAD_PROBABILITIES // max(1, n_rows), vocab // FREQUENT_SHARE) // 16 * 16
+    return head, max(head, min(n_rows // 2, vocab // FREQUENT_SHARE) // 16 * 16)
 
 
 def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
@@ -140,19 +175,15 @@ def block_rows(dim: int) -> int:
     return max(1, FULL_WAVE // -(-dim // TILE_COLS)) * TILE_ROWS
 
 
-def drawn_columns(seed: Tensor, n_rows: int, dim: int, first: int, end: int) -> Tensor:
-    """Of each block of rows and each group of neighbours in a vocabulary's columns from `first` to `first + end`, the
-    column drawn, counted from `first`: (blocks, groups) int64. Some lie outside."""
-    blocks = -(-n_rows // block_rows(dim))
-    groups = torch.arange(first // SAMPLED, -(-(first + end) // SAMPLED), device=seed.device)
-    salt = _mixed(seed + 1 + torch.arange(blocks, device=seed.device))[:, None]
-    return groups * SAMPLED + _mixed(salt ^ groups * _ODD) % SAMPLED - first
-
-
 def drawn_rows(seed: Tensor, n_rows: int) -> Tensor:
     """Of each group of neighbours among the rows the one drawn, (groups,) int64. The last may lie beyond all rows."""
-    groups = torch.arange(-(-n_rows // SAMPLED), device=seed.device)
-    return groups * SAMPLED + _mixed(_mixed(seed) ^ groups * _ODD) % SAMPLED
+    return draws(_mixed(seed), 0, -(-n_rows // ROW_GROUP), ROW_GROUP)
+
+
+def draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:
+    """One of each group of `size` from the group `first` to `end`, (..., end − first) int64; seeds () or (..., 1)."""
+    groups = torch.arange(first, end, device=seeds.device)
+    return groups * size + _mixed(seeds ^ groups * _ODD) % size
 
 
 def _mixed(x: Tensor) -> Tensor:

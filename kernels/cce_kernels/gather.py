@@ -161,7 +161,7 @@ def backward(
     assert o.filter_eps is not None
     (n_rows, _), vocab = e.shape, c.shape[0]
     lists = Lists(*state)
-    rule = lists.rule(o.filter_eps)
+    rule = lists.rule(o.filter_eps, vocab)
     active = lists.void
 
     grad_e = None if dtypes[0] is None else torch.empty(e.shape, dtype=dtypes[0], device=e.device)
@@ -177,7 +177,7 @@ def backward(
         num_warps=2,
     )  # fmt: skip
     if grad_e is not None:
-        factor = None if rule.head is None else scaled_a
+        factor = None if not rule.n_head else scaled_a
         _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
     if with_c:
         n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
@@ -223,10 +223,10 @@ def _head(
     o: Options,
 ) -> Tensor | None:
     """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
-    if rule.head is None or rule.rank is None:
+    if not rule.n_head or rule.rank is None or rule.frequent is None:
         return None
     n_rows, n_head = e.shape[0], rule.n_head
-    c_head = aligned(c.index_select(0, rule.head))
+    c_head = aligned(c.index_select(0, rule.frequent[:n_head]))
     grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
     ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head).clamp_(max=n_head).long()[:, None]
     offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities

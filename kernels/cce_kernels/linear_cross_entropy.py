@@ -16,7 +16,7 @@ from .rows import mean_metrics, reduce_loss
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
 PAPER_EPS = 2.0**-12
-UNBIASED_EPS = 2.0**-10
+UNBIASED_EPS = 2.0**-12
 
 # What each name stands for; paper/…: the variants of Wijmans et al. 2024, named as in Apple's package.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -84,9 +84,9 @@ def linear_cross_entropy(
         z_loss: adds z_loss · LSE², averaged like the loss.
         filter_eps: drop entries of (softmax − onehot) with a probability below it from the gradients, never
             the target's; None: exact gradients. Not together with label_smoothing.
-        filter_unbiased: an entry of probability p below filter_eps is not dropped for sure, but kept with
-            probability p / filter_eps and weight filter_eps, so that gradients are right on average (filtered.py).
-            The draws are a hash of each row's place and target and of the entry.
+        filter_unbiased: entries below filter_eps are not dropped, but estimated from a sample of columns (for e) and of
+            rows (for c and bias), so that gradients are right on average (filtered.py). What is drawn depends on the
+            targets alone.
         filter_mass: largest softmax mass, in [0, 1), that may be dropped from a row: a call where filter_eps would
             drop more of any is computed exactly. 0: every one is, whatever filter_eps says.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only

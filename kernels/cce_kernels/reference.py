@@ -59,7 +59,7 @@ def reference_linear_cross_entropy(
             stays = rule.keeps(p, entries) | is_target
             dropped = torch.where(stays, 0, p).sum(dim=1)
             rule = rule.exact_if(((dropped > o.filter_mass) & (columns >= 0)).any())
-        weights = rule.weights_e(p, entries, e.shape[1]), rule.weights_c(p, entries)
+        weights = rule.weights_e(p, entries, e.shape[1], c.shape[0]), rule.weights_c(p, entries)
         for z, filtered, weight in zip((z_e, z_c), (o.filter_e, o.filter_c), weights, strict=True):
             if filtered and z.requires_grad:
                 factor = torch.where(is_target, 1, weight / p.clamp(min=torch.finfo(dtype).tiny))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from .accumulator import scratch_bytes
-from .filtered import head_size
+from .filtered import frequent_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
@@ -43,7 +43,7 @@ MOST_ENTRIES = 2**31 - 1  # places in the lists are 32 bits wide (gather.py)
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
 LISTED_TIMES_EPS = 2.0**-4  # USUALLY_LISTED at 2^-12
-LEAST_WIDTH = 16
+LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
 LIST_PARTS = 8  # sorted one after another, at most
 
 
@@ -187,7 +187,7 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
 
 
 def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
-    return 4 * dim * head_size(n_rows, vocab) if o.filter_unbiased else 0
+    return 4 * dim * frequent_sizes(n_rows, vocab)[0] if o.filter_unbiased else 0
 
 
 def room(o: Options) -> int:
@@ -202,7 +202,7 @@ def room_beside_lists(n_rows: int, vocab: int, capacity: int, o: Options) -> int
 
 def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) -> int:
     """Of how many columns the logits of n_rows, and copies of `dim` numbers each, exist at a time (tail.py)."""
-    width = room // (itemsize * (n_rows + dim))
+    width = min(MOST_WIDTH, room // (itemsize * (n_rows + dim)))
     return columns if width >= columns else max(LEAST_WIDTH, width // LEAST_WIDTH * LEAST_WIDTH)
 
 

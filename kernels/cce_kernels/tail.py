@@ -1,13 +1,14 @@
 """What the unbiased filter makes of the tails: gradients from a sample of columns and of rows, on top of what is there.
 
-    dE_i += SAMPLED Σ_{v drawn for i's block} a_i p_iv [v in the tail] C_v
-    dC_v += SAMPLED Σ_{i drawn} a_i p_iv [v in i's tail] e_i                  (times the logits' scale)
+    dE_i += Σ_{v drawn for i's block} size_v a_i p_iv [v in i's tail] C_v
+    dC_v += size Σ_{i drawn} a_i p_iv [v in i's tail] e_i                      (times the logits' scale)
 
-An entry is in its row's tail if it is neither the target nor of the head and p < eps (filtered.py). The rows and
-columns drawn are copied together, their logits made again, and multiplied as in recompute.py: `gradient_kernel`
-writes what the rule leaves where it otherwise writes what the rule keeps.
+An entry is in its row's tail if it is neither the target nor of the head and p < eps. One of each group of `size`
+columns or rows is drawn (filtered.py); those drawn are copied together, their logits made again, and multiplied as in
+recompute.py: `gradient_kernel` writes what the rule leaves where it otherwise writes what the rule keeps.
 
-Cost: 4 N D V / SAMPLED multiply-adds on the tensor cores; both gradients read and written once more.
+Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; both gradients read and
+written once more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .filtered import SAMPLED, Rule, block_rows, drawn_columns, drawn_rows
+from .filtered import ROW_GROUP, Rule, block_rows, drawn_rows
 from .logit_gradient import Filter, Peak, gradient_of_chunk
 from .options import Options
 from .products import product
@@ -69,35 +70,28 @@ def _add_to_e(
     room: int,
     active: Tensor | None,
 ) -> None:
-    assert rule.seed is not None
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    block = block_rows(dim)
-    drawn = drawn_columns(rule.seed, n_rows, dim, rule.first, vocab)
-    # Where a row's target stands among the columns drawn, if it does.
-    group = (rule.first + columns).clamp(min=0) // SAMPLED - rule.first // SAMPLED
-    group = group.clamp(0, drawn.shape[1] - 1)
-    block_of = torch.arange(n_rows, device=e.device) // block
-    places = torch.where(drawn[block_of, group] == columns, group, -1)
-    outside = (drawn < 0) | (drawn >= vocab)
-    drawn = drawn.clamp(0, vocab - 1)
-    rank = torch.full_like(drawn, vocab) if rule.rank is None else rule.rank[drawn]
-    rank = torch.where(outside, NEVER, rank).int()
-
-    height = min(block, n_rows)
-    width = tail_width(height, dim, drawn.shape[1], e.itemsize, room)
-    workspace = e.new_empty(height, cdiv(width, 16) * 16)
-    for i in range(len(drawn)):
-        rows = slice(i * block, min((i + 1) * block, n_rows))
-        for first in range(0, drawn.shape[1], width):
-            some = drawn[i, first : first + width]
-            c_drawn = aligned(c.index_select(0, some))
-            dz = workspace[: rows.stop - rows.start, : len(some)]
-            left = replace(rule, eps=rule.eps[rows], rank=rank[i], first=0)
-            gradient_of_chunk(
-                e[rows], c_drawn, None if bias is None else bias[some], places[rows], lse[rows], SAMPLED * peak.a[rows],
-                peak.a[rows], dz, first, vocab, False, o, Filter(left), active,
-            )  # fmt: skip
-            product(dz, c_drawn, grad_e[rows], read=True, times=peak.value * o.logit_scale, active=active)
+    height = min(block_rows(dim), n_rows)
+    for sample in rule.samples(columns, dim, vocab):
+        width = tail_width(height, dim, sample.columns.shape[1], e.itemsize, room)
+        workspace = e.new_empty(height, cdiv(width, 16) * 16)
+        drawn = sample.columns.clamp(min=0)
+        rank = torch.where(sample.columns < 0, NEVER, vocab if rule.rank is None else rule.rank[drawn]).int()
+        a = sample.size * peak.a
+        for i in range(len(drawn)):
+            rows = slice(i * height, min((i + 1) * height, n_rows))
+            for first in range(0, drawn.shape[1], width):
+                some = drawn[i, first : first + width]
+                c_drawn = aligned(c.index_select(0, some))
+                dz = workspace[: rows.stop - rows.start, : len(some)]
+                left = replace(rule, eps=rule.eps[rows], rank=rank[i])
+                gradient_of_chunk(
+                    e[rows], c_drawn, None if bias is None else bias[some], sample.place[rows], lse[rows], a[rows],
+                    a[rows], dz, first, vocab, False, o, Filter(left), active,
+                )  # fmt: skip
+                product(dz, c_drawn, grad_e[rows], read=True, times=peak.value * o.logit_scale, active=active)
+                del c_drawn  # room for the next
+        del workspace
 
 
 def _add_to_c(
@@ -121,7 +115,7 @@ def _add_to_c(
     drawn = drawn.clamp(max=n_rows - 1)
     e_drawn = aligned(e.index_select(0, drawn))
     columns, lse = columns[drawn], lse[drawn]
-    a = torch.where(inside, SAMPLED * peak.a[drawn], 0.0)
+    a = torch.where(inside, ROW_GROUP * peak.a[drawn], 0.0)
     left = replace(rule, eps=rule.eps[drawn])
     width = tail_width(len(drawn), 0, vocab, e.itemsize, room)
     workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)

@@ -1,9 +1,12 @@
 """The filter on CPU tensors; test_interpreter.py and test_gpu.py run the same checks on the kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import BF16, FP32
-from cce_kernels.filtered import SAMPLED, Rule, block_rows, drawn_columns, drawn_rows, head_size, seed_of
+from cce_kernels import filtered
+from cce_kernels.filtered import Rule, frequent_sizes
 from cce_kernels.options import Options
 from cce_kernels.schemes import Problem, plan
 from filter_cases import (
@@ -45,40 +48,63 @@ def test_the_unbiased_rule_is_right_on_average():
     check_unbiased("cpu", draws=64)
 
 
-def test_samples_have_one_of_each_group_and_are_right_on_average():
-    """Columns and rows drawn: one of SAMPLED neighbours each, uniform over seeds, others in each block of rows; a
-    shard's are the whole vocabulary's. The rules' weights are p on average."""
-    n_rows, dim, vocab, seeds = 2 * block_rows(4096), 4096, 200, 2000
+@pytest.mark.parametrize("most_head", [64, 16])
+def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, most_head):
+    """Of each group of neighbours, by place and by frequency, one is drawn: over seeds uniformly, independently of its
+    neighbours and of other blocks of rows. Two shards' columns are the whole vocabulary's. Weights are p on average."""
+    monkeypatch.setattr(filtered, "MOST_HEAD", most_head)
+    n_rows, dim, vocab, seeds = 2 * filtered.block_rows(4096), 4096, 1024, 1500
     p = torch.rand(n_rows, vocab, dtype=torch.float64) * 2.0**-6
-    columns, rows, weight_e, weight_c = [], [], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :2])
+    some, all_entries = torch.arange(7), torch.arange(vocab)
+    drawn, weights_e, weights_c = [[], []], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :7])
     for i in range(seeds):
-        seed = seed_of(torch.tensor([i, i // 3, -1]))
-        columns.append(drawn_columns(seed, n_rows, dim, 0, vocab))
-        rows.append(drawn_rows(seed, n_rows))
-        rule = Rule(torch.full((n_rows,), 2.0**-7), seed, None, None)
-        if i < 200:
-            weight_e += rule.weights_e(p, torch.arange(vocab), dim)[[0, -1]] / 200
-            weight_c += rule.weights_c(p[:, :2], torch.arange(2)) / 200
-    for drawn in (torch.stack(columns), torch.stack(rows)):
-        places = drawn - SAMPLED * torch.arange(drawn.shape[-1])
-        assert ((places >= 0) & (places < SAMPLED)).all()
-        share = torch.nn.functional.one_hot(places, SAMPLED).double().mean(dim=0)
-        assert (share - 1 / SAMPLED).abs().max() < 5 * (1 / SAMPLED / seeds) ** 0.5
-        both = (places[..., 1:] == places[..., :-1]).double().mean()
-        assert abs(both - 1 / SAMPLED) < 5 * (1 / SAMPLED / places[..., 1:].numel()) ** 0.5
-    first, second = torch.stack(columns).unbind(dim=1)
-    assert abs((first == second).double().mean() - 1 / SAMPLED) < 5 * (1 / SAMPLED / first.numel()) ** 0.5
-    torch.testing.assert_close(drawn_columns(seed, n_rows, dim, 40, 96) + 40, columns[-1][:, 40 // SAMPLED : 9])
-    spread = 5 * (SAMPLED - 1) ** 0.5 * 2.0**-7 / 200**0.5
-    assert (weight_e - p[[0, -1]]).abs().max() < spread
-    assert (weight_c - p[:, :2]).abs().max() < spread
+        targets = torch.full((n_rows,), i).index_fill_(0, torch.tensor([5]), -1) % vocab
+        rule = Rule.of(targets, vocab, Options(filter_eps=2.0**-7, filter_unbiased=True))
+        samples = rule.samples(targets, dim, vocab)
+        drawn[0].append(samples[0].columns)
+        drawn[1].append(filtered.drawn_rows(rule.seed, n_rows))
+        if i < 150:
+            weights_e += rule.weights_e(p, all_entries, dim, vocab)[[0, -1]] / 150
+            weights_c += rule.weights_c(p[:, :7], some) / 150
+    assert len(samples) == (1 if most_head == 64 else 2)
+    stacked = torch.stack(drawn[0]), torch.stack(drawn[1])
+    for x, size in zip(stacked, (filtered.COLUMN_GROUP, filtered.ROW_GROUP), strict=True):
+        places = x - size * torch.arange(x.shape[-1])
+        taken = places[x >= 0]
+        assert ((taken >= 0) & (taken < size)).all()
+        share = torch.bincount(taken, minlength=size) / taken.numel()
+        frequent = 64 / vocab if size == filtered.COLUMN_GROUP else 0  # the same entries in most of the calls
+        assert (share - 1 / size).abs().max() < 5 * (1 / size / taken.numel()) ** 0.5 + frequent / size
+        both = (places[..., 1:] == places[..., :-1])[(x[..., 1:] >= 0) & (x[..., :-1] >= 0)].double()
+        assert abs(both.mean() - 1 / size) < 5 * (1 / size / both.numel()) ** 0.5 + frequent / size
+    first, second = stacked[0].unbind(dim=1)
+    same = (first == second)[(first >= 0) & (second >= 0)].double()
+    assert abs(same.mean() - 1 / filtered.COLUMN_GROUP) < 5 * (1 / filtered.COLUMN_GROUP / same.numel()) ** 0.5
+
+    for i, sample in enumerate(samples):  # of the last call, from shards of 300 entries and the rest
+        none = torch.full_like(targets, -1)
+        parts = [rule.shard(300 * j, (300, 724)[j]).samples(none, dim, (300, 724)[j])[i].columns for j in (0, 1)]
+        whole = [x[row][x[row] >= 0] + 300 * j for row in (0, 1) for j, x in enumerate(parts)]
+        assert torch.cat(whole[:2]).sort().values.equal(sample.columns[0][sample.columns[0] >= 0].sort().values)
+        assert torch.cat(whole[2:]).sort().values.equal(sample.columns[1][sample.columns[1] >= 0].sort().values)
+    spread = 5.5 * 15**0.5 * 2.0**-7 / 150**0.5
+    assert (weights_e - p[[0, -1]]).abs().max() < spread
+    assert (weights_c - p[:, :7]).abs().max() < spread
+
+
+@pytest.mark.parametrize("name", ["unbiased", "unbiased_bias"])
+def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch, name):
+    monkeypatch.setattr(filtered, "MOST_HEAD", 16)
+    case = next(case for case in FILTERED if case.name == name)
+    check_filtered(replace(case, shape=(90, 24, 1500)), BF16, "cpu")
 
 
 def test_the_head_is_a_small_share_of_the_vocabulary_and_its_probabilities_of_the_memory():
-    assert head_size(16384, 128256) == 2048
-    assert head_size(10, 700) == 32
-    assert head_size(10, 100) == 0
-    assert head_size(10**6, 128256) * 10**6 <= 2**26
+    assert frequent_sizes(16384, 128256) == (2048, 8016)
+    assert frequent_sizes(8192, 256000) == (2048, 4096)
+    assert frequent_sizes(10, 700) == (32, 32)
+    assert frequent_sizes(10, 100) == (0, 0)
+    assert frequent_sizes(10**6, 128256)[0] * 10**6 <= 2**26
 
 
 def test_lists_are_no_longer_than_their_places_can_say():

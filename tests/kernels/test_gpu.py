@@ -25,6 +25,7 @@ from cases import (
 from cce_kernels import PRESETS, linear_cross_entropy
 from filter_cases import (
     FILTERED,
+    Filtered,
     check_adversarial_rows,
     check_exact_at_no_mass,
     check_filtered,
@@ -72,6 +73,12 @@ def test_moderate_cases_are_within_twice_torchs_error(case, dtype):
 @pytest.mark.parametrize("case", FILTERED, ids=str)
 def test_filtered_gradients_and_statistics_are_those_of_the_rule(case, dtype):
     check_filtered(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch, dtype):
+    monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
+    check_filtered(Filtered("frequent", {"filter_unbiased": True}, shape=(300, 96, 3000)), dtype, "cuda")
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

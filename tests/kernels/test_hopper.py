@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from cce_kernels import hopper
 from cce_kernels.exponentials import exponentials, target_logits
+from cce_kernels.logit_gradient import gradient_of_chunk
 from cce_kernels.options import Options
-from cce_kernels.recompute import _gradient
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +80,7 @@ def test_gradients_of_logits_are_those_of_the_triton_kernel(monkeypatch, shape, 
     def run() -> Tensor:
         dz = matrix(shape, dtype)
         first = shape[2] // 3  # of a chunk in the middle of a vocabulary
-        _gradient(e, c, None, columns, lse, a, 0.5 * a, dz, first, 2 * shape[2], False, options, None, None)
+        gradient_of_chunk(e, c, None, columns, lse, a, 0.5 * a, dz, first, 2 * shape[2], False, options, None, None)
         return dz
 
     dz = run()

@@ -92,6 +92,12 @@ def test_lists_of_several_segments_and_blocks(monkeypatch):
 
 
 @in_interpreter
+def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch):
+    monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
+    check_filtered(Filtered("frequent", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
+
+
+@in_interpreter
 def test_lists_sorted_in_parts(monkeypatch):
     monkeypatch.setattr("cce_kernels.gather.list_parts", lambda *_: 4)
     check_filtered(Filtered("parts", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")

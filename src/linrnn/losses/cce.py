@@ -82,7 +82,7 @@ class CceFilter(CceKahan):
         if not 0 < config.filter_eps < 1:
             raise ConfigError(
                 f"loss.filter_eps={config.filter_eps:g} is not between 0 and 1",
-                "use 9.765625e-4 (2^-10), or loss=cce_kahan for no filter",
+                "use 2.44140625e-4 (2^-12), or loss=cce_kahan for no filter",
             )
         if config.filter_mass is not None and not config.filter_mass < 1:
             raise ConfigError(
