@@ -16,7 +16,7 @@ Cost: N D V multiply-adds on the tensor cores; 2 bytes × N × V written and rea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import triton
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, by_frequency, frequent_sizes, seed_of
+from .filtered import Rule, Sample, by_frequency, frequent_sizes, seed_of
 from .finish import Gradient, finish_rows
 from .launch import quick
 from .options import Options
@@ -32,7 +32,7 @@ from .rows import Rows, empty_metrics
 from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
-SELECT_REGISTERS = 64  # a thread, so that a multiprocessor holds as many programs as it can
+SELECT_REGISTERS = 80  # a thread: with fewer it spills, with more fewer programs run at a time
 
 
 @quick
@@ -190,7 +190,8 @@ class Lists:
     capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
     targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
     not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
-    nothing. nll: (N,) fp32, −log p of the target. seed (1,), rank, frequent: the rule's, empty where it has none.
+    nothing. nll: (N,) fp32, −log p of the target. rank, frequent: the rule's, empty where it has none.
+    sample: what the rule draws; without tensors where it draws nothing.
     """
 
     starts: Tensor
@@ -200,12 +201,12 @@ class Lists:
     dropped: Tensor
     void: Tensor
     nll: Tensor
-    seed: Tensor
     rank: Tensor
     frequent: Tensor
+    sample: Sample | None
 
     @classmethod
-    def empty(cls, columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
+    def empty(cls, columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> Lists:
         n_rows = columns.shape[0]
         n_frequent = frequent_sizes(n_rows, vocab)[1] if o.filter_unbiased else 0
 
@@ -220,20 +221,38 @@ class Lists:
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
             void=new(dtype=torch.int32),
             nll=new(n_rows, dtype=torch.float32),
-            seed=new(1 if o.filter_unbiased else 0, dtype=torch.int64),
             rank=new(vocab if n_frequent else 0, dtype=torch.int32),
             frequent=new(n_frequent, dtype=torch.int64),
+            sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None,
         )
 
     def tensors(self) -> list[Tensor]:
-        return list(vars(self).values())
+        """All of them, for `of`."""
+        own = {**vars(self)}
+        sample = own.pop("sample")
+        return [*own.values(), *(() if sample is None else vars(sample).values())]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Lists:
+        own = [field.name for field in fields(cls) if field.name != "sample"]
+        sample = tensors[len(own) :]
+        return cls(**dict(zip(own, tensors, strict=False)), sample=Sample(*sample) if sample else None)
 
     def rule(self, eps: float, vocab: int) -> Rule:
-        if not self.seed.numel():
-            return Rule(torch.full_like(self.nll, eps), None, None, None)
+        """What is kept, without a seed: the sample is there already."""
+        return self._rule(torch.full_like(self.nll, eps), None, vocab)
+
+    def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
+        """The same with what is drawn for these columns (N,), if anything is."""
+        if self.sample is None:
+            return self
+        rule = self._rule(self.nll, seed_of(columns), vocab)
+        return replace(self, sample=rule.sample(columns, dim, vocab))
+
+    def _rule(self, eps: Tensor, seed: Tensor | None, vocab: int) -> Rule:
         rank, frequent = (x if x.numel() else None for x in (self.rank, self.frequent))
-        n_head = frequent_sizes(self.nll.shape[0], vocab)[0]
-        return Rule(torch.full_like(self.nll, eps), self.seed[0], rank, frequent, n_head)
+        n_head = 0 if rank is None else frequent_sizes(self.nll.shape[0], vocab)[0]
+        return Rule(eps, seed, rank, frequent, n_head)
 
 
 def forward(
@@ -250,7 +269,7 @@ def forward(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     assert o.filter_eps is not None
-    rows = list_rows(n_rows, vocab, capacity, o)
+    rows = list_rows(n_rows, e.shape[1], vocab, capacity, o)
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     scales = float(o.logit_scale), float(o.z_loss)
     eps = float(o.filter_eps)
@@ -262,7 +281,7 @@ def forward(
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # while the first product runs: the host has some twenty small operations to launch for these
-            lists = _lists_of(columns, vocab, capacity, o)
+            lists = _lists_of(columns, e.shape[1], vocab, capacity, o)
             unlisted = _unlisted(lists.rank, frequent_sizes(n_rows, vocab)[0] if o.filter_unbiased else 0, vocab)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
             metrics = empty_metrics(z_target, with_metrics)
@@ -284,17 +303,16 @@ def forward(
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
+    lists = lists.sampled(columns, e.shape[1], vocab)  # last: the host has some hundred small operations to launch
     return Rows(lse, nll, None, metrics), lists.tensors()
 
 
-def _lists_of(columns: Tensor, vocab: int, capacity: int, o: Options) -> Lists:
+def _lists_of(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> Lists:
     """Lists with what the rule says of the rows and the vocabulary, and no entry."""
-    lists = Lists.empty(columns, vocab, capacity, o)
+    lists = Lists.empty(columns, dim, vocab, capacity, o)
     lists.starts[:1].zero_()
     lists.void.zero_()
     lists.column.fill_(vocab)
-    if o.filter_unbiased:
-        lists.seed.copy_(seed_of(columns))
     rank, frequent = by_frequency(columns, lists.frequent.shape[0], vocab)
     return lists if rank is None or frequent is None else replace(lists, rank=rank, frequent=frequent)
 
@@ -312,6 +330,6 @@ def _unlisted(rank: Tensor, n_head: int, vocab: int) -> Tensor | None:
     return bits.sum(dim=1, dtype=torch.uint8)
 
 
-def empty_state(columns: Tensor, vocab: int, capacity: int, o: Options) -> list[Tensor]:
+def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
     """The `forward` pass's tensors, of no values."""
-    return Lists.empty(columns, vocab, capacity, o).tensors()
+    return Lists.empty(columns, dim, vocab, capacity, o).tensors()

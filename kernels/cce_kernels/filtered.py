@@ -87,64 +87,80 @@ class Rule:
 
     def weights_e(self, p: Tensor, entries: Tensor, dim: int, vocab: int) -> Tensor:
         """What takes the place of p (N, W) in the gradient of e (N, dim), targets aside; of `vocab` entries here."""
-        times = torch.zeros(-(-p.shape[0] // block_rows(dim)), vocab + 1, dtype=p.dtype, device=p.device)
-        for sample in self.samples(torch.full_like(self.eps, -1, dtype=torch.int64), dim, vocab):
-            times.scatter_(1, torch.where(sample.columns < 0, vocab, sample.columns), sample.size)
+        times = torch.zeros(-(-p.shape[0] // block_rows(dim)), vocab, dtype=p.dtype, device=p.device)
+        if self.seed is not None:
+            sample = self.sample(torch.full_like(self.eps, -1, dtype=torch.int64), dim, vocab)
+            times.scatter_add_(1, sample.columns, sample.times.to(p.dtype))
         block = torch.arange(p.shape[0], device=p.device) // block_rows(dim)
         return self._weights(p, entries, times[:, entries][block])
 
     def weights_c(self, p: Tensor, entries: Tensor) -> Tensor:
         """What takes the place of p (N, W) in the gradients of c and bias, targets aside."""
-        times = torch.zeros_like(p[:, :1])
+        times = torch.zeros_like(p[:, 0])
         if self.seed is not None:
-            rows = drawn_rows(self.seed, p.shape[0])
-            times[rows[rows < len(times)]] = ROW_GROUP
-        return self._weights(p, entries, times)
+            rows, row_times = draw_rows(self.seed, p.shape[0])
+            times.index_add_(0, rows, row_times.to(p.dtype))
+        return self._weights(p, entries, times[:, None])
 
     def _weights(self, p: Tensor, entries: Tensor, times: Tensor) -> Tensor:
         return torch.where(self.keeps(p, entries), p, torch.where(p < self.eps[:, None], times * p, 0))
 
-    def samples(self, columns: Tensor, dim: int, vocab: int) -> list[Sample]:
-        """The columns drawn for the gradient of e (N, dim), of `vocab` entries here; columns (N,) int64, targets."""
-        if self.seed is None:
-            return []
+    def sample(self, columns: Tensor, dim: int, vocab: int) -> Sample:
+        """What is drawn for the gradients of e (N, dim) and of `vocab` entries here; columns (N,) int64, targets."""
+        assert self.seed is not None
         blocks = -(-columns.shape[0] // block_rows(dim))
+        block = torch.arange(columns.shape[0], device=columns.device) // block_rows(dim)
         seeds = _mixed(self.seed + 1 + torch.arange(blocks, device=columns.device))[:, None]
         n_frequent = 0 if self.frequent is None else self.frequent.shape[0]
         target = columns.clamp(min=0)
+
         first_group = self.first // COLUMN_GROUP
-        drawn = draws(seeds, first_group, -(-(self.first + vocab) // COLUMN_GROUP), COLUMN_GROUP) - self.first
-        drawn = torch.where((drawn >= 0) & (drawn < vocab), drawn, -1)
+        drawn = _draws(seeds, first_group, -(-(self.first + vocab) // COLUMN_GROUP), COLUMN_GROUP) - self.first
+        is_one = (drawn >= 0) & (drawn < vocab)
+        drawn = drawn.clamp(0, vocab - 1)
         if self.rank is not None:
-            drawn = torch.where(self.rank[drawn.clamp(min=0)] >= n_frequent, drawn, -1)
-        group = (self.first + target) // COLUMN_GROUP - first_group
-        found = [Sample.of(drawn, COLUMN_GROUP, columns, group, dim)]
+            is_one &= self.rank[drawn] >= n_frequent
+        times = torch.where(is_one, float(COLUMN_GROUP), 0.0)
+        group = ((self.first + target) // COLUMN_GROUP - first_group).clamp(max=drawn.shape[1] - 1)
         if self.frequent is not None and self.rank is not None and n_frequent > self.n_head:
-            places = self.n_head + draws(seeds, 0, -(-(n_frequent - self.n_head) // FREQUENT_GROUP), FREQUENT_GROUP)
-            drawn = self.frequent[places.clamp(max=n_frequent - 1)] - self.first
-            drawn = torch.where((places < n_frequent) & (drawn >= 0) & (drawn < vocab), drawn, -1)
-            group = (self.rank[target] - self.n_head).clamp(min=0) // FREQUENT_GROUP
-            found.append(Sample.of(drawn, FREQUENT_GROUP, columns, group.long(), dim))
-        return found
+            places = self.n_head + _draws(seeds, 0, -(-(n_frequent - self.n_head) // FREQUENT_GROUP), FREQUENT_GROUP)
+            some = self.frequent[places.clamp(max=n_frequent - 1)] - self.first
+            is_one = (places < n_frequent) & (some >= 0) & (some < vocab)
+            rank = self.rank[target]
+            place = drawn.shape[1] + (rank - self.n_head).clamp(min=0) // FREQUENT_GROUP
+            group = torch.where((rank >= self.n_head) & (rank < n_frequent), place.long(), group)
+            drawn = torch.cat([drawn, some.clamp(0, vocab - 1)], dim=1)
+            times = torch.cat([times, torch.where(is_one, float(FREQUENT_GROUP), 0.0)], dim=1)
+        place = torch.where((columns >= 0) & (drawn[block, group] == columns), group, -1)
+        return Sample(drawn, times, place, *draw_rows(self.seed, columns.shape[0]))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Columns drawn, one of each group of `size` neighbours.
+    """The columns and rows drawn, and how many each stands for: 0 where what was drawn is none of those at hand.
 
-    columns: (blocks of rows, groups) int64, -1 where the one drawn is none of these entries. place: (N,) int64, where a
-    row's target stands among the columns of its block, -1 if it does not.
+    columns: (blocks of rows, groups) int64; times: the same in fp32. place: (N,) int64, where a row's target stands
+    among the columns of its block, -1 if it does not. rows: (groups of rows,) int64; row_times: the same in fp32.
     """
 
     columns: Tensor
-    size: int
+    times: Tensor
     place: Tensor
+    rows: Tensor
+    row_times: Tensor
 
     @classmethod
-    def of(cls, drawn: Tensor, size: int, columns: Tensor, group: Tensor, dim: int) -> Sample:
-        group = group.clamp(max=drawn.shape[1] - 1)
-        block = torch.arange(columns.shape[0], device=columns.device) // block_rows(dim)
-        return cls(drawn, size, torch.where((columns >= 0) & (drawn[block, group] == columns), group, -1))
+    def empty(cls, columns: Tensor, dim: int, vocab: int) -> Sample:
+        """Of a whole vocabulary, without values."""
+        n_rows = columns.shape[0]
+        n_head, n_frequent = frequent_sizes(n_rows, vocab)
+        groups = -(-vocab // COLUMN_GROUP) + -(-(n_frequent - n_head) // FREQUENT_GROUP)
+        drawn = columns.new_empty(-(-n_rows // block_rows(dim)), groups)
+        rows = columns.new_empty(-(-n_rows // ROW_GROUP))
+        return cls(
+            drawn, torch.empty_like(drawn, dtype=torch.float32), torch.empty_like(columns), rows,
+            torch.empty_like(rows, dtype=torch.float32),
+        )  # fmt: skip
 
 
 def frequent_sizes(n_rows: int, vocab: int) -> tuple[int, int]:
@@ -175,12 +191,13 @@ def block_rows(dim: int) -> int:
     return max(1, FULL_WAVE // -(-dim // TILE_COLS)) * TILE_ROWS
 
 
-def drawn_rows(seed: Tensor, n_rows: int) -> Tensor:
-    """Of each group of neighbours among the rows the one drawn, (groups,) int64. The last may lie beyond all rows."""
-    return draws(_mixed(seed), 0, -(-n_rows // ROW_GROUP), ROW_GROUP)
+def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each group of neighbours among the rows the one drawn, and how many it stands for; see Sample."""
+    rows = _draws(_mixed(seed), 0, -(-n_rows // ROW_GROUP), ROW_GROUP)
+    return rows.clamp(max=n_rows - 1), torch.where(rows < n_rows, float(ROW_GROUP), 0.0)
 
 
-def draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:
+def _draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:
     """One of each group of `size` from the group `first` to `end`, (..., end − first) int64; seeds () or (..., 1)."""
     groups = torch.arange(first, end, device=seeds.device)
     return groups * size + _mixed(seeds ^ groups * _ODD) % size

@@ -160,7 +160,7 @@ def backward(
     """
     assert o.filter_eps is not None
     (n_rows, _), vocab = e.shape, c.shape[0]
-    lists = Lists(*state)
+    lists = Lists.of(state)
     rule = lists.rule(o.filter_eps, vocab)
     active = lists.void
 
@@ -194,11 +194,11 @@ def backward(
     filtering = Filter(rule, kept, dropped) if o.filter_mass is None else None
     fallback = Fallback(active, grad_e, grad_c)
     gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
-    if rule.seed is not None:
-        room = room_beside_lists(n_rows, vocab, lists.column.shape[0], o)
+    if lists.sample is not None:
+        room = room_beside_lists(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
         estimated = None if filtering is not None else 1 - active  # a call that filter_mass makes exact has no tails
         out = grad_c if main_grad_c is None else main_grad_c
-        add_estimates(e, c, None, columns, lse, a, rule, o, grad_e, out, None, room, estimated)
+        add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out, None, room, estimated)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
         if rule.rank is not None:  # targets of the head are listed, too

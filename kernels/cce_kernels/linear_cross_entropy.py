@@ -15,17 +15,16 @@ from .rows import mean_metrics, reduce_loss
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
-PAPER_EPS = 2.0**-12
-UNBIASED_EPS = 2.0**-12
+EPS = 2.0**-12  # of the paper
 
 # What each name stands for; paper/…: the variants of Wijmans et al. 2024, named as in Apple's package.
 PRESETS: dict[str, dict[str, Any]] = {
     "cce_kahan": {"accumulate": "kahan"},
-    "cce_filter": {"accumulate": "kahan", "filter_eps": UNBIASED_EPS, "filter_unbiased": True},
-    "paper/cce": {"accumulate": "bf16", "filter_eps": PAPER_EPS},
-    "paper/cce_kahan": {"accumulate": "kahan", "filter_eps": PAPER_EPS},
-    "paper/cce_kahan_full_c": {"accumulate": "kahan", "filter_eps": PAPER_EPS, "filter_c": False},
-    "paper/cce_kahan_full_e": {"accumulate": "kahan", "filter_eps": PAPER_EPS, "filter_e": False},
+    "cce_filter": {"accumulate": "kahan", "filter_eps": EPS, "filter_unbiased": True},
+    "paper/cce": {"accumulate": "bf16", "filter_eps": EPS},
+    "paper/cce_kahan": {"accumulate": "kahan", "filter_eps": EPS},
+    "paper/cce_kahan_full_c": {"accumulate": "kahan", "filter_eps": EPS, "filter_c": False},
+    "paper/cce_kahan_full_e": {"accumulate": "kahan", "filter_eps": EPS, "filter_e": False},
     "paper/cce_exact": {"accumulate": "fp32"},
 }
 _PRESET_DEFAULTS = {

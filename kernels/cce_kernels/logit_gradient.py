@@ -44,6 +44,7 @@ def gradient_kernel(
     dbias_ptr,  # (row tiles, W) fp32 or None: this tile's part of dbias, written
     eps_ptr,  # (N,) fp32 or None: each row's threshold of the filter
     rank_ptr,  # (W,) int32 or None; entries of a rank below n_head are kept
+    times_ptr,  # (W,) fp32 or None: with TAIL, what columns are multiplied by
     kept_ptr,  # (splits, N) fp32 or None: entries kept, added to
     dropped_ptr,  # (splits, N) fp32 or None: mass dropped, added to
     active_ptr,  # () int32 or None: 0 for nothing to do
@@ -104,7 +105,7 @@ def gradient_kernel(
                 if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if some_filtered:
                         dz, kept, dropped = _filter(
-                            dz, p, is_target, cols, W, eps, rank_ptr, n_head, kept, dropped, TAIL
+                            dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
                         )
                 dz_desc.store([row, col], dz.to(dz_desc.dtype))
                 if dbias_ptr is not None:
@@ -117,7 +118,7 @@ def gradient_kernel(
                 if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if some_filtered:
                         dz, kept, dropped = _filter(
-                            dz, p, is_target, cols, W, eps, rank_ptr, n_head, kept, dropped, TAIL
+                            dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
                         )
                 dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
                 if dbias_ptr is not None:
@@ -131,13 +132,15 @@ def gradient_kernel(
 
 
 @triton.jit
-def _filter(dz, p, is_target, cols, W, eps, rank_ptr, n_head, kept, dropped, TAIL: tl.constexpr):
+def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL: tl.constexpr):
     """dz of one half tile after the filter; entries kept and mass dropped of the rows, with this half's added."""
     always = is_target
     if rank_ptr is not None:
         always |= (tl.load(rank_ptr + cols, mask=cols < W, other=0) < n_head)[None, :]
     if TAIL:
         dz = tl.where((p < eps[:, None]) & (always == 0), dz, 0.0)
+        if times_ptr is not None:
+            dz *= tl.load(times_ptr + cols, mask=cols < W, other=0.0)[None, :]
     else:
         entry = (cols < W)[None, :]
         stays = ((p >= eps[:, None]) | always) & entry
@@ -149,11 +152,13 @@ def _filter(dz, p, is_target, cols, W, eps, rank_ptr, n_head, kept, dropped, TAI
 
 @dataclass(frozen=True)
 class Filter:
-    """What is kept; and, added to, `parts` of how much each row kept and dropped. Without these, what is left."""
+    """What is kept; and, added to, `parts` of how much each row kept and dropped. Without these, what is left, each
+    column times `times` (W,) fp32 if given."""
 
     rule: Rule
     kept: Tensor | None = None
     dropped: Tensor | None = None
+    times: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -200,11 +205,11 @@ def gradient_of_chunk(
     tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
-    eps = rank = kept = dropped = None
+    eps = rank = times = kept = dropped = None
     n_head = 0
     if filtering is not None:
         rule, kept, dropped = filtering.rule, filtering.kept, filtering.dropped
-        eps, n_head = rule.eps, rule.n_head
+        eps, n_head, times = rule.eps, rule.n_head, filtering.times
         rank = None if rule.rank is None else rule.rank[first : first + width]
     programs = multiprocessors(e)
     splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
@@ -217,7 +222,7 @@ def gradient_of_chunk(
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c_chunk, tiles.cols, tiles.inner),
         descriptor(dz, tiles.rows, tiles.cols // 2),
-        bias_chunk, columns, lse, a, b, dbias, eps, rank, kept, dropped, active,
+        bias_chunk, columns, lse, a, b, dbias, eps, rank, times, kept, dropped, active,
         n_rows, width, dim, first, n_head, splits, tiles_per_split, scale, float(o.softcap or 0),
         on_target, elsewhere,
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,

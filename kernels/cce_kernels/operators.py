@@ -119,7 +119,7 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, u
             copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, main_grad_c, needs), o
         )
     elif plan.capacity:
-        state = backend.entries.empty_state(targets, int(c.shape[0]), plan.capacity, o)
+        state = backend.entries.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
     counted = targets.new_empty(() if reduction == "mean" else 0)
     return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state]
 

@@ -191,7 +191,8 @@ def backward(
     grads = gradients(e, c, bias, columns, lse, a, b, width, o, dtypes, main_grad_c, filtering)
     if filtering is not None and filtering.rule.seed is not None:
         grad_c = grads[1] if main_grad_c is None else main_grad_c
-        add_estimates(e, c, bias, columns, lse, a, filtering.rule, o, grads[0], grad_c, grads[2], room(o))
+        sample = filtering.rule.sample(columns, e.shape[1], vocab)
+        add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, o, grads[0], grad_c, grads[2], room(o))
     if stats is not None:
         stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b != 0, vocab)
     return grads

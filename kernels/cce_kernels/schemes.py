@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from .accumulator import scratch_bytes
-from .filtered import frequent_sizes
+from .filtered import COLUMN_GROUP, block_rows, frequent_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
@@ -164,7 +164,7 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
         return 0  # a scale of 0: entries.py takes probabilities from gradient factors
-    beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.vocab, 0)
+    beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.dim, p.vocab, 0)
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
@@ -173,9 +173,11 @@ def _capacity(p: Problem, o: Options) -> int:
     return min(capacity, most) if capacity >= LEAST_LISTED * p.n_rows else 0
 
 
-def _state_bytes(n_rows: int, vocab: int, capacity: int) -> int:
-    """Of the lists, and of what else stands beside a number or eight of each row, and the entries' ranks."""
-    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 72) + 4 * vocab
+def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int) -> int:
+    """Of the lists, and of what else stands beside a number or eight of each row, the entries' ranks, and the columns
+    drawn."""
+    drawn = math.ceil(n_rows / block_rows(dim)) * math.ceil(vocab / COLUMN_GROUP) * 12
+    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 96) + 4 * vocab + drawn
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
@@ -183,7 +185,7 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
     rounding, and where it filters, too, two partial statistics of each row."""
     lost = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
     splits = 0 if o.filter_mass is not None else most_splits(math.ceil(p.n_rows / TILE_ROWS), programs)
-    return _state_bytes(p.n_rows, p.vocab, capacity) + lost + 8 * splits * p.n_rows
+    return _state_bytes(p.n_rows, p.dim, p.vocab, capacity) + lost + 8 * splits * p.n_rows
 
 
 def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
@@ -195,9 +197,9 @@ def room(o: Options) -> int:
     return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
 
 
-def room_beside_lists(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
+def room_beside_lists(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """And of them those that the lists leave."""
-    return room(o) - _state_bytes(n_rows, vocab, capacity)
+    return room(o) - _state_bytes(n_rows, dim, vocab, capacity)
 
 
 def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) -> int:
@@ -214,7 +216,7 @@ def _starts_bytes(vocab: int) -> int:
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """Into how many parts the lists are cut to be sorted by column: as few as the workspace allows, as each has to be
     looked through for each column."""
-    budget = room_beside_lists(n_rows, vocab, capacity, o) - _head_gradient_bytes(n_rows, dim, vocab, o)
+    budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - _head_gradient_bytes(n_rows, dim, vocab, o)
     budget -= (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
     parts = 1
     while parts < LIST_PARTS and SORT_BYTES_PER_ENTRY * capacity // parts + parts * _starts_bytes(vocab) > budget:
@@ -222,9 +224,9 @@ def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> 
     return parts
 
 
-def list_rows(n_rows: int, vocab: int, capacity: int, o: Options) -> int:
+def list_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists and
     what sorting the vocabulary by frequency takes."""
-    budget = room_beside_lists(n_rows, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
+    budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
     rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

@@ -134,7 +134,7 @@ def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) ->
     assert capacity
     columns = torch.where(targets == IGNORE, -1, targets)
     _, state = entries.forward(fused.prepare(e.detach()), fused.prepare(c.detach()), columns, capacity, False, o)
-    return bool(entries.Lists(*state).void)
+    return bool(entries.Lists.of(state).void)
 
 
 def _interpreted() -> bool:

@@ -48,6 +48,10 @@ def test_the_unbiased_rule_is_right_on_average():
     check_unbiased("cpu", draws=64)
 
 
+def taken(drawn: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    return torch.where(times > 0, drawn, -1)
+
+
 @pytest.mark.parametrize("most_head", [64, 16])
 def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, most_head):
     """Of each group of neighbours, by place and by frequency, one is drawn: over seeds uniformly, independently of its
@@ -60,33 +64,35 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
     for i in range(seeds):
         targets = torch.full((n_rows,), i).index_fill_(0, torch.tensor([5]), -1) % vocab
         rule = Rule.of(targets, vocab, Options(filter_eps=2.0**-7, filter_unbiased=True))
-        samples = rule.samples(targets, dim, vocab)
-        drawn[0].append(samples[0].columns)
-        drawn[1].append(filtered.drawn_rows(rule.seed, n_rows))
+        sample = rule.sample(targets, dim, vocab)
+        drawn[0].append(taken(sample.columns, sample.times)[:, : vocab // filtered.COLUMN_GROUP])
+        drawn[1].append(taken(sample.rows, sample.row_times))
         if i < 150:
             weights_e += rule.weights_e(p, all_entries, dim, vocab)[[0, -1]] / 150
             weights_c += rule.weights_c(p[:, :7], some) / 150
-    assert len(samples) == (1 if most_head == 64 else 2)
+    frequent = (64 - most_head) // filtered.FREQUENT_GROUP
+    assert sample.columns.shape[1] == vocab // filtered.COLUMN_GROUP + frequent
+    assert (sample.times == filtered.FREQUENT_GROUP).sum() == 2 * frequent
     stacked = torch.stack(drawn[0]), torch.stack(drawn[1])
     for x, size in zip(stacked, (filtered.COLUMN_GROUP, filtered.ROW_GROUP), strict=True):
         places = x - size * torch.arange(x.shape[-1])
-        taken = places[x >= 0]
-        assert ((taken >= 0) & (taken < size)).all()
-        share = torch.bincount(taken, minlength=size) / taken.numel()
-        frequent = 64 / vocab if size == filtered.COLUMN_GROUP else 0  # the same entries in most of the calls
-        assert (share - 1 / size).abs().max() < 5 * (1 / size / taken.numel()) ** 0.5 + frequent / size
+        there = places[x >= 0]
+        assert ((there >= 0) & (there < size)).all()
+        share = torch.bincount(there, minlength=size) / there.numel()
+        left_out = 64 / vocab if size == filtered.COLUMN_GROUP else 0  # the same entries in most of the calls
+        assert (share - 1 / size).abs().max() < 5 * (1 / size / there.numel()) ** 0.5 + left_out / size
         both = (places[..., 1:] == places[..., :-1])[(x[..., 1:] >= 0) & (x[..., :-1] >= 0)].double()
-        assert abs(both.mean() - 1 / size) < 5 * (1 / size / both.numel()) ** 0.5 + frequent / size
+        assert abs(both.mean() - 1 / size) < 5 * (1 / size / both.numel()) ** 0.5 + left_out / size
     first, second = stacked[0].unbind(dim=1)
     same = (first == second)[(first >= 0) & (second >= 0)].double()
     assert abs(same.mean() - 1 / filtered.COLUMN_GROUP) < 5 * (1 / filtered.COLUMN_GROUP / same.numel()) ** 0.5
 
-    for i, sample in enumerate(samples):  # of the last call, from shards of 300 entries and the rest
-        none = torch.full_like(targets, -1)
-        parts = [rule.shard(300 * j, (300, 724)[j]).samples(none, dim, (300, 724)[j])[i].columns for j in (0, 1)]
-        whole = [x[row][x[row] >= 0] + 300 * j for row in (0, 1) for j, x in enumerate(parts)]
-        assert torch.cat(whole[:2]).sort().values.equal(sample.columns[0][sample.columns[0] >= 0].sort().values)
-        assert torch.cat(whole[2:]).sort().values.equal(sample.columns[1][sample.columns[1] >= 0].sort().values)
+    none = torch.full_like(targets, -1)
+    shards = [rule.shard(300 * j, size).sample(none, dim, size) for j, size in enumerate((300, 724))]
+    for block in (0, 1):
+        parts = [taken(x.columns, x.times)[block] + 300 * j for j, x in enumerate(shards)]
+        parts = torch.cat([x[y.times[block] > 0] for x, y in zip(parts, shards, strict=True)])
+        assert parts.sort().values.equal(sample.columns[block][sample.times[block] > 0].sort().values)
     spread = 5.5 * 15**0.5 * 2.0**-7 / 150**0.5
     assert (weights_e - p[[0, -1]]).abs().max() < spread
     assert (weights_c - p[:, :7]).abs().max() < spread
