@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .draw import draw
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, Sample, by_frequency, frequent_sizes, seed_of
+from .filtered import Rule, Sample, by_frequency, frequent_sizes
 from .finish import Gradient, finish_rows
 from .launch import quick
 from .options import Options
@@ -240,19 +241,16 @@ class Lists:
 
     def rule(self, eps: float, vocab: int) -> Rule:
         """What is kept, without a seed: the sample is there already."""
-        return self._rule(torch.full_like(self.nll, eps), None, vocab)
+        return Rule(torch.full_like(self.nll, eps), None, *self._frequent(vocab))
 
     def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
         """The same with what is drawn for these columns (N,), if anything is."""
-        if self.sample is None:
-            return self
-        rule = self._rule(self.nll, seed_of(columns), vocab)
-        return replace(self, sample=rule.sample(columns, dim, vocab))
+        return self if self.sample is None else replace(self, sample=draw(columns, dim, vocab, *self._frequent(vocab)))
 
-    def _rule(self, eps: Tensor, seed: Tensor | None, vocab: int) -> Rule:
-        rank, frequent = (x if x.numel() else None for x in (self.rank, self.frequent))
-        n_head = 0 if rank is None else frequent_sizes(self.nll.shape[0], vocab)[0]
-        return Rule(eps, seed, rank, frequent, n_head)
+    def _frequent(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
+        if not self.rank.numel():
+            return None, None, 0
+        return self.rank, self.frequent, frequent_sizes(self.nll.shape[0], vocab)[0]
 
 
 def forward(
@@ -303,7 +301,7 @@ def forward(
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
     lists.nll.copy_(nll)  # the loss may be made of the other
-    lists = lists.sampled(columns, e.shape[1], vocab)  # last: the host has some hundred small operations to launch
+    lists = lists.sampled(columns, e.shape[1], vocab)
     return Rows(lse, nll, None, metrics), lists.tensors()
 
 

@@ -40,7 +40,7 @@ from .rows import where_it_counts
 
 COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 16, 4, 12  # neighbours of which one is drawn
 FULL_WAVE, TILE_ROWS, TILE_COLS = 132, 128, 256  # tiles of dE that a GPU of 132 multiprocessors makes at once
-_MASK, _ODD, _ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
+_MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
 FREQUENT_SHARE = 16  # of the vocabulary, at most: 1 / 16
 
@@ -183,7 +183,7 @@ def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None,
 
 def seed_of(columns: Tensor) -> Tensor:
     """() int64, of every row's target (N,)."""
-    return _mixed((_mixed(columns) ^ torch.arange(columns.shape[0], device=columns.device) * _ODD).sum())
+    return _mixed((_mixed(columns) ^ torch.arange(columns.shape[0], device=columns.device) * HASH_ODD).sum())
 
 
 def block_rows(dim: int) -> int:
@@ -200,14 +200,14 @@ def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
 def _draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:
     """One of each group of `size` from the group `first` to `end`, (..., end − first) int64; seeds () or (..., 1)."""
     groups = torch.arange(first, end, device=seeds.device)
-    return groups * size + _mixed(seeds ^ groups * _ODD) % size
+    return groups * size + _mixed(seeds ^ groups * HASH_ODD) % size
 
 
 def _mixed(x: Tensor) -> Tensor:
     """32 bits each, int64, that look drawn at random."""
     for _ in range(2):
         x = x & _MASK
-        x = (x ^ (x >> 16)) * _ROUND
+        x = (x ^ (x >> 16)) * HASH_ROUND
     x = x & _MASK
     return x ^ (x >> 16)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
-from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import filtered, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.filtered import Rule
 from cce_kernels.options import Options
 from torch import Tensor
@@ -204,6 +205,39 @@ def check_order_of_the_vocabulary(device: str) -> None:
     other = gradients(linear_cross_entropy(e, shuffled, moved, filter_eps=2.0**-8), (e, shuffled))
     torch.testing.assert_close(other[0], one[0], rtol=2e-2, atol=1e-5)
     torch.testing.assert_close(other[1][places], one[1], rtol=2e-2, atol=1e-5)
+
+
+def check_draws(device: str) -> None:
+    """The kernels draw what filtered.py says."""
+    from cce_kernels.draw import draw as drawn_by_kernels
+
+    random = torch.Generator().manual_seed(0)
+    for n_rows, dim, vocab, most_head in (
+        (90, 4096, 1500, 16),
+        (2300, 4096, 517, 16),
+        (9, 16, 40, 16),
+        (50, 8, 1040, 0),
+    ):
+        targets = torch.randint(vocab, (n_rows,), generator=random)
+        targets[::7] = -1
+        n_head, n_frequent = most_head, 64 if vocab > 1000 else most_head
+        rank, frequent = filtered.by_frequency(targets, n_frequent, vocab)
+        if rank is None:
+            n_head = 0
+        rule = Rule(torch.empty(n_rows), filtered.seed_of(targets), rank, frequent, n_head)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(filtered, "frequent_sizes", lambda *_: (n_head, n_frequent))  # noqa: B023
+            there = [None if x is None else x.to(device) for x in (rank, frequent)]
+            found = drawn_by_kernels(targets.to(device), dim, vocab, *there, n_head)
+        wanted, block = rule.sample(targets, dim, vocab), torch.arange(n_rows) // filtered.block_rows(dim)
+        for name, want in vars(wanted).items():
+            got = getattr(found, name).cpu()
+            assert got.dtype == want.dtype, name
+            if name == "columns":  # which one stands where none was drawn does not matter
+                got, want = (torch.where(wanted.times > 0, x, -1) for x in (got, want))
+            if name == "place":
+                got, want = (torch.where(wanted.times[block, x.clamp(min=0)] > 0, x, -1) for x in (got, want))
+            assert torch.equal(got, want), name
 
 
 def check_unbiased(device: str, draws: int) -> None:

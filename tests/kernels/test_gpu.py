@@ -27,6 +27,7 @@ from filter_cases import (
     FILTERED,
     Filtered,
     check_adversarial_rows,
+    check_draws,
     check_exact_at_no_mass,
     check_filtered,
     check_monotone,
@@ -73,6 +74,10 @@ def test_moderate_cases_are_within_twice_torchs_error(case, dtype):
 @pytest.mark.parametrize("case", FILTERED, ids=str)
 def test_filtered_gradients_and_statistics_are_those_of_the_rule(case, dtype):
     check_filtered(case, dtype, "cuda")
+
+
+def test_kernels_draw_what_the_rule_says():
+    check_draws("cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -33,6 +33,7 @@ from filter_cases import (
     FILTERED,
     Filtered,
     check_adversarial_rows,
+    check_draws,
     check_exact_at_no_mass,
     check_filtered,
     check_monotone,
@@ -89,6 +90,11 @@ def test_lists_of_several_segments_and_blocks(monkeypatch):
     monkeypatch.setattr("cce_kernels.entries.EIGHTS", 32)
     monkeypatch.setattr("cce_kernels.entries.FOUND", 64)
     check_filtered(Filtered("segments", {"filter_unbiased": True}, shape=(20, 16, 610)), BF16, "cpu")
+
+
+@in_interpreter
+def test_kernels_draw_what_the_rule_says():
+    check_draws("cpu")
 
 
 @in_interpreter

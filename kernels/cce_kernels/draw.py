@@ -1,0 +1,161 @@
+"""The filter's draws in Triton; filtered.py has the same in torch, in some hundred small operations.
+
+    mixed(x) = two rounds of (x ^ x >> 16) · ROUND, and a last shift        all in 32 bits
+    seed = mixed(Σ_i mixed(target_i) ^ i · ODD)
+    drawn = group · size + mixed(s ^ group · ODD) mod size
+    s = mixed(seed + 1 + block) for columns, mixed(seed) for rows
+
+Cost: four launches; reads targets and ranks, writes the sample.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .filtered import COLUMN_GROUP, FREQUENT_GROUP, HASH_ODD, HASH_ROUND, ROW_GROUP, Sample, block_rows
+from .launch import quick
+from .tiles import cdiv
+
+_ODD, _ROUND = tl.constexpr(HASH_ODD - 2**32), tl.constexpr(HASH_ROUND)  # as 32 bits with a sign
+BLOCK = 1024
+
+
+@triton.jit
+def _mixed(x):
+    """Of int32; uint32."""
+    x = x.to(tl.uint32, bitcast=True)
+    for _ in tl.static_range(2):
+        x = ((x ^ (x >> 16)).to(tl.int32, bitcast=True) * _ROUND).to(tl.uint32, bitcast=True)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _draw(salt, group, SIZE: tl.constexpr):
+    """Which of a group's SIZE; salt uint32, group int32."""
+    return (_mixed(salt.to(tl.int32, bitcast=True) ^ (group * _ODD)) % SIZE).to(tl.int32)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def seed_kernel(
+    target_ptr,  # (N,) int64
+    seed_ptr,  # () int32, written
+    N,
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros((BLOCK,), dtype=tl.int64)
+    for first in range(0, N, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + rows, mask=rows < N, other=0).to(tl.int32)
+        total += tl.where(rows < N, _mixed(target).to(tl.int32, bitcast=True) ^ (rows * _ODD), 0).to(tl.int64)
+    tl.store(seed_ptr, _mixed(tl.sum(total, axis=0).to(tl.int32)).to(tl.int32, bitcast=True))
+
+
+@quick
+@triton.jit(do_not_specialize=["V", "groups", "drawn", "n_head", "n_frequent"])
+def columns_drawn_kernel(
+    seed_ptr,  # () int32
+    rank_ptr,  # (V,) int32 or None
+    frequent_ptr,  # (n_frequent,) int64 or None
+    columns_ptr,  # (blocks of rows, drawn) int64, written
+    times_ptr,  # (blocks of rows, drawn) fp32, written
+    V,
+    groups,  # of all columns; the rest of `drawn` are of the frequent ones
+    drawn,
+    n_head,
+    n_frequent,
+    COLUMN_GROUP: tl.constexpr,
+    FREQUENT_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    salt = _mixed(tl.load(seed_ptr) + 1 + block)
+    column = k * COLUMN_GROUP + _draw(salt, k, COLUMN_GROUP)
+    there = column < V
+    column = tl.minimum(column, V - 1).to(tl.int64)
+    times = tl.full((BLOCK,), COLUMN_GROUP, dtype=tl.float32)
+    if rank_ptr is not None:
+        there &= tl.load(rank_ptr + column, mask=k < groups, other=0) >= n_frequent
+        is_frequent = k >= groups
+        place = n_head + (k - groups) * FREQUENT_GROUP + _draw(salt, k - groups, FREQUENT_GROUP)
+        other = tl.load(frequent_ptr + tl.minimum(place, n_frequent - 1), mask=is_frequent & (k < drawn), other=0)
+        column = tl.where(is_frequent, other, column)
+        there = tl.where(is_frequent, place < n_frequent, there)
+        times = tl.where(is_frequent, FREQUENT_GROUP, times)
+    to = block.to(tl.int64) * drawn + k
+    tl.store(columns_ptr + to, column, mask=k < drawn)
+    tl.store(times_ptr + to, tl.where(there, times, 0.0), mask=k < drawn)
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "groups", "n_head", "n_frequent", "block_rows"])
+def places_kernel(
+    seed_ptr,  # () int32
+    target_ptr,  # (N,) int64, negative for none
+    rank_ptr,  # (V,) int32 or None
+    place_ptr,  # (N,) int64, written
+    N,
+    groups,
+    n_head,
+    n_frequent,
+    block_rows,
+    COLUMN_GROUP: tl.constexpr,
+    FREQUENT_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where the rows' targets stand among the columns drawn for them."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
+    salt = _mixed(tl.load(seed_ptr) + 1 + rows // block_rows)
+    group = target // COLUMN_GROUP
+    is_drawn = group * COLUMN_GROUP + _draw(salt, group, COLUMN_GROUP) == target
+    if rank_ptr is not None:
+        rank = tl.load(rank_ptr + target, mask=target >= 0, other=0)
+        of_frequent = (rank - n_head) // FREQUENT_GROUP
+        place = n_head + of_frequent * FREQUENT_GROUP + _draw(salt, of_frequent, FREQUENT_GROUP)
+        is_frequent = (rank >= n_head) & (rank < n_frequent)
+        group = tl.where(is_frequent, groups + of_frequent, group)
+        is_drawn = tl.where(is_frequent, place == rank, is_drawn)
+    tl.store(place_ptr + rows, tl.where(is_drawn & (target >= 0), group, -1), mask=rows < N)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def rows_drawn_kernel(
+    seed_ptr,  # () int32
+    rows_ptr,  # (⌈N / ROW_GROUP⌉,) int64, written
+    times_ptr,  # (⌈N / ROW_GROUP⌉,) fp32, written
+    N,
+    ROW_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = k * ROW_GROUP + _draw(_mixed(tl.load(seed_ptr)), k, ROW_GROUP)
+    inside = k < tl.cdiv(N, ROW_GROUP)
+    tl.store(rows_ptr + k, tl.minimum(row, N - 1), mask=inside)
+    tl.store(times_ptr + k, tl.where(row < N, ROW_GROUP * 1.0, 0.0), mask=inside)
+
+
+def draw(targets: Tensor, dim: int, vocab: int, rank: Tensor | None, frequent: Tensor | None, n_head: int) -> Sample:
+    """`Rule.sample` for targets (N,) int64, of a rule with these ranks and the targets' seed."""
+    sample = Sample.empty(targets, dim, vocab)
+    seed = targets.new_empty((), dtype=torch.int32)
+    n_rows, (blocks, drawn) = targets.shape[0], sample.columns.shape
+    groups, n_frequent = cdiv(vocab, COLUMN_GROUP), 0 if frequent is None else frequent.shape[0]
+    seed_kernel[(1,)](targets, seed, n_rows, BLOCK, num_warps=8)
+    columns_drawn_kernel[(blocks, cdiv(drawn, BLOCK))](
+        seed, rank, frequent, sample.columns, sample.times, vocab, groups, drawn, n_head, n_frequent, COLUMN_GROUP,
+        FREQUENT_GROUP, BLOCK, num_warps=4,
+    )  # fmt: skip
+    places_kernel[(cdiv(n_rows, BLOCK),)](
+        seed, targets, rank, sample.place, n_rows, groups, n_head, n_frequent, block_rows(dim), COLUMN_GROUP,
+        FREQUENT_GROUP, BLOCK, num_warps=4,
+    )  # fmt: skip
+    rows_drawn_kernel[(cdiv(len(sample.rows), BLOCK),)](
+        seed, sample.rows, sample.row_times, n_rows, ROW_GROUP, BLOCK, num_warps=4
+    )
+    return sample
