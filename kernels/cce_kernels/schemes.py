@@ -177,7 +177,7 @@ def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int) -> int:
     """Of the lists, and of what else stands beside a number or eight of each row, the entries' ranks, and the columns
     drawn."""
     drawn = math.ceil(n_rows / block_rows(dim)) * math.ceil(vocab / COLUMN_GROUP) * 12
-    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 96) + 4 * vocab + drawn
+    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 160) + 4 * vocab + drawn
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:

@@ -112,7 +112,7 @@ def _add_to_c(
     e_drawn = aligned(e.index_select(0, drawn))
     columns, lse, a = columns[drawn], lse[drawn], peak.a[drawn] * sample.row_times
     left = Filter(replace(rule, eps=rule.eps[drawn]))
-    width = tail_width(len(drawn), 0, vocab, e.itemsize, room - e_drawn.nbytes)
+    width = tail_width(len(drawn), 0, vocab, e.itemsize, room // 2)
     workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))
