@@ -274,6 +274,13 @@ def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):
     assert [row.shape for row in bench_rows()] == ["large"]
 
 
+def test_a_filter_is_never_the_fastest_exact_backend():
+    errors = {"de_err": 1e-3, "dc_err": 1e-3}
+    assert make_row("cce_kahan", **errors).exact
+    assert not make_row("cce_filter filter_eps=0.001", **errors).exact
+    assert not make_row("liger", de_err=1e-3, dc_err=2e-2).exact
+
+
 def test_errors_of_thresholds_are_plotted_against_time(tmp_path):
     unbiased, threshold = "cce_filter filter_eps={}", "cce_filter filter_unbiased=false filter_eps={}"
     rows = [make_row("compiled", ratio_to_compiled=1.0, de_err=1e-3, dc_err=1e-3)]
