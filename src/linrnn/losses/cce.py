@@ -66,7 +66,7 @@ class CceKahan(LossBackend):
 
 
 class CceFilter(CceKahan):
-    """Estimates gradient entries with a softmax below `filter_eps` from a sample, or drops them: that harms pretraining.
+    """Estimates gradient entries whose softmax is below `filter_eps` from a sample, or drops them (for fine-tuning).
 
     Its statistics (shares of entries kept and of exact rows; softmax mass dropped per row: mean, 99th percentile and
     largest) are device scalars that the backward pass fills in; they are NaN before it.
