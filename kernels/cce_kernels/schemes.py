@@ -168,7 +168,8 @@ def _capacity(p: Problem, o: Options) -> int:
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
-    listed = max(USUALLY_LISTED, min(MOST_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)))
+    usually = USUALLY_LISTED if o.filter_unbiased else 2 * USUALLY_LISTED  # there the head takes half
+    listed = max(usually, min(MOST_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)))
     most = min(listed * p.n_rows, MOST_ENTRIES) // LIST_PARTS * LIST_PARTS
     return min(capacity, most) if capacity >= LEAST_LISTED * p.n_rows else 0
 
