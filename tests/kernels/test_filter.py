@@ -57,7 +57,7 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
     """Of each group of neighbours, by place and by frequency, one is drawn: over seeds uniformly, independently of its
     neighbours and of other blocks of rows. Two shards' columns are the whole vocabulary's. Weights are p on average."""
     monkeypatch.setattr(filtered, "MOST_HEAD", most_head)
-    n_rows, dim, vocab, seeds = 2 * filtered.block_rows(4096), 4096, 1024, 1500
+    n_rows, dim, vocab, seeds = 2 * filtered.block_rows(4096), 4096, 1024, 600
     p = torch.rand(n_rows, vocab, dtype=torch.float64) * 2.0**-6
     some, all_entries = torch.arange(7), torch.arange(vocab)
     drawn, weights_e, weights_c = [[], []], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :7])

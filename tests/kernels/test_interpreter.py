@@ -138,7 +138,7 @@ def test_properties_of_the_filter(unbiased):
 def test_more_properties_of_the_filter():
     check_exact_at_no_mass("cpu")
     check_order_of_the_vocabulary("cpu")
-    check_unbiased("cpu", draws=8)
+    check_unbiased("cpu", draws=4)
 
 
 @in_interpreter
