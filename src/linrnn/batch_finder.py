@@ -232,8 +232,10 @@ def report(answer: Answer, on_gpu: bool) -> list[str]:
     lines = [f"largest batch: {answer.batch} sequences{bound}, foreseen {answer.foreseen}, {len(answer.probes)} probes"]
     if best is not None:
         lines.append(f"  {_line(best)}")
-    if answer.batch == 0:
+    if answer.batch == 0 and answer.exact:
         lines.append("  not even one fits: raise memory_budget_gib, lower trainer.seq_len, or choose a smaller size")
+    elif answer.batch == 0:
+        lines.append("  no batch that was tried fits, smaller ones were not tried: raise max_probes (why: train.log)")
     if not on_gpu:
         lines.append("  memory is the process's resident set, Python and libraries included; the foreseen is a GPU's")
     return lines

@@ -342,7 +342,8 @@ def _largest_batches(
             f"checkpointing {own.get('activation_checkpointing')}, {own['memory_budget_gib']:g} GiB"
             + ("" if own["exact"] and base["exact"] else "; a search did not end exact")
         )
-        batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] else []
+        unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, and there were batches left to try
+        batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
         speeds = [_best_speed(answer) for answer in (own, base)]
         ratio = [speeds[0] / speeds[1]] if speeds[0] and speeds[1] else []
         verdicts.append(judge(BATCH, model, backend, against, batches, remark))

@@ -72,6 +72,13 @@ def test_not_even_one_sequence_is_an_answer() -> None:
     assert "not even one fits" in report(answer, on_gpu=True)[1]
 
 
+def test_a_search_without_a_fitting_batch_does_not_say_that_one_sequence_is_too_many() -> None:
+    log: list[int] = []
+    answer = search(probing(line(70, 1), 40 * GIB, log), line(0, 1), 40 * GIB, 2)
+    assert (log, answer.batch, answer.too_large, answer.exact) == ([40, 35], 0, 35, False)
+    assert "raise max_probes" in report(answer, on_gpu=True)[1]
+
+
 def test_an_answer_that_is_not_exact_says_so() -> None:
     probes = (Probe(8, True, 60 * GIB, 1000.0, 50 * GIB),)
     lines = report(Answer(8, None, 9, probes), on_gpu=True)

@@ -248,6 +248,17 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     assert "another gpus" in batch.remark
 
 
+def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothing() -> None:
+    compiled, nothing = answer("compiled", 12, 1000), answer("cce_kahan", 0, 0)
+    cut_off = only(
+        verdicts.verdicts(THREE_SEEDS, [compiled, {**nothing, "exact": False}]), verdicts.BATCH, "cce_kahan", "compiled"
+    )
+    assert (cut_off.value, cut_off.verdict) == (None, "open")
+    assert "did not end exact" in cut_off.remark
+    none = only(verdicts.verdicts(THREE_SEEDS, [compiled, nothing]), verdicts.BATCH, "cce_kahan", "compiled")
+    assert (none.value, none.verdict) == (0, "missed")
+
+
 def test_a_report_keeps_the_answers_that_counted_for_those_who_have_the_report_alone(tmp_path: Path) -> None:
     stranger = {**answer("compiled", 3, 10), "size": "1b3"}
     write_report(THREE_SEEDS, tmp_path / "g", "g", [answer("compiled", 12, 1000), stranger])
