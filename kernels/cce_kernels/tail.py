@@ -7,6 +7,9 @@ An entry is in its row's tail if it is neither the target nor of the head and p 
 columns or rows is drawn (filtered.py); those drawn are copied together, their logits made again, and multiplied as in
 recompute.py: `gradient_kernel` writes what the rule leaves where it otherwise writes what the rule keeps.
 
+Lists are made by probabilities of 8 bits (entries.py), tails by fp32: an entry within 2^-9 of eps may count twice, or
+not at all, as often the one as the other.
+
 Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; both gradients read and
 written once more.
 """
