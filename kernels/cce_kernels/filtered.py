@@ -120,7 +120,7 @@ class Rule:
         drawn = drawn.clamp(0, vocab - 1)
         if self.rank is not None:
             is_one &= self.rank[drawn] >= n_frequent
-        times = torch.where(is_one, float(COLUMN_GROUP), 0.0)
+        times = is_one.float() * COLUMN_GROUP
         group = ((self.first + target) // COLUMN_GROUP - first_group).clamp(max=drawn.shape[1] - 1)
         if self.frequent is not None and self.rank is not None and n_frequent > self.n_head:
             places = self.n_head + _draws(seeds, 0, -(-(n_frequent - self.n_head) // FREQUENT_GROUP), FREQUENT_GROUP)
@@ -130,7 +130,7 @@ class Rule:
             place = drawn.shape[1] + (rank - self.n_head).clamp(min=0) // FREQUENT_GROUP
             group = torch.where((rank >= self.n_head) & (rank < n_frequent), place.long(), group)
             drawn = torch.cat([drawn, some.clamp(0, vocab - 1)], dim=1)
-            times = torch.cat([times, torch.where(is_one, float(FREQUENT_GROUP), 0.0)], dim=1)
+            times = torch.cat([times, is_one.float() * FREQUENT_GROUP], dim=1)
         place = torch.where((columns >= 0) & (drawn[block, group] == columns), group, -1)
         return Sample(drawn, times, place, *draw_rows(self.seed, columns.shape[0]))
 
@@ -194,7 +194,7 @@ def block_rows(dim: int) -> int:
 def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     """Of each group of neighbours among the rows the one drawn, and how many it stands for; see Sample."""
     rows = _draws(_mixed(seed), 0, -(-n_rows // ROW_GROUP), ROW_GROUP)
-    return rows.clamp(max=n_rows - 1), torch.where(rows < n_rows, float(ROW_GROUP), 0.0)
+    return rows.clamp(max=n_rows - 1), (rows < n_rows).float() * ROW_GROUP
 
 
 def _draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:

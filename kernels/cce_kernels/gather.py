@@ -195,7 +195,7 @@ def backward(
     fallback = Fallback(active, grad_e, grad_c)
     gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
     if lists.sample is not None:
-        room = room_beside_lists(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
+        room = room_beside_lists(n_rows, e.shape[1], vocab, lists.column.shape[0], o) - kept.nbytes - dropped.nbytes
         estimated = None if filtering is not None else 1 - active  # a call that filter_mass makes exact has no tails
         out = grad_c if main_grad_c is None else main_grad_c
         add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out, None, room, estimated)

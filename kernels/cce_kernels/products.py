@@ -121,7 +121,7 @@ def product(
     beside: bool = False,
     active: Tensor | None = None,
 ) -> None:
-    """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] A B, with A = aᵀ if transpose_a.
+    """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
 
     Args:
         a, b: of one dtype and `aligned`.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from .accumulator import scratch_bytes
-from .filtered import COLUMN_GROUP, block_rows, frequent_sizes
+from .filtered import COLUMN_GROUP, FREQUENT_GROUP, block_rows, frequent_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
@@ -36,13 +36,13 @@ MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
 EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a closer look, at most (entries.py)
-# Entries a row that lists hold, on average over the rows: at least, for an eps of 2^-12, at most. A row keeps 1 / eps
-# at most, but no model's does; beyond V / 120 dense products are as fast.
+# Entries a row that lists hold, on average over the rows: at least, usually, at most. A row keeps 1 / eps at most, but
+# no model's does; beyond V / 120 dense products are as fast. Where no head is dense lists have twice as many.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 256, 1024
 MOST_ENTRIES = 2**31 - 1  # places in the lists are 32 bits wide (gather.py)
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
-LISTED_TIMES_EPS = 2.0**-4  # USUALLY_LISTED at 2^-12
+LISTED_TIMES_EPS = 2.0**-4  # more, from 2^-12 on
 LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
 LIST_PARTS = 8  # sorted one after another, at most
 
@@ -164,20 +164,24 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
         return 0  # a scale of 0: entries.py takes probabilities from gradient factors
-    beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.dim, p.vocab, 0)
+    beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
-    usually = USUALLY_LISTED if o.filter_unbiased else 2 * USUALLY_LISTED  # there the head takes half
-    listed = max(usually, min(MOST_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)))
+    listed = max(USUALLY_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)) * (1 if o.filter_unbiased else 2)
+    listed = min(listed, MOST_LISTED, int(1 / o.filter_eps) + 1)
     most = min(listed * p.n_rows, MOST_ENTRIES) // LIST_PARTS * LIST_PARTS
     return min(capacity, most) if capacity >= LEAST_LISTED * p.n_rows else 0
 
 
-def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int) -> int:
+def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """Of the lists, and of what else stands beside a number or eight of each row, the entries' ranks, and the columns
     drawn."""
-    drawn = math.ceil(n_rows / block_rows(dim)) * math.ceil(vocab / COLUMN_GROUP) * 12
+    drawn = 0
+    if o.filter_unbiased:
+        n_head, n_frequent = frequent_sizes(n_rows, vocab)
+        groups = math.ceil(vocab / COLUMN_GROUP) + math.ceil((n_frequent - n_head) / FREQUENT_GROUP)
+        drawn = 12 * groups * math.ceil(n_rows / block_rows(dim))
     return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 160) + 4 * vocab + drawn
 
 
@@ -186,7 +190,7 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
     rounding, and where it filters, too, two partial statistics of each row."""
     lost = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
     splits = 0 if o.filter_mass is not None else most_splits(math.ceil(p.n_rows / TILE_ROWS), programs)
-    return _state_bytes(p.n_rows, p.dim, p.vocab, capacity) + lost + 8 * splits * p.n_rows
+    return _state_bytes(p.n_rows, p.dim, p.vocab, capacity, o) + lost + 8 * splits * p.n_rows
 
 
 def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
@@ -200,7 +204,7 @@ def room(o: Options) -> int:
 
 def room_beside_lists(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """And of them those that the lists leave."""
-    return room(o) - _state_bytes(n_rows, dim, vocab, capacity)
+    return room(o) - _state_bytes(n_rows, dim, vocab, capacity, o)
 
 
 def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) -> int:

@@ -7,8 +7,9 @@ An entry is in its row's tail if it is neither the target nor of the head and p 
 columns or rows is drawn (filtered.py); those drawn are copied together, their logits made again, and multiplied as in
 recompute.py: `gradient_kernel` writes what the rule leaves where it otherwise writes what the rule keeps.
 
-Lists are made by probabilities of 8 bits (entries.py), tails by fp32: an entry within 2^-9 of eps may count twice, or
-not at all, as often the one as the other.
+Gradients of 16 bits are read, added to and rounded again, whatever `accumulate` says: a fifth of what the sample errs
+by. Lists are made by probabilities of 8 bits (entries.py), tails by fp32: an entry within 2^-9 of eps may count twice,
+or not at all, as often the one as the other.
 
 Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; both gradients read and
 written once more.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from .filtered import Rule, Sample, block_rows
@@ -51,7 +51,8 @@ def add_estimates(
         e, c, bias, columns, lse, a: as in recompute.gradients.
         sample: the rule's, for these columns.
         grad_e: (N, D). grad_c: (V, D), or the fp32 buffer in its place. grad_bias: (V,).
-        room: bytes that copies and logits may take.
+        room: bytes that copies and logits may take; where the copy of the rows drawn alone takes more, 16 columns of
+            logits come on top.
     """
     peak = Peak.of(a, a)
     scale = peak.value * o.logit_scale
@@ -115,7 +116,7 @@ def _add_to_c(
     e_drawn = aligned(e.index_select(0, drawn))
     columns, lse, a = columns[drawn], lse[drawn], peak.a[drawn] * sample.row_times
     left = Filter(replace(rule, eps=rule.eps[drawn]))
-    width = tail_width(len(drawn), 0, vocab, e.itemsize, room // 2)
+    width = tail_width(len(drawn), 0, vocab, e.itemsize, room - e_drawn.nbytes)
     workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))
@@ -125,9 +126,6 @@ def _add_to_c(
             grad_bias is not None, o, left, active,
         )  # fmt: skip
         if grad_c is not None:
-            into = grad_c[chunk] if grad_c.dtype == torch.float32 else None
-            product(
-                dz, e_drawn, grad_c[chunk], transpose_a=True, read=into is None, times=scale, into=into, active=active
-            )
+            product(dz, e_drawn, grad_c[chunk], transpose_a=True, read=True, times=scale, active=active)
         if grad_bias is not None and dbias is not None:
             grad_bias[chunk] += (dbias.sum(dim=0) * peak.value).to(grad_bias.dtype)

@@ -241,8 +241,7 @@ def check_draws(device: str) -> None:
 
 
 def check_unbiased(device: str, draws: int) -> None:
-    """Gradients over many draws, of the same rows at different places, come near the exact ones; a threshold's, at as
-    many as decide it, not."""
+    """Gradients over many draws, of the same rows at different places, come near the exact ones; a threshold's not."""
     n_rows = 16
     e, c, targets, _ = draw(Case("unbiased", shape=(n_rows,), dim=24, vocab=900, peak=3, dtype=FP32, ignored=0), device)
     e, c = (x.detach().to(BF16).requires_grad_() for x in (e, c))
@@ -257,4 +256,4 @@ def check_unbiased(device: str, draws: int) -> None:
     of_one = error(gradients(one, (c,))[0], exact)
     of_many = error_of(filter_eps=2.0**-5, filter_unbiased=True)
     assert of_many < 2 * of_one / draws**0.5 + 3e-3
-    assert draws < 64 or error_of(filter_eps=2.0**-5) > of_many  # which more draws make smaller still
+    assert error_of(filter_eps=2.0**-5) > of_many  # which more draws make smaller still

@@ -278,6 +278,8 @@ def test_a_filter_is_never_the_fastest_exact_backend():
     errors = {"de_err": 1e-3, "dc_err": 1e-3}
     assert make_row("cce_kahan", **errors).exact
     assert not make_row("cce_filter filter_eps=0.001", **errors).exact
+    assert not make_row("paper/cce_kahan_full_e", **errors).exact
+    assert make_row("paper/cce_exact", **errors).exact
     assert not make_row("liger", de_err=1e-3, dc_err=2e-2).exact
 
 
