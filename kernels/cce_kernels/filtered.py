@@ -39,7 +39,8 @@ from .options import Options
 from .rows import where_it_counts
 
 COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 16, 4, 12  # neighbours of which one is drawn
-FULL_WAVE, TILE_ROWS, TILE_COLS = 132, 128, 256  # tiles of dE that a GPU of 132 multiprocessors makes at once
+TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
+FULL_WAVE = 132  # tiles that a GPU of as many multiprocessors makes at once
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
 FREQUENT_SHARE = 16  # of the vocabulary, at most: 1 / 16
@@ -170,7 +171,8 @@ def frequent_sizes(n_rows: int, vocab: int) -> tuple[int, int]:
 
 
 def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
-    """Each entry's rank by how often it is a target, ties by index, and the head of `size`; None if that is 0."""
+    """Each entry's rank by how often it is a target, ties by index: (V,) int32; and the first `size` entries,
+    (size,) int64. None and None if that is 0."""
     if not size:
         return None, None
     counts = torch.zeros(vocab + 1, dtype=torch.int32, device=columns.device)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from .accumulator import scratch_bytes
-from .filtered import COLUMN_GROUP, FREQUENT_GROUP, block_rows, frequent_sizes
+from .filtered import COLUMN_GROUP, FREQUENT_GROUP, TILE_COLS, TILE_ROWS, block_rows, frequent_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
@@ -31,7 +31,6 @@ CHUNK_COST = 1100.0
 LAUNCH_SECONDS = 40e-6
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
-TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
