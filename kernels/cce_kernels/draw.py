@@ -1,11 +1,11 @@
-"""The filter's draws in Triton; filtered.py has the same in torch, in some hundred small operations.
+"""The filter's ranks and draws in Triton; filtered.py has the same in torch, in some hundred small operations.
 
     mixed(x) = two rounds of (x ^ x >> 16) · ROUND, and a last shift        all in 32 bits
     seed = mixed(Σ_i mixed(target_i) ^ i · ODD)
     drawn = group · size + mixed(s ^ group · ODD) mod size
     s = mixed(seed + 1 + block) for columns, mixed(seed) for rows
 
-Cost: four launches; reads targets and ranks, writes the sample.
+Cost: seven launches and one sort of V numbers; reads targets and ranks, writes ranks and the sample.
 """
 
 from __future__ import annotations
@@ -36,6 +36,39 @@ def _mixed(x):
 def _draw(salt, group, SIZE: tl.constexpr):
     """Which of a group's SIZE; salt uint32, group int32."""
     return (_mixed(salt.to(tl.int32, bitcast=True) ^ (group * _ODD)) % SIZE).to(tl.int32)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def count_kernel(
+    target_ptr,  # (N,) int64, negative for none
+    count_ptr,  # (V,) int32, added to
+    N,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + rows, mask=rows < N, other=-1)
+    tl.atomic_add(count_ptr + target, 1, mask=target >= 0, sem="relaxed")  # integers: in any order the same
+
+
+@quick
+@triton.jit(do_not_specialize=["V", "n_head", "n_frequent"])
+def rank_kernel(
+    order_ptr,  # (V,) int64: entries, the most frequent first
+    rank_ptr,  # (V,) int32, written
+    frequent_ptr,  # (n_frequent,) int64, written
+    bits_ptr,  # (⌈V / 32⌉,) int32: a bit an entry, set for the first n_head
+    V,
+    n_head,
+    n_frequent,
+    BLOCK: tl.constexpr,
+):
+    rank = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(order_ptr + rank, mask=rank < V, other=0)
+    tl.store(rank_ptr + entry, rank, mask=rank < V)
+    tl.store(frequent_ptr + rank, entry, mask=rank < n_frequent)
+    bit = (tl.full((BLOCK,), 1, dtype=tl.int32) << (entry % 32).to(tl.int32)).to(tl.int32)
+    tl.atomic_or(bits_ptr + entry // 32, bit, mask=rank < n_head, sem="relaxed")
 
 
 @quick
@@ -138,6 +171,18 @@ def rows_drawn_kernel(
     inside = k < tl.cdiv(N, ROW_GROUP)
     tl.store(rows_ptr + k, tl.minimum(row, N - 1), mask=inside)
     tl.store(times_ptr + k, tl.where(row < N, ROW_GROUP * 1.0, 0.0), mask=inside)
+
+
+def rank_entries(targets: Tensor, rank: Tensor, frequent: Tensor, n_head: int, bits: Tensor) -> None:
+    """`filtered.by_frequency` of targets (N,) int64, written to rank (V,) and frequent; sets the bits, one an entry
+    from the lowest bit of bits (4 ⌈V / 32⌉,) uint8 on, of the first n_head."""
+    n_rows, vocab = targets.shape[0], rank.shape[0]
+    counts = torch.zeros_like(rank)
+    count_kernel[(cdiv(n_rows, BLOCK),)](targets, counts, n_rows, BLOCK, num_warps=4)
+    order = torch.argsort(counts, descending=True, stable=True)
+    rank_kernel[(cdiv(vocab, BLOCK),)](
+        order, rank, frequent, bits.view(torch.int32), vocab, n_head, frequent.shape[0], BLOCK, num_warps=4
+    )
 
 
 def draw(targets: Tensor, dim: int, vocab: int, rank: Tensor | None, frequent: Tensor | None, n_head: int) -> Sample:

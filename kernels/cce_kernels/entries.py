@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw import draw
+from .draw import draw, rank_entries
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, Sample, by_frequency, frequent_sizes
+from .filtered import Rule, Sample, frequent_sizes
 from .finish import Gradient, finish_rows
 from .launch import quick
 from .options import Options
@@ -273,14 +273,15 @@ def forward(
     eps = float(o.filter_eps)
     if z_target is None:
         z_target = target_logits(e, c, None, columns, o)
+    void = torch.zeros((), dtype=torch.int32, device=e.device)
+    unread = None if o.filter_mass is None else void
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
-        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
-        if first == 0:  # while the first product runs: the host has some twenty small operations to launch for these
-            lists = _lists_of(columns, e.shape[1], vocab, capacity, o)
-            unlisted = _unlisted(lists.rank, frequent_sizes(n_rows, vocab)[0] if o.filter_unbiased else 0, vocab)
+        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, unread)
+        if first == 0:  # while the first product runs: the host has some twenty small things to do for these
+            lists, unlisted = _lists_of(columns, e.shape[1], vocab, capacity, o, void)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
@@ -305,27 +306,21 @@ def forward(
     return Rows(lse, nll, None, metrics), lists.tensors()
 
 
-def _lists_of(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> Lists:
-    """Lists with what the rule says of the rows and the vocabulary, and no entry."""
-    lists = Lists.empty(columns, dim, vocab, capacity, o)
+def _lists_of(
+    columns: Tensor, dim: int, vocab: int, capacity: int, o: Options, void: Tensor
+) -> tuple[Lists, Tensor | None]:
+    """Lists with what the rule says of the vocabulary, and no entry; select_kernel's bits, or None if all are 0."""
+    lists = replace(Lists.empty(columns, dim, vocab, capacity, o), void=void)
     lists.starts[:1].zero_()
-    lists.void.zero_()
     lists.column.fill_(vocab)
-    rank, frequent = by_frequency(columns, lists.frequent.shape[0], vocab)
-    return lists if rank is None or frequent is None else replace(lists, rank=rank, frequent=frequent)
-
-
-def _unlisted(rank: Tensor, n_head: int, vocab: int) -> Tensor | None:
-    """select_kernel's bits (⌈V / 8⌉,) uint8, or None where all are 0."""
-    if not n_head and vocab % 8 == 0:
-        return None
-    unlisted = torch.ones(cdiv(vocab, 8) * 8, dtype=torch.bool, device=rank.device)
-    if n_head:
-        torch.lt(rank, n_head, out=unlisted[:vocab])
-    else:
-        unlisted[:vocab] = False
-    bits = unlisted.view(torch.uint8).view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=rank.device)
-    return bits.sum(dim=1, dtype=torch.uint8)
+    if not lists.frequent.numel() and vocab % 8 == 0:
+        return lists, None
+    bits = torch.zeros(4 * cdiv(vocab, 32), dtype=torch.uint8, device=columns.device)
+    if vocab % 8:
+        bits[vocab // 8] = 256 - (1 << vocab % 8)
+    if lists.frequent.numel():
+        rank_entries(columns, lists.rank, lists.frequent, frequent_sizes(columns.shape[0], vocab)[0], bits)
+    return lists, bits
 
 
 def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:

@@ -216,8 +216,9 @@ def exponentials(
     w: Tensor | None,
     with_metrics: bool,
     o: Options,
+    unread: Tensor | None = None,
 ) -> Sums:
-    """The sums; writes w (N, V) unless it is None."""
+    """The sums; writes w (N, V) unless it is None. Where `unread` () int32 is 1 nobody will read w: it may be left."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
@@ -226,7 +227,7 @@ def exponentials(
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     if on_hopper:
-        hopper.exponentials(programs, e, c, w, z_target, sums, splits, tiles_per_split, float(o.logit_scale))
+        hopper.exponentials(programs, e, c, w, z_target, sums, unread, splits, tiles_per_split, float(o.logit_scale))
         return Sums(sums, None, None)
     z_sums = torch.empty_like(sums) if with_z else None
     metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None

@@ -11,7 +11,8 @@ q is what the filter keeps of the softmax (filtered.py), 0 nearly everywhere; al
 What the unbiased rule estimates of the tails is added at the end (tail.py).
 
 Where the lists overflowed, or filter_mass makes the call exact, recompute.py does the work instead. The device decides
-that: the kernels of the way not taken are launched, too, and return at once.
+that: the kernels of the way not taken are launched, too, and return at once. Those of recompute.py come last, when the
+device has mostly got far enough to say that they are not needed (glance.py).
 
 Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered; dC written once.
 """
@@ -27,6 +28,7 @@ from .entries import Lists
 from .epilogues import HEADROOM, LOG2E
 from .exponentials import exponentials
 from .filtered import FilterStats, Rule
+from .glance import Glance
 from .launch import quick
 from .logit_gradient import Filter, parts
 from .options import Options
@@ -45,7 +47,7 @@ HEAD_ROWS = 4096  # whose head probabilities exist at a time
 @quick
 @triton.jit
 def coefficients_kernel(
-    active_ptr,  # () int32: 1 for nothing to do
+    active_ptr,  # () int32: 0 for nothing to do
     starts_ptr,  # (N + 1,) int64
     weight_ptr,  # (capacity,) fp32
     a_ptr,  # (N,) fp32
@@ -57,7 +59,7 @@ def coefficients_kernel(
 ):
     """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
     row = tl.program_id(0)
-    if tl.load(active_ptr) == 0:
+    if tl.load(active_ptr) != 0:
         begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         a = tl.load(a_ptr + row)
         if tl.load(target_ptr + row) >= 0:
@@ -73,7 +75,7 @@ def coefficients_kernel(
 @quick
 @triton.jit
 def gather_kernel(
-    active_ptr,  # () int32: 1 for nothing to do
+    active_ptr,  # () int32: 0 for nothing to do
     starts_ptr,  # (PARTS, rows of out and one): where in a part of the lists a row's begins
     index_ptr,  # (PARTS, part_size) int32: rows of x
     coefficient_ptr,  # (PARTS, part_size) fp32
@@ -102,7 +104,7 @@ def gather_kernel(
     row_blocks = tl.cdiv(n_rows, ROWS)
     block = tl.program_id(0) % row_blocks * ROWS
     dims = tl.program_id(0) // row_blocks * WIDTH + tl.arange(0, WIDTH)
-    end = tl.minimum(block + ROWS, n_rows) * (1 - tl.load(active_ptr))
+    end = tl.minimum(block + ROWS, n_rows) * tl.load(active_ptr)
     for i in range(end - block):
         row = block + i
         acc = tl.zeros((ENTRIES, WIDTH), dtype=tl.float32)
@@ -159,56 +161,77 @@ def backward(
         width: vocabulary entries per chunk, should the lists not do.
     """
     assert o.filter_eps is not None
-    (n_rows, _), vocab = e.shape, c.shape[0]
+    (n_rows, dim), vocab = e.shape, c.shape[0]
     lists = Lists.of(state)
     rule = lists.rule(o.filter_eps, vocab)
-    active = lists.void
-
+    void = Glance(lists.void)
     grad_e = None if dtypes[0] is None else torch.empty(e.shape, dtype=dtypes[0], device=e.device)
     grad_c = None if dtypes[1] is None else torch.empty(c.shape, dtype=dtypes[1], device=c.device)
-    with_c = grad_c is not None or main_grad_c is not None
-    scaled_a = a * o.logit_scale
-    grad_head = _head(e, c, columns, lse, scaled_a, rule, grad_e, with_c, o)
-    # p_target − 1 keeps its relative precision where the loss is near 0.
-    at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
-    coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
-    coefficients_kernel[(n_rows,)](
-        active, lists.starts, lists.weight, scaled_a, columns, at_target, coefficients, rows, 256,
-        num_warps=2,
-    )  # fmt: skip
-    if grad_e is not None:
-        factor = None if not rule.n_head else scaled_a
-        _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
-    if with_c:
-        n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
-        starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
-        out = grad_c if main_grad_c is None else main_grad_c
-        assert out is not None
-        head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
-        _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head, together=COLUMNS)
-        del starts, head
-    del rows, coefficients, grad_head  # room for the workspace
+    out_c = grad_c if main_grad_c is None else main_grad_c
 
-    # Where mass is too large, nothing is dropped.
-    kept, dropped = parts(e)
-    filtering = Filter(rule, kept, dropped) if o.filter_mass is None else None
-    fallback = Fallback(active, grad_e, grad_c)
-    gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
-    if lists.sample is not None:
-        room = room_beside_lists(n_rows, e.shape[1], vocab, lists.column.shape[0], o) - kept.nbytes - dropped.nbytes
-        estimated = None if filtering is not None else 1 - active  # a call that filter_mass makes exact has no tails
-        out = grad_c if main_grad_c is None else main_grad_c
-        add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out, None, room, estimated)
+    def estimate(active: Tensor, taken: int) -> None:
+        if lists.sample is not None:
+            left = room_beside_lists(n_rows, dim, vocab, lists.column.shape[0], o) - taken
+            add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out_c, None, left, active)
+
+    _by_lists(e, c, columns, lse, a, b, lists, rule, 1 - lists.void, o, grad_e, grad_c, main_grad_c)
+    estimate(1 - lists.void, 0)
+    filtering = None
+    if not void.is_zero():
+        if o.filter_mass is None:  # where mass is too large, nothing is dropped
+            kept, dropped = parts(e)
+            filtering = Filter(rule, kept, dropped)
+        fallback = Fallback(lists.void, grad_e, grad_c)
+        gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
+        if filtering is not None:
+            estimate(lists.void, kept.nbytes + dropped.nbytes)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
         if rule.rank is not None:  # targets of the head are listed, too
             listed = listed - (rule.rank[columns.clamp(min=0)] < rule.n_head).long()
-        mass, exact = lists.dropped.sum(dim=1), active != 0
+        mass, exact = lists.dropped.sum(dim=1), lists.void != 0
         if filtering is not None:
             listed = torch.where(exact, kept.sum(dim=0), listed)
             mass, exact = torch.where(exact, dropped.sum(dim=0), mass), torch.zeros_like(exact)
         stats.write(listed, mass, exact, b != 0, vocab)
     return grad_e, grad_c
+
+
+def _by_lists(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    lists: Lists,
+    rule: Rule,
+    active: Tensor,
+    o: Options,
+    grad_e: Tensor | None,
+    grad_c: Tensor | None,
+    main_grad_c: Tensor | None,
+) -> None:
+    """Write what the rule keeps to the gradients that are there, if `active` () int32 is not 0."""
+    n_rows, vocab = e.shape[0], c.shape[0]
+    out = grad_c if main_grad_c is None else main_grad_c
+    a_scaled = a * o.logit_scale
+    grad_head = _head(e, c, columns, lse, a_scaled, rule, grad_e, out is not None, o, active)
+    # p_target − 1 keeps its relative precision where the loss is near 0.
+    at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
+    coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
+    coefficients_kernel[(n_rows,)](
+        active, lists.starts, lists.weight, a_scaled, columns, at_target, coefficients, rows, 256,
+        num_warps=2,
+    )  # fmt: skip
+    if grad_e is not None:
+        factor = None if not rule.n_head else a_scaled
+        _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
+    if out is not None:
+        n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
+        starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
+        head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
+        _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head, together=COLUMNS)
 
 
 def _head(
@@ -221,6 +244,7 @@ def _head(
     grad_e: Tensor | None,
     with_c: bool,
     o: Options,
+    active: Tensor,
 ) -> Tensor | None:
     """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
     if not rule.n_head or rule.rank is None or rule.frequent is None:
@@ -240,10 +264,10 @@ def _head(
         exponentials(e[chunk], c_head, None, columns[chunk], offset[chunk], head, False, o)
         p_chunk.scatter_(1, ranks[chunk], 0.0)
         if grad_e is not None:
-            product(head, c_head, grad_e[chunk])
+            product(head, c_head, grad_e[chunk], active=active)
         if grad_head is not None:
             torch.mul(e[chunk], a[chunk, None], out=scaled_chunk)
-            product(head, scaled_chunk, grad_head, transpose_a=True, read=first > 0)
+            product(head, scaled_chunk, grad_head, transpose_a=True, read=first > 0, active=active)
     return grad_head
 
 

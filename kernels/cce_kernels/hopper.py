@@ -146,7 +146,7 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
-    e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, N, V, D, splits, tiles_per_split, logit_scale,
+    e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, unread_ptr, N, V, D, splits, tiles_per_split, logit_scale,
     STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `exponentials_kernel`."""
@@ -155,10 +155,11 @@ def hopper_exponentials_kernel(
     if w_desc is not None:
         staging = gl.allocate_shared_memory(w_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], w_desc.layout)
     work = (N, V, D, splits, tiles_per_split)
+    pointers = (z_target_ptr, sum_ptr, unread_ptr)
     gl.warp_specialize(
         [
-            (_exponentials, (0, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, GROUP, EVEN_V)),
-            (_exponentials, (1, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale, GROUP, EVEN_V)),
+            (_exponentials, (0, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
+            (_exponentials, (1, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second and third; the first one runs on the program's own four
@@ -168,11 +169,14 @@ def hopper_exponentials_kernel(
 
 @gluon.jit
 def _exponentials(
-    WHICH: gl.constexpr, w_desc, staging, ring, work, z_target_ptr, sum_ptr, logit_scale,
-    GROUP: gl.constexpr, EVEN_V: gl.constexpr,
+    WHICH: gl.constexpr, w_desc, staging, ring, work, pointers, logit_scale, GROUP: gl.constexpr, EVEN_V: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_exponentials_kernel`."""
     N, V, D, splits, _tiles_per_split = work
+    z_target_ptr, sum_ptr, unread_ptr = pointers
+    wanted = True
+    if unread_ptr is not None:
+        wanted = gl.load(unread_ptr) == 0
     BLOCK_V: gl.constexpr = ring[1].shape[1]
     WIDTH: gl.constexpr = BLOCK_V // 2
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
@@ -199,8 +203,9 @@ def _exponentials(
                     halves[part], cols + part * WIDTH, 0, z_target, None, V, logit_scale, 0.0, total, 0.0, 0.0, 0.0,
                     False, EVEN_V, False, False, False,
                 )  # fmt: skip
-                if w_desc is not None:
-                    _store(w_desc, row, col + part * WIDTH, staging.index(WHICH), w)
+                if w_desc is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+                    if wanted:
+                        _store(w_desc, row, col + part * WIDTH, staging.index(WHICH), w)
         gl.store(sum_ptr + split.to(gl.int64) * N + rows, total, mask=rows < N)
     if w_desc is not None:
         tma.store_wait(0)
@@ -291,15 +296,15 @@ def _swizzled(width: int) -> gl.NVMMASharedLayout:
 
 
 def exponentials(
-    programs: int, e: Tensor, c: Tensor, w: Tensor | None, z_target: Tensor, sums: Tensor, splits: int,
-    tiles_per_split: int, logit_scale: float,
+    programs: int, e: Tensor, c: Tensor, w: Tensor | None, z_target: Tensor, sums: Tensor, unread: Tensor | None,
+    splits: int, tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     t = logits_tiles(dim)
     hopper_exponentials_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
-        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), z_target, sums,
+        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), z_target, sums, unread,
         n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
         t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -208,8 +208,9 @@ def check_order_of_the_vocabulary(device: str) -> None:
 
 
 def check_draws(device: str) -> None:
-    """The kernels draw what filtered.py says."""
+    """The kernels rank and draw as filtered.py says."""
     from cce_kernels.draw import draw as drawn_by_kernels
+    from cce_kernels.draw import rank_entries
 
     random = torch.Generator().manual_seed(0)
     for n_rows, dim, vocab, most_head in (
@@ -224,6 +225,15 @@ def check_draws(device: str) -> None:
         rank, frequent = filtered.by_frequency(targets, n_frequent, vocab)
         if rank is None:
             n_head = 0
+        else:
+            size = -(-vocab // 32)
+            by_kernels = (rank + 1).to(device), (frequent + 1).to(device)
+            bits = torch.zeros(4 * size, dtype=torch.uint8, device=device)
+            rank_entries(targets.to(device), *by_kernels, n_head, bits)
+            assert torch.equal(by_kernels[0].cpu(), rank)
+            assert torch.equal(by_kernels[1].cpu(), frequent)
+            is_set = (bits.cpu()[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
+            assert torch.equal(is_set.nonzero().flatten(), frequent[:n_head].sort().values)
         rule = Rule(torch.empty(n_rows), filtered.seed_of(targets), rank, frequent, n_head)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(filtered, "frequent_sizes", lambda *_: (n_head, n_frequent))  # noqa: B023

@@ -157,9 +157,10 @@ def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
     e, c, targets, _ = draw(Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192}), "cpu")
     e, c, ones = e.detach(), c.detach(), torch.ones(e.shape[0])
     state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
-    if unbiased:  # nothing has run that would have drawn
-        sample = fused.entries.Lists.of(state).sample
-        sample.columns.zero_(), sample.rows.zero_()
+    if unbiased:  # nothing has run that would have ranked and drawn
+        lists = fused.entries.Lists.of(state)
+        for x in (lists.rank, lists.frequent, lists.sample.columns, lists.sample.rows):
+            x.zero_()
     stats = FilterStats(FilterStats.empty(e.device))
     fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
 
@@ -170,6 +171,7 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
     launch_lists(dtype, unbiased, mass)
     lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
     if unbiased:
+        lists |= {"count_kernel", "rank_kernel"}
         lists |= {"seed_kernel", "columns_drawn_kernel", "places_kernel", "rows_drawn_kernel"}
     dense = {"hopper_exponentials_kernel", "rows_kernel", "product_kernel"}
     dense |= {"gradient_kernel"} if unbiased or mass is None else set()  # the tail's or the fallback's, with the rule

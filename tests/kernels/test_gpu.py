@@ -44,6 +44,7 @@ pytestmark = [
 ]
 
 MIB = 2**20
+FITS = {"filter_eps": 2.0**-14, "filter_unbiased": True}  # lists hold peaked rows of 8,192 entries, not uniform ones
 MODERATE = [
     Case("moderate", shape=(2048,), dim=256, vocab=8001),
     Case("moderate_odd", shape=(3, 333), dim=203, vocab=5003, bias=True),
@@ -189,8 +190,10 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
     assert rows.isnan().nonzero().tolist() == [[7]]
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_nothing_waits_for_the_device(with_bias):
     e, c, targets, bias = draw(Case("sync", shape=(1024,), dim=128, vocab=5000, bias=True, dtype=BF16), "cuda")
+    bias = bias if with_bias else None
     for preset in ("cce_kahan", "cce_filter"):
         linear_cross_entropy(e, c, targets, bias=bias, preset=preset).backward()  # compile first
         torch.cuda.set_sync_debug_mode("error")
@@ -228,27 +231,60 @@ def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(argument
     check_targets_apart("cuda", *arguments)
 
 
-@pytest.mark.parametrize("workspace_mib", [None, 16])  # stored exponentials, recomputed logits
-def test_replayed_from_a_cuda_graph(workspace_mib):
-    e, c, targets, _ = draw(Case("graph", shape=(4096,), dim=256, vocab=8192, dtype=BF16), "cuda")
+@pytest.mark.parametrize("options", [{}, {"workspace_mib": 16}, FITS], ids=["stored", "recomputed", "filtered"])
+def test_replayed_from_a_cuda_graph(options):
+    """Also for other inputs, where the filter's lists do not do."""
+    e, c, targets, _ = draw(Case("graph", shape=(4096,), dim=256, vocab=8192, dtype=BF16, peak=14), "cuda")
 
     def step():
         e.grad = c.grad = None
-        linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib).backward()
+        linear_cross_entropy(e, c, targets, **options).backward()
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    want = e.grad.clone(), c.grad.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    e.grad.zero_()
-    c.grad.zero_()
-    graph.replay()
-    assert torch.equal(e.grad, want[0])
-    assert torch.equal(c.grad, want[1])
+    grads = e.grad, c.grad
+    for scale in (1.0, 0.0):
+        e.data *= scale  # uniform rows
+        graph.replay()
+        found = [x.clone() for x in grads]
+        step()
+        assert torch.equal(e.grad, found[0])
+        assert torch.equal(c.grad, found[1])
+
+
+@pytest.mark.parametrize("peak", [14, 0])  # lists that do, and that overflow
+def test_what_the_host_knows_of_the_lists_changes_nothing_else(monkeypatch, peak):
+    """Gradients are the same whether the device or the host says that the way around the lists is not needed."""
+    from cce_kernels import gather
+
+    e, c, targets, _ = draw(Case("known", shape=(2048,), dim=256, vocab=8192, dtype=BF16, peak=peak), "cuda")
+    launched, real = [], gather.gradients
+
+    def spy(*args, **kwargs):
+        launched.append(True)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(gather, "gradients", spy)
+
+    def run(ahead: bool):
+        launched.clear()
+        torch.cuda.synchronize()
+        loss = linear_cross_entropy(e, c, targets, **FITS)
+        torch.cuda.synchronize()
+        if ahead:
+            torch.cuda._sleep(1_000_000_000)
+        return gradients(loss, (e, c)), bool(launched)
+
+    run(False)  # compiles
+    (unknown, both_ways), (known, fallback) = run(True), run(False)
+    assert both_ways
+    assert fallback == (peak == 0)
+    assert all(torch.equal(a, b) for a, b in zip(unknown, known, strict=True))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
