@@ -1,6 +1,7 @@
 """What a run was made with, for environment.json: versions, hardware and commit.
 
-Nothing that tells of a person or a place: no environment variables, host or user names, paths or keys.
+Nothing that tells of a person or a place: no environment variables (but what PyTorch's allocator takes from one), host or
+user names, paths or keys.
 """
 
 import os
@@ -38,6 +39,7 @@ GPU_STATE = {
     "watts": "power.draw",
     "celsius": "temperature.gpu",
 }
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
 
@@ -59,6 +61,7 @@ def describe_environment() -> dict[str, Any]:
         "os": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
+        "cuda_allocator": _allocator(),
         "gpus": _gpus(),
         "gpu_driver": _driver(),
         "cpu": _cpu_model(),
@@ -115,6 +118,11 @@ def _gpus() -> list[dict[str, Any]]:
         }
         for gpu in found
     ]
+
+
+def _allocator() -> str | None:
+    """How memory is handed out, where that is not PyTorch's default: it decides what batch fits."""
+    return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None)
 
 
 def _driver() -> str | None:

@@ -257,8 +257,9 @@ def _origin(runs: Sequence[Run]) -> list[str]:
     git = environment.get("git") or {}
     dirty = " with uncommitted changes" if git.get("dirty") else ""
     driver = f", driver {environment['gpu_driver']}" if environment.get("gpu_driver") else ""
+    allocator = f", CUDA allocator {environment['cuda_allocator']}" if environment.get("cuda_allocator") else ""
     return [
-        f"* device: {gpus}{driver}, Python {environment.get('python')}",
+        f"* device: {gpus}{driver}{allocator}, Python {environment.get('python')}",
         f"* commit: {git.get('commit')}{dirty}",
         f"* versions: {packages}",
         *_gpu_lines(runs),

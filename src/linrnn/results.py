@@ -19,7 +19,7 @@ MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: th
 STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
 CURVE_POINTS = 1000  # of a committed curve, at most
 # What two runs must share for their figures to stand in one table.
-SAME_ORIGIN = ("packages", "gpus", "cuda", "gpu_driver", "cpu", "git")
+SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
 # What tells settings apart: runs that share all of it differ in loss and seed alone.
 SETTING = (
     "model",

@@ -40,6 +40,14 @@ def test_versions_and_hardware_are_there():
     assert len(described["gpus"]) == torch.cuda.device_count()
 
 
+def test_what_the_allocator_was_told_is_there(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert describe_environment()["cuda_allocator"] is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert describe_environment()["cuda_allocator"] == "expandable_segments:True"
+
+
 def test_it_is_strict_json_without_secrets_names_or_paths(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-key")
     text = json.dumps(describe_environment(), allow_nan=False)
