@@ -1,7 +1,7 @@
 """What a run was made with, for environment.json: versions, hardware and commit.
 
-Nothing that tells of a person or a place: no environment variables (but what PyTorch's allocator takes from one), host or
-user names, paths or keys.
+Nothing that tells of a person or a place: no environment variables (but the CUDA allocator's), host or user
+names, paths or keys.
 """
 
 import os
