@@ -170,11 +170,13 @@ def _memory(
     }
     residual = saved.get("norms", 0) + saved.get("other", 0)
     rows |= {
+        "activations/workspaces": (None, formula["activations/workspaces"]),
         "activations/weight_copies": (saved.get("weight_copies", 0), formula["activations/weight_copies"]),
         "activations/embedding": (saved.get("embedding", 0), None),
         "activations/mixer": (saved.get("mixer", 0), formula["activations/mixer"]),
         "activations/mlp": (saved.get("mlp", 0), formula["activations/mlp"]),
         "activations/norms_and_residual": (residual, formula["activations/residual"]),
+        "activations/loss_inputs": (None, formula["activations/loss_inputs"]),
         "recurrent_states/one_layer": (None, per_layer),
         "loss_saved": (saved.get("loss", 0), None),
         "loss_forward": (measured.get("loss_forward"), formula["loss_forward"]),

@@ -185,8 +185,8 @@ def _measure_mode(
     tokens = sequences * config.seq_len * world
 
     def train_step() -> None:  # as Trainer.train_step
-        hidden, weight, labels = loss_inputs(replica, batch, precision, device)
-        (loss(hidden, weight, labels).sum_nats / tokens * spread.loss_scale).backward()
+        nats = loss(*loss_inputs(replica, batch, precision, device)).sum_nats
+        (nats / tokens * spread.loss_scale).backward()
         clip_gradients(model.parameters(), run.optimizer.max_grad_norm)
         optimizer.step()
         spread.zero_gradients(optimizer)

@@ -29,8 +29,9 @@ def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
 class SavedActivations:
     """Bytes that the autograd graph keeps for the backward pass, by the part that saved them.
 
-    Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm), `other` (between the parts),
-    and `weight_copies` (weights in the compute dtype, under autocast). A tensor that several keep counts once, for the
+    Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm, hidden states and a copy of the
+    head included), `other` (between the parts), and `weight_copies` (the blocks' weights in the compute dtype, under
+    autocast). A tensor that several keep counts once, for the
     first; parameters count nowhere. With activation checkpointing a block keeps its inputs: they count as `other`.
     """
 
@@ -84,7 +85,7 @@ class SavedActivations:
         if storage.data_ptr() in self._seen:
             return
         self._seen.add(storage.data_ptr())
-        is_copy = tuple(tensor.shape) in self._weight_shapes and self._part != "embedding"
+        is_copy = tuple(tensor.shape) in self._weight_shapes and self._part not in ("embedding", "loss")
         self.bytes["weight_copies" if is_copy else self._part] += storage.nbytes()
 
 

@@ -302,9 +302,12 @@ class Trainer:
         )
 
     def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics."""
-        hidden_ND, weight_VD, labels_N = loss_inputs(self.replica, batch, self.precision, self.device)
-        output = watched_loss(self.loss, hidden_ND, weight_VD, labels_N, self.memory, self.loss_timer)
+        """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics.
+
+        What the loss gets has no name here, so that the blocks' backward pass does not find it in memory any more.
+        """
+        inputs = (self.replica, batch, self.precision, self.device)
+        output = watched_loss(self.loss, *loss_inputs(*inputs), self.memory, self.loss_timer)
         mean_nats = output.sum_nats / n_tokens
         (mean_nats * self.ranks.loss_scale).backward()
         return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn.accounting import (
+    MemoryEstimate,
     loss_memory,
     memory_estimate,
     model_flops,
@@ -247,37 +248,60 @@ def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
 
 
 def committed_runs() -> list[dict]:
-    """Summaries of runs on an H200 that say how they were made."""
-    groups = (json.loads(path.read_text())["runs"] for path in sorted(COMMITTED.glob("*/runs.json")))
+    """Summaries of runs on an H200 that say how they were made, each with the commit of its group."""
+    groups = [json.loads(path.read_text()) for path in sorted(COMMITTED.glob("*/runs.json"))]
+    runs = [run | {"commit": group["environment"]["git"]["commit"]} for group in groups for run in group["runs"]]
     needed = ("loss_options", "activation_checkpointing")
-    return [run for runs in groups for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
+    return [run for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
 
 
-# One tensor of the batch's hidden states too many is counted (here 2 MiB a sequence of 107), what the CUDA libraries
-# allocate is not; only where one is small against the other, and both against the bound, does it show.
-KNOWN_TO_BE_OFF = {("mve", "cce_kahan", 128): 0.0125}
+# The trainer of these commits, and of those before, kept what the loss had got until the backward pass was through.
+HELD_LOSS_INPUTS = {"3bec707", "3cf9e76", "69db6ff", "70d6d6b", "73a76c2", "bcfbc0f", "bf01aad", "f99e96a"}
+
+
+def architecture(run: dict) -> Architecture:
+    config = load_config([f"model={run['model']}", f"size={run['size']}"])
+    return resolve(config.model, config.size, run["vocab_size"])
+
+
+def foreseen(run: dict) -> MemoryEstimate:
+    """The formulas' figures for a committed run, by the trainer that made it."""
+    options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
+    loss = load_config([f"loss={run['loss']}", *options]).loss
+    arch = architecture(run)
+    assert arch.n_parameters == run["n_parameters"]
+    keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
+    memory = estimate(arch, loss, **{key: run[key] for key in keys})
+    if run["commit"][:7] in HELD_LOSS_INPUTS:
+        held = memory.loss_inputs
+        return replace(memory, at_head=memory.at_head + held, at_blocks=memory.at_blocks + held)
+    return memory
+
+
+def test_nothing_is_left_out_where_nothing_is_rounded_up():
+    """Gated DeltaNet's tensors at 1b3 fill the allocator's blocks, whose remainders no formula counts elsewhere."""
+    runs = [run for run in committed_runs() if (run["model"], run["size"]) == ("gated_deltanet", "1b3")]
+    assert {run["loss"] for run in runs} == {"compiled", "cce_kahan"}
+    for run in runs:
+        assert foreseen(run).peak == pytest.approx(run["memory_bytes"]["peak"], abs=2 * MIB)
 
 
 def test_formulas_agree_with_every_committed_run():
-    """Peak and loss layer within one per cent or what the CUDA libraries allocate; tokens/s and MFU exactly."""
+    """Peak and loss layer within one per cent; tokens/s and MFU exactly."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
     for run in committed_runs():
-        options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
-        config = load_config([f"model={run['model']}", f"size={run['size']}", f"loss={run['loss']}", *options])
-        arch = resolve(config.model, config.size, run["vocab_size"])
-        keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
-        memory = estimate(arch, config.loss, **{key: run[key] for key in keys})
-        measured = run["memory_bytes"]
+        memory, measured = foreseen(run), run["memory_bytes"]
         name = f"{run['group']}/{run['run_name']}"
-        assert arch.n_parameters == run["n_parameters"]
-        within = KNOWN_TO_BE_OFF.get((run["size"], run["loss"], run["batch_size"]), 0.01)
-        assert memory.peak == pytest.approx(measured["peak"], rel=within, abs=64 * MIB), name
+        assert memory.peak == pytest.approx(measured["peak"], rel=0.01), name
+        if run["activation_checkpointing"] == "none":
+            activations = memory.components()["activations"]
+            assert activations == pytest.approx(measured["activations"], rel=0.01, abs=8 * MIB), name
         if run["group"] != "whole_step" and run["loss"] != "cce_filter":  # earlier kernels; lists as long as they need
             for part in ("loss_forward", "loss_backward"):
                 assert getattr(memory, part) == pytest.approx(measured[part], rel=0.01, abs=8 * MIB), (name, part)
         sequences, seconds = run["batch_size"] * run["accumulation_steps"], run["step_time_ms_median"] / 1e3
         assert run["tokens_per_second"] == pytest.approx(sequences * run["seq_len"] / seconds)
-        flops = model_flops(arch, sequences, run["seq_len"])
+        flops = model_flops(architecture(run), sequences, run["seq_len"])
         assert run["mfu"] == pytest.approx(flops / seconds / peak_flops_per_second(run["device"], run["precision"]))
 
 
@@ -358,21 +382,29 @@ def test_the_components_of_a_tiny_fp32_step_by_hand():
     # norm's output; q, k, v, the log-sum-exp of 4 heads, the output: all fp32
     assert memory.mixer == 3 * tokens * 4 * (d + 3 * values + 4 + values)
     assert memory.mlp == 3 * tokens * 4 * (d + 2 * 96)
-    assert memory.residual == 3 * tokens * 4 * 2 * d + tokens * 4 * 2 * d
+    assert memory.residual == 7 * tokens * 4 * (d + 1) + 2 * tokens * 8  # seven norms; token ids and labels
+    assert memory.loss_inputs == tokens * 4 * d  # the head is the parameter itself
     assert memory.loss_backward == tokens * 500 * 4 + (tokens + 500) * d * 4
-    assert memory.at_loss == sum(
-        (memory.parameters, memory.optimizer, memory.mixer, memory.mlp, memory.residual, memory.loss_backward)
-    )
+    assert memory.workspaces == 64 * MIB
+    held = memory.parameters + memory.optimizer + memory.components()["activations"]
+    assert memory.at_loss == held + memory.loss_backward
+    assert memory.at_head == held - memory.loss_inputs + (tokens + 500) * d * 4  # nothing to cast
+    # The final norm and the loss are through: a gradient of the residual stream, four of the MLP's width, the head's,
+    # the down projection's.
+    at_mlp = held - tokens * 4 * (d + 1) - memory.loss_inputs + tokens * 4 * (d + 4 * 96) + 4 * d * (500 + 96)
+    assert memory.at_blocks == at_mlp
+    at_end = 2 * memory.parameters + memory.optimizer + memory.workspaces + 2 * tokens * 8
+    assert memory.at_embedding == at_end + tokens * 4 * d + 500 * d * 4  # the tied matrix's gradient as the head waits
 
 
 def test_the_peak_covers_each_moment_and_the_components_are_parts_of_it():
     memory = estimate(measured_model("gla"))
     components = memory.components()
-    assert memory.peak == max(memory.at_loss, memory.at_blocks, memory.at_update)
+    assert memory.peak == max(memory.at_loss, memory.at_head, memory.at_blocks, memory.at_embedding)
     assert components["activations"] == sum(
         size for name, size in components.items() if name.startswith("activations/")
     )
-    assert memory.at_update == 4 * memory.parameters
+    assert memory.at_embedding > 4 * memory.parameters
 
 
 def test_pure_bf16_halves_what_is_kept_and_needs_no_copies():

@@ -1,8 +1,10 @@
 """Memory and time by part against what the tensors add up to; the proposal's account against its own numbers."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +187,19 @@ def test_a_breakdown_is_made_and_written(small: Small, command: Callable, tmp_pa
     assert done.returncode == 0, done.stderr
     assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".json", ".md"}
     assert not (tmp_path / "results").exists(), "a breakdown is no run"
+
+
+def test_what_the_loss_got_is_gone_when_the_blocks_backward_pass_begins(small: Small) -> None:
+    run = trainer(small, "model=gla", "trainer.precision=bf16_autocast")
+    compute, storages, alive = run.loss, [], []
+
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Any:
+        storages.extend(weakref.ref(tensor.untyped_storage()) for tensor in (hidden, weight))
+        alive.append([storage() is not None for storage in storages])
+        return compute(hidden, weight, labels)
+
+    run.loss = watched  # type: ignore[assignment]
+    first_in_backward = run.model.blocks[-1].mlp.down_proj.weight
+    first_in_backward.register_hook(lambda _: alive.append([storage() is not None for storage in storages]))
+    run.train_step()
+    assert alive == [[True, True], [False, False]]

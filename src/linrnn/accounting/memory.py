@@ -1,18 +1,22 @@
 """GPU memory of a training step from formulas: what is allocated when, by component.
 
-The formulas count the tensors that FLA's blocks save for the backward pass and those that a loss backend
-holds at once. They describe the GPU kernels: the torch fallbacks that run on CPU hold more. Not counted:
-CUDA's context and libraries (outside PyTorch's allocator), fragmentation, the savings of torch.compile'd
-blocks.
+The formulas count the tensors that FLA's blocks save for the backward pass, those that a loss backend holds at once,
+and cuBLAS's workspaces. They describe the GPU kernels: the torch fallbacks that run on CPU hold more. Not counted:
+CUDA's context and libraries outside PyTorch's allocator, what the allocator rounds up (blocks of up to 1 MiB more than
+was asked for: up to 0.7 % of the committed runs' peaks), fragmentation, the savings of torch.compile'd blocks.
 """
 
 from dataclasses import dataclass
 
-from linrnn.accounting.communication import gathered_bytes
-from linrnn.accounting.flops import chunk_length
+from linrnn.accounting.communication import ID, gathered_bytes
+from linrnn.accounting.layer_memory import layer_memory
 from linrnn.accounting.loss_memory import BF16, FP32, loss_memory
-from linrnn.architecture import GLA_GATE_RANK, Architecture
+from linrnn.architecture import Architecture
 from linrnn.config.schema import LossConfig
+
+# PyTorch gives cuBLAS 4096 KiB x 8 on a Hopper GPU or later (aten/src/ATen/cuda/CublasHandlePool.cpp; NVIDIA advises as
+# much under cublasSetWorkspace; before Hopper it is 8.1 MiB), one to each thread that multiplies: forward, backward.
+WORKSPACES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -23,46 +27,55 @@ class MemoryEstimate:
         parameters: in the dtype that they are kept in.
         gradients: of all parameters, at the end of the backward pass.
         optimizer: AdamW's two moments.
-        weight_copies: weights in the compute dtype, under autocast; with activation checkpointing the head's alone.
+        workspaces: cuBLAS's, always there.
+        weight_copies: the blocks' weights in the compute dtype, under autocast; with activation checkpointing none.
         mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and
-            the norms with the residual stream; with activation checkpointing, `residual` is the blocks'
-            inputs and the others are 0.
+            the norms with the residual stream and the batch; with activation checkpointing, `residual` is the
+            blocks' inputs and the others are 0.
+        loss_inputs: what the loss gets: hidden states, and the head where it is a copy. Gone once the loss layer's
+            backward pass is through.
         recomputed_block: with activation checkpointing, the activations of the one block that is computed
             again, and its weights' copies.
         block_backward: what the backward pass of one block needs beside its saved activations.
         loss_forward, loss_backward: the most that the loss layer's passes hold beyond their inputs.
-        at_loss, at_blocks, at_update: the total in the loss layer, in the first block of the backward
-            pass (with activation checkpointing perhaps in the last, beside all gradients), and in the
-            optimizer's update.
+        at_loss, at_head, at_blocks, at_embedding: the most that is held in the loss layer; while the head's gradient
+            is cast to the parameter's dtype; in the backward pass of the last block (the first in that pass) or
+            of the first one (beside nearly all gradients); and in the embedding's, with all gradients that the
+            update finds.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    workspaces: int
     weight_copies: int
     mixer: int
     mlp: int
     residual: int
+    loss_inputs: int
     recomputed_block: int
     block_backward: int
     loss_forward: int
     loss_backward: int
     at_loss: int
+    at_head: int
     at_blocks: int
-    at_update: int
+    at_embedding: int
 
     @property
     def peak(self) -> int:
         """The most that is allocated at once."""
-        return max(self.at_loss, self.at_blocks, self.at_update)
+        return max(self.at_loss, self.at_head, self.at_blocks, self.at_embedding)
 
     def components(self) -> dict[str, int]:
         """Bytes by component under the names that measured memory has, activations in parts as well."""
         activations = {
+            "activations/workspaces": self.workspaces,
             "activations/weight_copies": self.weight_copies,
             "activations/mixer": self.mixer,
             "activations/mlp": self.mlp,
             "activations/residual": self.residual,
+            "activations/loss_inputs": self.loss_inputs,
         }
         return {
             "parameters": self.parameters,
@@ -105,110 +118,106 @@ def memory_estimate(
     kept = BF16 if precision == "bf16" else FP32
     compute = FP32 if precision == "fp32" else BF16
     autocast = precision == "bf16_autocast"
+    checkpointed = activation_checkpointing == "full"
+    sharded = shard_ranks > 1
+    by_vocabulary = by_vocabulary and sharded
+    d, layers, tied = arch.hidden_size, arch.num_layers, arch.tie_embeddings
 
     parameters = kept * arch.n_parameters // shard_ranks
     state = 2 * parameters if optimizer else 0
-    checkpointed = activation_checkpointing == "full"
-    block = arch.mixer_parameters + arch.mlp_parameters
-    block_copies = compute * block if autocast else 0  # kept for the backward pass, unless it makes them again
-    copies = compute * arch.embedding_parameters if autocast else 0
-    if shard_ranks > 1:
-        # A block gathered while another is computed. Where it is gathered in fp32, autocast's copies stay.
-        gathered = gathered_bytes(arch.model, precision)
-        block_copies = block_copies if gathered == FP32 else 0
-        head = compute * arch.embedding_parameters // (shard_ranks if by_vocabulary else 1)
-        copies = 2 * gathered * block + (head if autocast or not by_vocabulary else 0)
-    copies += 0 if checkpointed else arch.num_layers * block_copies
+    earlier_gradients = parameters if accumulation_steps > 1 else 0
+    weights = _weights(arch, precision, compute, shard_ranks, by_vocabulary)
+    copies = weights.gathered + (0 if checkpointed else layers * weights.block)
 
-    mixer, mlp, residual = (
-        tokens * size
-        for size in _saved_per_token_and_layer(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
-    )
-    # The final norm saves its input; its output goes to the loss, under autocast as a cast copy beside it.
-    final_norm = tokens * arch.hidden_size * (kept + compute + (kept if autocast else 0))
-    # A block's backward: the MLP's dz, dgate, dup and output of swiglu; the gradients of two residual
-    # streams.
-    block_backward = tokens * (4 * compute * arch.intermediate_size + 2 * kept * arch.hidden_size)
+    layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
+    block_saves = tokens * (layer.mixer + layer.mlp + 2 * layer.norm)
+    block_input = tokens * kept * d  # which its first norm saves
+    final_norm = tokens * layer.norm
+    batch = 2 * ID * tokens
     if checkpointed:
-        recomputed = mixer + mlp + residual + block_copies
-        saved = {
-            "mixer": 0,
-            "mlp": 0,
-            "residual": arch.num_layers * tokens * arch.hidden_size * kept + final_norm,
-        }
+        recomputed = block_saves - block_input + weights.block
+        saved = {"mixer": 0, "mlp": 0, "residual": layers * block_input + final_norm + batch}
     else:
         recomputed = 0
         saved = {
-            "mixer": arch.num_layers * mixer,
-            "mlp": arch.num_layers * mlp,
-            "residual": arch.num_layers * residual + final_norm,
+            "mixer": layers * tokens * layer.mixer,
+            "mlp": layers * tokens * layer.mlp,
+            "residual": layers * tokens * 2 * layer.norm + final_norm + batch,
         }
+    # The MLP's backward pass, with the gradient of one projection; the mixer's, which finds the gradients of all three
+    # in the place of copies of two.
+    projection = d * arch.intermediate_size
+    mlp_gradients = 0 if earlier_gradients else 3 * kept * projection // shard_ranks
+    mlp_copies = 2 * compute * projection if weights.block else 0
+    block_backward = max(
+        tokens * layer.mlp_backward + compute * projection,
+        tokens * layer.mixer_backward + mlp_gradients - mlp_copies,
+    )
 
-    if by_vocabulary and shard_ranks > 1:
-        all_tokens, rows = shard_ranks * tokens, -(-arch.vocab_size // shard_ranks)
-        loss_forward, loss_backward = loss_memory(loss, all_tokens, arch.hidden_size, rows, compute)
-        gathered_hidden = all_tokens * arch.hidden_size * compute
-        in_fp32 = all_tokens * arch.hidden_size * (FP32 - compute)  # the gradient of hidden states, before it is cut
-        loss_forward, loss_backward = loss_forward + gathered_hidden, loss_backward + gathered_hidden + in_fp32
-        head_gradient = kept * rows * arch.hidden_size
-    else:
-        loss_forward, loss_backward = loss_memory(loss, tokens, arch.hidden_size, arch.vocab_size, compute)
-        # FSDP: the whole gradient in fp32, before it is cut.
-        head_gradient = (FP32 if shard_ranks > 1 else kept) * arch.embedding_parameters
-    earlier_gradients = parameters if accumulation_steps > 1 else 0
-    if earlier_gradients and shard_ranks == 1:
-        head_gradient = 0
-    held = parameters + state + earlier_gradients + copies + sum(saved.values())
-    at_blocks = held + head_gradient + recomputed + block_backward
-    if checkpointed:  # in the last block: its input and the loss layer's alone, every gradient but the embedding's
-        inputs = tokens * arch.hidden_size * (kept + compute)
-        to_come = 0 if arch.tie_embeddings or earlier_gradients else kept * arch.embedding_parameters // shard_ranks
-        last = 2 * parameters - to_come + state + copies + inputs + recomputed + block_backward
-        at_blocks = max(at_blocks, last)
+    rows = -(-arch.vocab_size // shard_ranks) if by_vocabulary else arch.vocab_size
+    loss_tokens = shard_ranks * tokens if by_vocabulary else tokens
+    loss_forward, loss_backward = loss_memory(loss, loss_tokens, d, rows, compute)
+    loss_inputs = tokens * d * compute + weights.head
+    if by_vocabulary:  # the gathered hidden states; their gradient in fp32, before it is cut
+        gathered_hidden = loss_tokens * d * compute
+        loss_forward += gathered_hidden
+        loss_backward += gathered_hidden + loss_tokens * d * (FP32 - compute)
+
+    # The gradient of embedding or head: FSDP's is whole and in fp32 until it is cut.
+    whole = sharded and not by_vocabulary
+    matrix_gradient = (FP32 if whole else kept) * rows * d
+    matrix_kept = kept * arch.embedding_parameters // shard_ranks
+    added_at_once = bool(earlier_gradients) and not sharded  # to the one that is there
+    waiting = 0 if added_at_once and not tied else matrix_kept  # a tied matrix's as the head, for the embedding's
+    new_gradients = 1 if sharded else int(tied) + int(added_at_once)
+
+    always = parameters + state + WORKSPACES
+    held = always + earlier_gradients + copies + sum(saved.values())
+    last_block = held - final_norm + waiting + recomputed
+    # In the first block all gradients are there but its own and an untied embedding's.
+    to_come = kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + (0 if tied else matrix_kept)
+    gradients = parameters + waiting if earlier_gradients else parameters - to_come
+    first_block = always + gradients + weights.gathered + batch + block_saves + weights.block
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
         optimizer=state,
+        workspaces=WORKSPACES,
         weight_copies=copies,
         **saved,
+        loss_inputs=loss_inputs,
         recomputed_block=recomputed,
         block_backward=block_backward,
         loss_forward=loss_forward,
         loss_backward=loss_backward,
-        at_loss=held + max(loss_forward, loss_backward),
-        at_blocks=at_blocks,
-        at_update=2 * parameters + state,
+        at_loss=held + loss_inputs + max(loss_forward, loss_backward),
+        at_head=held + compute * (tokens + rows) * d + (matrix_gradient if compute < kept or whole else 0),
+        at_blocks=max(last_block, first_block) + block_backward,
+        at_embedding=always + parameters + batch + loss_tokens * kept * d + new_gradients * matrix_gradient,
     )
 
 
-def _saved_per_token_and_layer(
-    arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool
-) -> tuple[int, int, int]:
-    """Bytes saved for the backward pass per token and layer by mixer, MLP and norms, read off FLA 0.6.0.
+@dataclass(frozen=True)
+class _Weights:
+    """Bytes of weights beside the parameters: copies of a block's in the compute dtype, as long as its backward pass
+    needs them; blocks that FSDP has gathered; the head as the loss takes it, where it is not the parameter."""
 
-    Under autocast the residual stream is fp32 (embeddings are not cast), so that each linear layer of the
-    mixer saves a cast of its own of the norm's output; otherwise they share it. The second norm's output
-    has the mixer output's dtype and is shared by the MLP's two.
-    """
-    d, heads, keys, values = arch.hidden_size, arch.num_heads, arch.key_dim, arch.value_dim
-    chunk = chunk_length(arch, seq_len)
-    linear_inputs = {"gla": 5, "gated_deltanet": 6, "kda": 6, "transformer": 3}[arch.model]
-    inputs = compute * d * (linear_inputs if autocast else 1)
-    match arch.model:
-        case "gla":
-            # q, k, v; the low-rank gate, before and after its logsigmoid; scores in fp32
-            scan = compute * (2 * keys + values + 2 * keys + GLA_GATE_RANK) + FP32 * heads * chunk
-        case "gated_deltanet":
-            # the convolutions' inputs; normalised q and k, v; the inverse; scalars per head in fp32
-            scan = compute * 2 * (2 * keys + values) + compute * heads * chunk + 5 * FP32 * heads
-        case "kda":
-            # the same, with the decay per key dimension, both low-rank inputs, scores beside the inverse
-            decay = keys + 2 * arch.head_v_dim
-            scan = compute * (2 * (2 * keys + values) + decay + 2 * heads * chunk) + 4 * FP32 * heads
-        case _:
-            scan = compute * (2 * keys + values) + FP32 * heads  # rotated q and k, v, log-sum-exp
-    # Attention's output is o_proj's input; the others save the gated norm's two inputs and its output.
-    outputs = compute * values * (1 if arch.model == "transformer" else 3)
-    mlp = compute * (d + 2 * arch.intermediate_size)  # input, gate and up; their product is computed again
-    norms = 2 * kept * d  # the inputs of the two norms: the residual stream before mixer and MLP
-    return inputs + scan + outputs, mlp, norms
+    block: int
+    gathered: int
+    head: int
+
+
+def _weights(arch: Architecture, precision: str, compute: int, shard_ranks: int, by_vocabulary: bool) -> _Weights:
+    autocast = precision == "bf16_autocast"
+    # Of the MLP's three projections two: the last one's is made again in the backward pass.
+    copied = arch.mixer_parameters + 2 * arch.hidden_size * arch.intermediate_size
+    block = compute * copied if autocast else 0
+    head = compute * arch.embedding_parameters
+    if shard_ranks == 1:
+        return _Weights(block, 0, head if autocast else 0)
+    # A block gathered while another is computed. Where it is gathered in fp32, autocast's copies stay.
+    dtype = gathered_bytes(arch.model, precision)
+    gathered = 2 * dtype * (arch.mixer_parameters + arch.mlp_parameters)
+    if by_vocabulary:
+        head = head // shard_ranks if autocast else 0
+    return _Weights(block if dtype == FP32 else 0, gathered, head)

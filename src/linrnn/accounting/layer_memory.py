@@ -1,0 +1,80 @@
+"""GPU memory of one layer from formulas: what it saves for the backward pass, and what that pass needs beside it.
+
+Read off FLA 0.6.0. Bytes a token; scalars of a token and head count where they are saved.
+"""
+
+from dataclasses import dataclass
+
+from linrnn.accounting.flops import chunk_length
+from linrnn.accounting.loss_memory import FP32
+from linrnn.architecture import GLA_GATE_RANK, Architecture
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes a token.
+
+    Attributes:
+        mixer: saved by the token mixer.
+        mlp: saved by the MLP.
+        norm: saved by each of the two norms: the residual stream before mixer or MLP.
+        mlp_backward: held when the MLP's backward pass is at its peak, beside all that the layer has saved.
+        mixer_backward: the same of the mixer's, less what has been freed by then (so that it may be negative).
+    """
+
+    mixer: int
+    mlp: int
+    norm: int
+    mlp_backward: int
+    mixer_backward: int
+
+
+def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool) -> LayerMemory:
+    """Of one layer, with `compute` bytes an element in products, `kept` in parameters and the residual stream.
+
+    Under autocast the residual stream is fp32 (embeddings are not cast), so that each linear layer of the mixer saves
+    a cast of its own of the norm's output; otherwise they share it. The second norm's output has the mixer output's
+    dtype and is shared by the MLP's two.
+    """
+    d, values, width = arch.hidden_size, arch.value_dim, arch.intermediate_size
+    gated = arch.model != "transformer"
+    linears = {"gla": 5, "gated_deltanet": 6, "kda": 6, "transformer": 3}[arch.model]
+    inputs = compute * d * (linears if autocast else 1)
+    # Attention's output is o_proj's input; the others save the gated norm's two inputs and its output.
+    outputs = compute * values * 3 + FP32 * arch.num_heads if gated else compute * values
+    scan, scan_backward = _scan(arch, seq_len, compute)
+    mlp = compute * (d + 2 * width)  # input, gate and up; their product is computed again
+    norm = kept * d + FP32
+    # dz, dgate, dup and the output of swiglu; the gradient of the residual stream, under autocast with a cast of it
+    mlp_backward = 4 * compute * width + kept * d + (compute * d if autocast else 0)
+    # Gone: the MLP, its norm, what the scan's output went through, the output gate's cast of the norm's output.
+    freed = mlp + norm + outputs + (compute * d if gated and autocast else 0)
+    # The gradients of the residual stream and of the first norm's output.
+    return LayerMemory(inputs + scan + outputs, mlp, norm, mlp_backward, scan_backward + 2 * kept * d - freed)
+
+
+def _scan(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
+    """(saved, held beside it in its backward pass) of a recurrent kernel, or of attention."""
+    heads, keys, values = arch.num_heads, arch.key_dim, arch.value_dim
+    chunk = chunk_length(arch, seq_len)
+    states = 2 * keys * arch.head_v_dim // chunk  # of every chunk, and their gradients
+    match arch.model:
+        case "gla":
+            # q, k, v; the low-rank gate, before and after its logsigmoid; scores in fp32
+            saved = compute * (2 * keys + values + 2 * keys + GLA_GATE_RANK) + FP32 * heads * chunk
+            # decays summed up; dq and dk in two parts, dg; the scores' gradient; dv, its output's
+            return saved, FP32 * (6 * keys + heads * chunk + states) + compute * 2 * values
+        case "gated_deltanet":
+            # the convolutions' inputs; normalised q and k, v; the inverse; scalars per head: two norms, decay and beta
+            saved = compute * (2 * (2 * keys + values) + heads * chunk + 2 * heads) + 4 * FP32 * heads
+            # w, dq, dk in two parts, dw; u, the new values, dv in two parts, its output's
+            return saved, compute * (5 * keys + 5 * values + states)
+        case "kda":
+            # the same, with the decay per key dimension, both low-rank inputs, scores beside the inverse
+            decay = keys + 2 * arch.head_v_dim
+            saved = compute * (2 * (2 * keys + values) + decay + 2 * heads * chunk + heads) + 3 * FP32 * heads
+            # decays summed up; dq, dk and dg in two parts; the gradients of scores and inverse; w, q and k decayed;
+            # u, the new values, dv, its output's
+            return saved, FP32 * (7 * keys + 2 * heads * chunk) + compute * (3 * keys + 4 * values + states)
+        case _:  # rotated q and k, v, log-sum-exp; their gradients and the output's
+            return compute * (2 * keys + values) + FP32 * heads, compute * (2 * keys + 2 * values)
