@@ -1,6 +1,8 @@
 """Formulas against hand-computed numbers, against FLA's own modules, and against what an H200 measured."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -303,6 +305,26 @@ def test_formulas_agree_with_every_committed_run():
         assert run["tokens_per_second"] == pytest.approx(sequences * run["seq_len"] / seconds)
         flops = model_flops(architecture(run), sequences, run["seq_len"])
         assert run["mfu"] == pytest.approx(flops / seconds / peak_flops_per_second(run["device"], run["precision"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FLA takes its tensors to be on the GPU that it sees")
+def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds():
+    batch_size, seq_len, vocab_size = 8, 1024, 2048
+    script = Path(__file__).with_name("step_without_kernels.py")
+    sizes = (str(size) for size in (batch_size, seq_len, vocab_size))
+    run = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found) == 2 * len(MODELS)
+    for case, (before_loss, in_blocks) in found.items():
+        model, checkpointing = case.split("/")
+        arch = architecture({"model": model, "size": "mve", "vocab_size": vocab_size})
+        options = {"batch_size": batch_size, "seq_len": seq_len, "activation_checkpointing": checkpointing}
+        memory = estimate(arch, optimizer=False, **options)
+        activations = memory.components()["activations"] - memory.workspaces
+        assert activations == pytest.approx(before_loss, rel=0.003, abs=MIB), case
+        beyond_parameters = memory.at_blocks - memory.workspaces - memory.parameters
+        assert beyond_parameters == pytest.approx(in_blocks, rel=0.01), case
 
 
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000))

@@ -144,13 +144,14 @@ def memory_estimate(
             "mlp": layers * tokens * layer.mlp,
             "residual": layers * tokens * 2 * layer.norm + final_norm + batch,
         }
-    # The MLP's backward pass, with the gradient of one projection; the mixer's, which finds the gradients of all three
-    # in the place of copies of two.
+    # The MLP's backward pass, with the gradient of one projection, and its copy if it was computed again just now; the
+    # mixer's, which finds the gradients of all three in the place of copies of two.
     projection = d * arch.intermediate_size
+    mlp_weights = compute * projection * (2 if checkpointed and weights.block else 1)
     mlp_gradients = 0 if earlier_gradients else 3 * kept * projection // shard_ranks
     mlp_copies = 2 * compute * projection if weights.block else 0
     block_backward = max(
-        tokens * layer.mlp_backward + compute * projection,
+        tokens * layer.mlp_backward + mlp_weights,
         tokens * layer.mixer_backward + mlp_gradients - mlp_copies,
     )
 

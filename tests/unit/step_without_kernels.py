@@ -1,0 +1,97 @@
+"""What FLA's own modules hold in a training step, on CPU tensors with the Triton kernels left out; prints JSON.
+
+Kernels only fill tensors that FLA has allocated before, so that without them every tensor is there, of no meaning.
+Arguments: sequences, their length, vocabulary. Of every model at the size mve, without and with activation
+checkpointing, under bf16 autocast: bytes beyond the parameters, when the loss begins and at most in the backward pass
+after the final norm's.
+"""
+
+import json
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.jit import JITFunction
+
+from linrnn import cpu_ops
+from linrnn.architecture import MODELS, resolve
+from linrnn.config import load_config
+from linrnn.data import Batch
+from linrnn.evaluation import loss_inputs
+from linrnn.models import build_model
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the storages that operations have made and that are alive, and the most of them since `peak` was set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        # On a GPU logsigmoid has an empty buffer.
+        made = result[:1] if operation is torch.ops.aten.log_sigmoid_forward.default else result
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self.now -= size
+
+
+def without_kernels() -> None:
+    """Launches do nothing, FLA's functions are not replaced, and its autograd functions follow the CPU's autocast."""
+    for launcher in (JITFunction, Autotuner, Heuristics):
+        launcher.run = lambda *_, **__: None  # type: ignore[method-assign, union-attr]
+    cpu_ops.install = lambda: None
+    for name in ("custom_fwd", "custom_bwd"):
+        original = getattr(torch.amp, name)
+        setattr(torch.amp, name, lambda function=None, *, device_type, of=original: of(function, device_type="cpu"))
+
+
+def bytes_held(name: str, checkpointing: str, batch_size: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
+    """When the loss begins, and at most after the final norm's backward pass."""
+    config = load_config([f"model={name}", "size=mve"])
+    model = build_model(resolve(config.model, config.size, vocab_size), device="cpu", seed=0)
+    model.set_activation_checkpointing(checkpointing)
+    tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+    with Held() as held:
+        batch = Batch(tokens.clone(), tokens.clone(), None, tokens.numel())
+        inputs = list(loss_inputs(model, batch, "bf16_autocast", torch.device("cpu")))
+        before_loss = held.now
+        loss = inputs[0].sum(dtype=torch.float32) + inputs[1].sum(dtype=torch.float32)
+        inputs.clear()
+
+        def blocks_begin(_: torch.Tensor) -> None:
+            held.peak = held.now
+
+        model.hf.model.norm.weight.register_post_accumulate_grad_hook(blocks_begin)
+        loss.backward()
+    return before_loss, held.peak
+
+
+if __name__ == "__main__":
+    without_kernels()
+    sizes = [int(size) for size in sys.argv[1:]]
+    found = {
+        f"{name}/{checkpointing}": bytes_held(name, checkpointing, *sizes)  # type: ignore[call-arg]
+        for name in MODELS
+        for checkpointing in ("none", "full")
+    }
+    print(json.dumps(found))
