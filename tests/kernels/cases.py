@@ -15,8 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels.interpreter import INTERPRETED
+from quick_interpreter import patch_once
 from torch import Tensor
 
+if INTERPRETED:
+    patch_once()
 IGNORE = -100
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
