@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from forked import ROOT, run_elsewhere, start
 
-ROOT = Path(__file__).resolve().parents[1]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+SECONDS = 300  # that a command may take
 # Three steps of the smallest model, wandb off: the overrides that most end-to-end tests start from.
 SMALL = (
     "device=cpu",
@@ -28,7 +31,18 @@ SMALL = (
 @pytest.fixture
 def small(tmp_path: Path, data_cache: Path) -> Callable[..., list[str]]:
     """Overrides of a small run that writes below the test's own directory."""
-    return lambda *more: [*SMALL, f"results_dir={tmp_path}/results", f"data.cache_dir={data_cache}", *more]
+    return lambda *more: small_below(tmp_path, data_cache, *more)
+
+
+@pytest.fixture(scope="module")
+def small_of_module(tmp_path_factory: pytest.TempPathFactory, data_cache: Path) -> Callable[..., list[str]]:
+    """Overrides of a small run that several tests of a module read."""
+    directory = tmp_path_factory.mktemp("of_module")
+    return lambda *more: small_below(directory, data_cache, *more)
+
+
+def small_below(directory: Path, data_cache: Path, *more: str) -> list[str]:
+    return [*SMALL, f"results_dir={directory}/results", f"data.cache_dir={data_cache}", *more]
 
 
 @pytest.fixture(scope="session")
@@ -38,8 +52,30 @@ def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a script of the repository in a process of its own, as a user would."""
+def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) -> Command:
+    """Run a script of the repository in a process of its own, forked from one that has imported the libraries.
+
+    Where there is a GPU the process is new: CUDA does not survive a fork.
+    """
+    if torch.cuda.is_available():
+        return fresh_command
+
+    def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("command")
+        printed = folder / "stdout", folder / "stderr"
+        process = start(run_elsewhere, {**os.environ, **environment}, cwd, arguments[0], list(arguments[1:]), *printed)
+        process.join(SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(arguments, SECONDS)
+        return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in printed))
+
+    return call
+
+
+@pytest.fixture
+def fresh_command() -> Command:
+    """Run a script of the repository as a user does, in a new interpreter: slow, so each script once or twice."""
 
     def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -48,7 +84,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=SECONDS,
             check=False,
         )
 

@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import NEEDED, ROOT
 
 from linrnn import distributed
 from linrnn.metrics import read_jsonl
 from linrnn.trainer import Trainer
-
-ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ["linrnn.trainer", "linrnn.models.fla_models", "fla.layers", "fla.models", "torch._dynamo", "hydra"]
 
 
 def start_ranks(overrides: list[str], world_size: int, log: Path, fault: str = "") -> list[BaseProcess]:

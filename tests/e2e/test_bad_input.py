@@ -208,8 +208,8 @@ def test_two_processes_do_not_share_a_run_directory(command: Command, small: Cal
     assert holder.fit()["status"] == "finished"
 
 
-def test_a_read_only_results_directory(command: Command, small: Callable[..., list[str]]) -> None:
-    done = command("train.py", *small("results_dir=/proc/nowhere"))
+def test_a_read_only_results_directory(fresh_command: Command, small: Callable[..., list[str]]) -> None:
+    done = fresh_command("train.py", *small("results_dir=/proc/nowhere"))
     assert done.returncode == 7
     assert "cannot be written" in done.stderr
     assert len(error_lines(done)) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from killed_run import run_script, start
+from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.config.schema import GenerateConfig

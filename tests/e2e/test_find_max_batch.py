@@ -9,10 +9,12 @@ Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_probes_are_training_runs_and_are_not_made_again(small: Small, command: Command, tmp_path: Path) -> None:
+def test_probes_are_training_runs_and_are_not_made_again(
+    small: Small, fresh_command: Command, command: Command, tmp_path: Path
+) -> None:
     own = ["memory_budget_gib=0.05", "max_probes=1", "probe_steps=3", "warmup_steps=1"]
     overrides = [o for o in small("model=transformer", "loss=standard") if not o.startswith("trainer.max_steps")]
-    done = command("scripts/find_max_batch.py", *overrides, *own)
+    done = fresh_command("scripts/find_max_batch.py", *overrides, *own)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "do not fit" in done.stdout, "Python and torch alone take more than 50 MiB"
     assert "resident set" in done.stdout

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import ROOT, run_script, start
 from safetensors.torch import load_file
 
 from linrnn.checkpoint import TENSORS, found
@@ -17,7 +18,6 @@ from linrnn.config import load_config
 from linrnn.errors import ConfigError, DataError, DivergedError
 from linrnn.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
 LONG = (
     f"trainer.max_steps={STEPS}",
@@ -38,22 +38,13 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
 
 
-def start(overrides: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "train.py", *overrides],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def wait_for_step(directory: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_step(directory: Path, step: int, exit_code: Callable[[], int | None]) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and exit_code() is None:
         if (directory / "metrics.jsonl").exists() and (steps := curve_or_empty(directory)) and steps[-1][0] >= step:
             return
         time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: exit code {process.poll()}")
+    raise AssertionError(f"step {step} was not reached: exit code {exit_code()}")
 
 
 def curve_or_empty(directory: Path) -> list[tuple[int, float, float]]:
@@ -63,10 +54,11 @@ def curve_or_empty(directory: Path) -> list[tuple[int, float, float]]:
         return []
 
 
-@pytest.fixture
-def unbroken(small: Callable[..., list[str]], tmp_path: Path) -> Path:
-    Trainer(load_config(small(*LONG, "group=unbroken"))).fit()
-    return next((tmp_path / "results/unbroken").iterdir())
+@pytest.fixture(scope="module")
+def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
+    trainer = Trainer(load_config(small_of_module(*LONG)))
+    trainer.fit()
+    return trainer.directory.path
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -75,12 +67,13 @@ def test_a_stopped_run_continues_bit_for_bit(
 ) -> None:
     overrides = small(*LONG, "group=broken")
     directory = tmp_path / "results/broken" / unbroken.name
-    process = start(overrides)
-    wait_for_step(directory, 5, process)
-    process.send_signal(number)
-    code = process.wait(timeout=60)
+    process = start(run_script, "train.py", overrides, tmp_path / "log")
+    wait_for_step(directory, 5, lambda: process.exitcode)
+    assert process.pid
+    os.kill(process.pid, number)
+    process.join(60)
     if number != signal.SIGKILL:
-        assert code == 128 + number
+        assert process.exitcode == 128 + number, (tmp_path / "log").read_text()
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["status"] == "interrupted"
         assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
@@ -105,7 +98,7 @@ def test_a_run_outlives_the_reader_of_its_output(small: Callable[..., list[str]]
     assert process.stdout
     process.stdout.close()  # as of a `| tee` that the same Ctrl-C ends
     directory = tmp_path / "results/default/run"
-    wait_for_step(directory, 5, process)
+    wait_for_step(directory, 5, process.poll)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
     summary = json.loads((directory / "summary.json").read_text())

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from killed_run import start, train
+from forked import start
+from killed_run import train
 from safetensors.torch import load_file
 
 from linrnn import checkpoint

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import small_disk
-from killed_run import start, train
+from forked import start
+from killed_run import train
 
 from linrnn.checkpoint import found
 from linrnn.config import load_config

@@ -52,7 +52,9 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end(clock:
 
 
 def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
-    tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path,
+    fresh_command: Callable[..., subprocess.CompletedProcess[str]],
+    command: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     corpus = write_jsonl(tmp_path / "a.jsonl", sentences(100))
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
@@ -63,7 +65,7 @@ def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
         f"data.tokenizer={tokenizer}",
         f"data.cache_dir={tmp_path}/cache",
     )
-    done = command(*arguments)
+    done = fresh_command(*arguments)
     assert done.returncode == 0, done.stderr
     assert "training: 99 documents" in done.stdout
     assert "validation: 1 documents" in done.stdout
