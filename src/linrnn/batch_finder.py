@@ -142,11 +142,9 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.valid_tokens=1",  # the last, unavoidable validation: one batch
         "logger.wandb.mode=disabled",
     ]
-    on_gpu, model = in_another_process(_memory_table, [*probe_overrides, "trainer.batch_size=1"], budget)
+    on_gpu, model, environment = in_another_process(_look_ahead, [*probe_overrides, "trainer.batch_size=1"], budget)
     if on_gpu:
         probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
-
-    environment = in_another_process(_environment)  # seconds, which an answer would otherwise wait for
 
     def foreseen(batch: int) -> float:
         step = model[-1] - model[-2]
@@ -166,10 +164,12 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     return answer
 
 
-def _memory_table(overrides: Sequence[str], budget: float) -> tuple[bool, list[int]]:
-    """Whether the runs are on a GPU, and the foreseen peak of 1, 2, 3 … sequences until twice the budget."""
+def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int], dict[str, Any]]:
+    """Whether the runs are on a GPU, the foreseen peak of 1, 2, 3 … sequences until twice the budget, and the
+    environment: all from one process, which takes seconds to come up."""
     from linrnn.config import load_config
     from linrnn.data import vocabulary_size
+    from linrnn.environment import describe_environment
     from linrnn.plan import make_training_plan
 
     config: Config = load_config(overrides)
@@ -180,7 +180,7 @@ def _memory_table(overrides: Sequence[str], budget: float) -> tuple[bool, list[i
         trainer = dataclasses.replace(config.trainer, batch_size=len(table) + 1)
         larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
         table.append(larger.memory_estimate(arch).peak)
-    return plan.device.type == "cuda", table
+    return plan.device.type == "cuda", table, describe_environment()
 
 
 def _probe(point: Point, batch: int, budget: float, foreseen: int, environment: dict[str, Any]) -> Probe:
@@ -296,9 +296,3 @@ def _metrics(probe: Probe) -> dict[str, float | None]:
         "memory/peak_gib": None if probe.peak_bytes is None else probe.peak_bytes / GIB,
         "speed/tokens_per_second": probe.tokens_per_second,
     }
-
-
-def _environment() -> dict[str, Any]:
-    from linrnn.environment import describe_environment
-
-    return describe_environment()

@@ -37,12 +37,12 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
     """
-    points = in_another_process(foresee, sweep_points(config.sweep, overrides))
+    points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides))
     if config.dry_run:
         for line in listing(points, config):
             say(line)
         return
-    slots = slots_of(config.jobs, in_another_process(visible_gpus))
+    slots = slots_of(config.jobs, gpus)
     pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
     refused: dict[str, list[str]] = {}
     for point in points:
@@ -236,6 +236,11 @@ def outcome(summary: dict[str, Any]) -> str:
         )
     ]
     return f"finished: {', '.join(word for word in words if word)}"
+
+
+def _look_ahead(points: Sequence[Sequence[str]]) -> tuple[list[Point], list[str]]:
+    """Both from one process, which takes seconds to come up."""
+    return foresee(points), visible_gpus()
 
 
 def visible_gpus() -> list[str]:

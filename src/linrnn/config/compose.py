@@ -1,5 +1,6 @@
 """From command-line overrides to a typed, validated :class:`Config`."""
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -43,6 +44,11 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         ConfigError: an unknown group option, key or value; the nearest valid names are offered.
     """
     check_overrides(overrides)
+    return copy.deepcopy(_composed(tuple(overrides), config_name))
+
+
+@functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s, and a report asks hundreds of times for the same three
+def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
     register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
