@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Modules are compiled as they are imported: of those that are installed most never are.
+INSTALL := $(RUN) -m pip install --quiet --no-compile --editable
 ARGS ?=
 
 .PHONY: help train test test-gpu check format doctor clean
@@ -12,17 +14,17 @@ train: $(VENV)/base   ## set up, then `python train.py model=gla loss=cce_kahan`
 	$(RUN) train.py model=gla loss=cce_kahan $(ARGS)
 
 test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-check: $(VENV)/dev    ## lint, format and types
+check: $(VENV)/check  ## lint, format and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-format: $(VENV)/dev   ## apply the formatter and the safe lint fixes
+format: $(VENV)/check ## apply the formatter and the safe lint fixes
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
@@ -37,9 +39,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/base: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable .
+	$(INSTALL) .
 	@touch $@
 
-$(VENV)/test $(VENV)/dev: $(VENV)/%: pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --editable '.[$*]'
+$(VENV)/test: pyproject.toml | $(VENV)/bin/python
+	$(INSTALL) '.[test]'
 	@touch $@
+
+$(VENV)/check: pyproject.toml | $(VENV)/bin/python
+	$(INSTALL) '.[check]'
+	@touch $(VENV)/test $@  # it has all that the tests need

@@ -1,4 +1,4 @@
-"""One rank of `train.py`, as a launcher starts it, and faults.
+"""One rank of `train.py` or another script, as a launcher starts it, and faults.
 
 On CPUs it is forked from a process that has imported all it needs. With GPUs it is new: FLA asks for the GPU's name
 as it is imported, and CUDA does not survive a fork.
@@ -27,15 +27,17 @@ from linrnn.metrics import read_jsonl
 from linrnn.trainer import Trainer
 
 
-def start_ranks(overrides: list[str], world_size: int, log: Path, fault: str = "") -> list[BaseProcess]:
-    """Start `train.py` in `world_size` processes; rank r prints into `<log>.<r>`."""
+def start_ranks(
+    overrides: list[str], world_size: int, log: Path, fault: str = "", script: str = "train.py"
+) -> list[BaseProcess]:
+    """Start a script in `world_size` processes; rank r prints into `<log>.<r>`."""
     context = multiprocessing.get_context("spawn" if "device=cuda" in overrides else "forkserver")
     context.set_forkserver_preload(NEEDED)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     ranks: list[BaseProcess] = [
-        context.Process(target=_rank, args=(rank, world_size, port, overrides, f"{log}.{rank}", fault))
+        context.Process(target=_rank, args=(rank, world_size, port, script, overrides, f"{log}.{rank}", fault))
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -43,7 +45,7 @@ def start_ranks(overrides: list[str], world_size: int, log: Path, fault: str = "
     return ranks
 
 
-def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str, fault: str) -> None:
+def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[str], log: str, fault: str) -> None:
     with open(log, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -64,8 +66,8 @@ def _rank(rank: int, world_size: int, port: int, overrides: list[str], log: str,
     elif fault:
         distributed.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
-    sys.argv = ["train.py", *overrides]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    sys.argv = [script, *overrides]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:

@@ -2,14 +2,13 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_process import ROOT, curve, ended, leave_kernels_untuned, output, start_ranks, summary_of, trained
+from rank_process import curve, ended, leave_kernels_untuned, output, start_ranks, summary_of, trained
 
 from linrnn.accounting import communication
 from linrnn.architecture import resolve
@@ -221,11 +220,9 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
         "strong=[ddp]", "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
         "part=all",
     )  # fmt: skip
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*torchrun, "scripts/bench_parallel.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    log = tmp_path / "log"
+    ranks = start_ranks(list(overrides), 2, log, script="scripts/bench_parallel.py")
+    assert ended(ranks, seconds=120) == [0, 0], output(log, 2)
     content = json.loads((tmp_path / "cpu-x2-all.json").read_text())
     assert [(row["operation"], row["mib"]) for row in content["collectives"]] == [
         (operation, mib) for mib in (0, 1) for operation in ("all_reduce", "all_gather", "reduce_scatter")
