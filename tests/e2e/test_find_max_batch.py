@@ -5,12 +5,20 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from linrnn import batch_finder
+from linrnn.batch_finder import Answer, find_max_batch
+from linrnn.config import load_config
+from linrnn.config.cli import split_overrides
+from linrnn.errors import ConfigError
+
 Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_probes_are_training_runs_and_are_not_made_again(
-    small: Small, fresh_command: Command, command: Command, tmp_path: Path
+    small: Small, fresh_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ["memory_budget_gib=0.05", "max_probes=1", "probe_steps=3", "warmup_steps=1"]
     overrides = [o for o in small("model=transformer", "loss=standard") if not o.startswith("trainer.max_steps")]
@@ -27,17 +35,22 @@ def test_probes_are_training_runs_and_are_not_made_again(
     assert summary["peak_memory_bytes"] == probe["peak_bytes"] > 0.05 * 2**30
     assert (answer["max_sequences"], answer["model"], answer["loss"]) == (0, "transformer", "standard")
 
+    def search() -> Answer:
+        """The same command in this process, which may take hold of the CPU."""
+        own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
+        return find_max_batch(load_config(own_keys, "find_max_batch"), runs, print)
+
+    monkeypatch.setattr(batch_finder, "in_another_process", lambda function, *arguments: function(*arguments))
     written = run.stat().st_mtime_ns
-    again = command("scripts/find_max_batch.py", *overrides, *own)
-    assert again.returncode == 0
+    again = search()
+    assert [(p.batch, p.fits, p.peak_bytes) for p in again.probes] == [(probe["batch"], False, probe["peak_bytes"])]
     assert run.stat().st_mtime_ns == written
     assert answer["vocab_size"] == summary["vocab_size"] == 512, "the data's, where the size has none"
 
     environment = run.with_name("environment.json")
     environment.write_text(json.dumps({**json.loads(environment.read_text()), "cuda": "99"}))
-    other = command("scripts/find_max_batch.py", *overrides, *own)
-    assert other.returncode == 2, "an answer is of one origin"
-    assert "was made with another cuda" in other.stderr
+    with pytest.raises(ConfigError, match="was made with another cuda"):  # an answer is of one origin
+        search()
 
 
 def test_what_cannot_be_searched_is_refused(small: Small, command: Command) -> None:

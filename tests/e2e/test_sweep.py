@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from linrnn import sweeps
+from linrnn.config import load_config
+from linrnn.config.cli import split_overrides
+
 Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_a_sweep_is_listed_run_and_not_run_again(small: Small, command: Command, tmp_path: Path) -> None:
+def test_a_sweep_is_listed_run_and_not_run_again(
+    small: Small, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
     points += ["report_every_seconds=1"]
@@ -24,9 +30,12 @@ def test_a_sweep_is_listed_run_and_not_run_again(small: Small, command: Command,
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "results/checkpointing").glob("*/summary.json")]
     assert {s["loss"]: s["status"] for s in summaries} == {"standard": "finished", "liger": "unsupported"}
     assert len({frozenset(s) for s in summaries}) == 1, "a summary has the same keys whatever became of the run"
-    again = command("scripts/sweep.py", *points)
-    assert again.returncode == 0
-    assert "2 points, 0 to run" in again.stdout
+    # The same command in this process, which may take hold of the CPU.
+    monkeypatch.setattr(sweeps, "in_another_process", lambda function, *arguments: function(*arguments))
+    own, launcher, runs = split_overrides(points, "run_sweep")
+    said: list[str] = []
+    sweeps.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
+    assert any("2 points, 0 to run" in line for line in said)
 
 
 @pytest.mark.parametrize(
