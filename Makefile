@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Modules are compiled as they are imported: of those that are installed most never are.
 INSTALL := $(RUN) -m pip install --quiet --no-compile --editable
+# As pip would, but on every core; a few packages hold files of other Pythons, which do not compile.
+COMPILE := $(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
 ARGS ?=
 
 .PHONY: help train test test-gpu check format doctor clean
@@ -40,12 +41,15 @@ $(VENV)/bin/python:
 
 $(VENV)/base: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/test: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[test]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/check: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[check]'
+	@$(COMPILE)
 	@touch $(VENV)/test $@  # it has all that the tests need
