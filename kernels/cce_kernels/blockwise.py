@@ -119,8 +119,6 @@ def backward(
         rule = None
     sides = _sides(*needs, rule, o)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
-    mean = None if rule is None or rule.seed is None or not o.filter_e else rule.mean_row(c, o)
-    missed = torch.zeros_like(lse)  # mass of the rows' tails, less their samples'
     for chunk in _chunks(vocab, width):
         c_chunk = c[chunk].float()
         z = _logits(e32, c_chunk, None if bias is None else bias[chunk], o)
@@ -132,8 +130,6 @@ def backward(
             _record(rule, p, rows, cols, chunk, kept, dropped)
         for i, (side, for_e, for_c) in enumerate(sides):
             dz = _weights(rule, side, p, rows, cols, chunk, e.shape[1], vocab)
-            if for_e and mean is not None:
-                missed += p.sum(dim=1) - dz.sum(dim=1)
             last = dz is not p or i == len(sides) - 1  # who looks at it
             dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
             if o.label_smoothing:
@@ -151,8 +147,6 @@ def backward(
                     grad_c[chunk] = part.to(grad_c.dtype)
             if grad_bias is not None and for_c:
                 grad_bias[chunk] = dz.sum(dim=0).to(grad_bias.dtype)
-    if sum_e is not None and mean is not None:
-        sum_e.add((a * missed)[:, None] * (mean.float() * o.logit_scale))
     if stats is not None:
         stats.write(kept, dropped, exact, b != 0, vocab)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias

@@ -12,10 +12,6 @@ The squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|�
 far below eps Σ p, which is what drawing each entry by itself, with probability p / eps, would cost. And a sample of
 whole columns or rows is two small products on the tensor cores (tail.py), where single entries are gathers.
 
-What the rows of C have in common need not be estimated: a row's dropped mass is known, and the share of their mean in
-dE is that mass times the mean. So the sample is of C_v less the mean row (a control variate; not with a softcap, whose
-slope stands between p and dE). Of a trained head's squares the mean can hold half.
-
 How often an entry is a target in this batch says how large its p tend to be. The unbiased rule keeps the most frequent
 entries, the head, in every row: they carry most of the mass that no row concentrates, and as a dense product they cost
 less than their share of the lists. The next ones are drawn from smaller groups, of neighbours by frequency.
@@ -42,12 +38,11 @@ from torch import Tensor
 from .options import Options
 from .rows import where_it_counts
 
-COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 12, 4, 14  # neighbours of which one is drawn
+COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 8, 4, 14  # neighbours of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 WAVES = 2 * 132  # tiles that a GPU of 132 multiprocessors makes in two goes
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
-MEAN_STRIDE = 64  # entries of which one counts for the mean row
 FREQUENT_SHARE = 16  # of the vocabulary, at most: 1 / 16
 
 
@@ -66,7 +61,6 @@ class Rule:
     frequent: Tensor | None
     n_head: int = 0
     first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
-    mean: Tensor | None = None  # (D,), the mean row of the whole vocabulary there
 
     @classmethod
     def of(cls, columns: Tensor, vocab: int, o: Options) -> Rule:
@@ -82,17 +76,10 @@ class Rule:
         """The same, but with exact, () bool, all is kept."""
         return replace(self, eps=torch.where(exact, 0.0, self.eps))
 
-    def shard(self, first: int, size: int, mean: Tensor) -> Rule:
+    def shard(self, first: int, size: int) -> Rule:
         """The rule of `size` entries from `first` on, where others have the rest of the vocabulary."""
         rank = None if self.rank is None else self.rank[first : first + size]
-        return replace(self, rank=rank, first=first, mean=mean)
-
-    def mean_row(self, c: Tensor, o: Options) -> Tensor | None:
-        """What the sample for dE leaves out of c's rows (V, D): (D,) of c's dtype; None: nothing."""
-        if o.softcap is not None:
-            return None
-        mean = mean_sum(c, 0) / mean_count(c.shape[0]) if self.mean is None else self.mean
-        return mean.to(c.dtype)
+        return replace(self, rank=rank, first=first)
 
     def keeps(self, p: Tensor, entries: Tensor) -> Tensor:
         """Which of p (N, W) of `entries` (W,) are kept as they are, targets aside: (N, W) bool."""
@@ -194,16 +181,6 @@ def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None,
     rank = torch.empty(vocab, dtype=torch.int32, device=columns.device)
     rank[order] = torch.arange(vocab, dtype=torch.int32, device=columns.device)
     return rank, order[:size].clone()  # the others go
-
-
-def mean_sum(c: Tensor, first: int) -> Tensor:
-    """The sum (D,) fp32 of those rows of c (V, D) that count for the mean, where entries begin with `first`."""
-    return c[-first % MEAN_STRIDE :: MEAN_STRIDE].sum(dim=0, dtype=torch.float32)
-
-
-def mean_count(vocab: int) -> int:
-    """How many these are of a whole vocabulary."""
-    return -(-vocab // MEAN_STRIDE)
 
 
 def seed_of(columns: Tensor) -> Tensor:

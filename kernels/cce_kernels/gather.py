@@ -169,15 +169,13 @@ def backward(
     grad_c = None if dtypes[1] is None else torch.empty(c.shape, dtype=dtypes[1], device=c.device)
     out_c = grad_c if main_grad_c is None else main_grad_c
 
-    def estimate(active: Tensor, dropped: Tensor, taken: int) -> None:
+    def estimate(active: Tensor, taken: int) -> None:
         if lists.sample is not None:
             left = room_beside_lists(n_rows, dim, vocab, lists.column.shape[0], o) - taken
-            add_estimates(
-                e, c, None, columns, lse, a, rule, lists.sample, dropped, o, grad_e, out_c, None, left, active
-            )
+            add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out_c, None, left, active)
 
     _by_lists(e, c, columns, lse, a, b, lists, rule, 1 - lists.void, o, grad_e, grad_c, main_grad_c)
-    estimate(1 - lists.void, lists.dropped.sum(dim=1), 0)
+    estimate(1 - lists.void, 0)
     filtering = None
     if not void.is_zero():
         if o.filter_mass is None:  # where mass is too large, nothing is dropped
@@ -186,7 +184,7 @@ def backward(
         fallback = Fallback(lists.void, grad_e, grad_c)
         gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
         if filtering is not None:
-            estimate(lists.void, dropped.sum(dim=0), kept.nbytes + dropped.nbytes)
+            estimate(lists.void, kept.nbytes + dropped.nbytes)
     if stats is not None:
         listed = lists.count.sum(dim=1) + rule.n_head
         if rule.rank is not None:  # targets of the head are listed, too

@@ -192,8 +192,7 @@ def backward(
     if filtering is not None and filtering.rule.seed is not None:
         grad_c = grads[1] if main_grad_c is None else main_grad_c
         sample = filtering.rule.sample(columns, e.shape[1], vocab)
-        mass = dropped.sum(dim=0)
-        add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, mass, o, grads[0], grad_c, grads[2], room(o))
+        add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, o, grads[0], grad_c, grads[2], room(o))
     if stats is not None:
         stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b != 0, vocab)
     return grads

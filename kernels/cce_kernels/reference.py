@@ -60,18 +60,10 @@ def reference_linear_cross_entropy(
             dropped = torch.where(stays, 0, p).sum(dim=1)
             rule = rule.exact_if(((dropped > o.filter_mass) & (columns >= 0)).any())
         weights = rule.weights_e(p, entries, e.shape[1], c.shape[0]), rule.weights_c(p, entries)
-        mean = None if rule.seed is None else rule.mean_row(c.detach(), o)
-        z_mean = None  # of what all rows of c have in common: what the weights leave out comes through it
-        if mean is not None and o.filter_e and z_e.requires_grad:
-            z_mean = (o.logit_scale * (e @ mean))[:, None].expand_as(z_e)
         for z, filtered, weight in zip((z_e, z_c), (o.filter_e, o.filter_c), weights, strict=True):
             if filtered and z.requires_grad:
                 factor = torch.where(is_target, 1, weight / p.clamp(min=torch.finfo(dtype).tiny))
                 z.register_hook(lambda grad, factor=factor: grad * factor)
-                if z is z_e and z_mean is not None:
-                    z_mean.register_hook(lambda grad, factor=factor: grad * (1 - factor))
-        if z_mean is not None:
-            z_e = z_e + (z_mean - z_mean.detach())
     z = z_e + (z_c - z_c.detach())
 
     lse = torch.logsumexp(z, dim=1)

@@ -1,11 +1,11 @@
 """What the unbiased filter makes of the tails: gradients from a sample of columns and of rows, on top of what is there.
 
-    dE_i += Σ_{v drawn for i's block} size_v a_i p_iv [v in i's tail] (C_v − m) + a_i (mass of i's tail) m
+    dE_i += Σ_{v drawn for i's block} size_v a_i p_iv [v in i's tail] C_v
     dC_v += size Σ_{i drawn} a_i p_iv [v in i's tail] e_i                      (times the logits' scale)
 
-m is the mean row of C (filtered.py). An entry is in its row's tail if it is neither the target nor of the head and
-p < eps. One of each group of `size` columns or rows is drawn; those are copied together, their logits made again, and
-multiplied as in recompute.py: `gradient_kernel` writes what the rule leaves where it otherwise writes what it keeps.
+An entry is in its row's tail if it is neither the target nor of the head and p < eps. One of each group of `size`
+columns or rows is drawn (filtered.py); those drawn are copied together, their logits made again, and multiplied as in
+recompute.py: `gradient_kernel` writes what the rule leaves where it otherwise writes what the rule keeps.
 
 Gradients of 16 bits are read, added to and rounded again, whatever `accumulate` says: a fifth of what the sample errs
 by. Lists are made by probabilities of 8 bits (entries.py), tails by fp32: an entry within 2^-9 of eps may count twice,
@@ -38,7 +38,6 @@ def add_estimates(
     a: Tensor,
     rule: Rule,
     sample: Sample,
-    mass: Tensor,
     o: Options,
     grad_e: Tensor | None,
     grad_c: Tensor | None,
@@ -50,7 +49,7 @@ def add_estimates(
 
     Args:
         e, c, bias, columns, lse, a: as in recompute.gradients.
-        sample: the rule's, for these columns. mass: (N,) fp32, of the rows' tails.
+        sample: the rule's, for these columns.
         grad_e: (N, D). grad_c: (V, D), or the fp32 buffer in its place. grad_bias: (V,).
         room: bytes that copies and logits may take; where the copy of the rows drawn alone takes more, 16 columns of
             logits come on top.
@@ -58,12 +57,7 @@ def add_estimates(
     peak = Peak.of(a, a)
     scale = peak.value * o.logit_scale
     if grad_e is not None and o.filter_e:
-        mean = rule.mean_row(c, o)
-        _add_to_e(e, c, bias, lse, peak.a, scale, rule, sample, mean, o, grad_e, room, active)
-        if mean is not None:
-            share = e.new_zeros(e.shape[0], 16)[:, :1]  # rows that TMA can read
-            share.copy_((peak.a * mass)[:, None])
-            product(share, aligned(mean[None]), grad_e, read=True, times=scale, active=active)
+        _add_to_e(e, c, bias, lse, peak.a, scale, rule, sample, o, grad_e, room, active)
     if (grad_c is not None or grad_bias is not None) and o.filter_c:
         _add_to_c(e, c, bias, columns, lse, peak, scale, rule, sample, o, grad_c, grad_bias, room, active)
 
@@ -77,7 +71,6 @@ def _add_to_e(
     scale: Tensor,
     rule: Rule,
     sample: Sample,
-    mean: Tensor | None,
     o: Options,
     grad_e: Tensor,
     room: int,
@@ -99,8 +92,6 @@ def _add_to_e(
                 e[rows], c_drawn, None if bias is None else bias[drawn], sample.place[rows], lse[rows], a[rows],
                 a[rows], dz, first, c.shape[0], False, o, left, active,
             )  # fmt: skip
-            if mean is not None:
-                c_drawn -= mean
             product(dz, c_drawn, grad_e[rows], read=True, times=scale, active=active)
             del c_drawn  # room for the next
 

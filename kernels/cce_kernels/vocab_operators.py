@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from .derivative import differentiable, empty_gradient, stored_dtypes
-from .filtered import FilterStats, Rule, mean_count, mean_sum
+from .filtered import FilterStats, Rule
 from .operators import OPTIONS, backend_of
 from .options import Options
 from .rows import IGNORED, Rows, assemble_loss, row_coefficients, where_it_counts
@@ -254,10 +254,7 @@ def _recompute(
         if stats is not None:
             recorder = FilterStats(stats, lambda x: dist.all_reduce(x, group=spread.group))
         if o.filter_eps is not None:
-            first = sum(spread.shards[: spread.rank])
-            mean = mean_sum(c, first)
-            dist.all_reduce(mean, group=spread.group)
-            rule = Rule.of(columns, spread.vocab, o).shard(first, spread.size, mean / mean_count(spread.vocab))
+            rule = Rule.of(columns, spread.vocab, o).shard(sum(spread.shards[: spread.rank]), spread.size)
         bias = None if bias is None else bias.contiguous()
         grads = backend_of(e).backward(
             e, c, bias, here, lse, a, b * share, width, replace(o, label_smoothing=elsewhere / share),

@@ -27,7 +27,6 @@ from filter_cases import (
     FILTERED,
     Filtered,
     check_adversarial_rows,
-    check_common_part,
     check_draws,
     check_exact_at_no_mass,
     check_filtered,
@@ -95,10 +94,6 @@ def test_properties_of_the_filter(unbiased):
     check_exact_at_no_mass("cuda")
     check_order_of_the_vocabulary("cuda")
     check_unbiased("cuda", draws=256)
-
-
-def test_what_all_rows_of_the_head_have_in_common_costs_the_sample_nothing():
-    check_common_part("cuda", BF16)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
