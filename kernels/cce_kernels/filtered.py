@@ -38,7 +38,7 @@ from torch import Tensor
 from .options import Options
 from .rows import where_it_counts
 
-COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 8, 4, 14  # neighbours of which one is drawn
+COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 16, 4, 12  # neighbours of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 WAVES = 2 * 132  # tiles that a GPU of 132 multiprocessors makes in two goes
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B

@@ -71,7 +71,7 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
             weights_e += rule.weights_e(p, all_entries, dim, vocab)[[0, -1]] / 150
             weights_c += rule.weights_c(p[:, :7], some) / 150
     frequent = (64 - most_head) // filtered.FREQUENT_GROUP
-    assert sample.columns.shape[1] == vocab // filtered.COLUMN_GROUP + frequent
+    assert sample.columns.shape[1] == -(-vocab // filtered.COLUMN_GROUP) + frequent
     assert (sample.times == filtered.FREQUENT_GROUP).sum() == 2 * frequent
     stacked = torch.stack(drawn[0]), torch.stack(drawn[1])
     for x, size in zip(stacked, (filtered.COLUMN_GROUP, filtered.ROW_GROUP), strict=True):
@@ -93,7 +93,7 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
         parts = [taken(x.columns, x.times)[block] + 300 * j for j, x in enumerate(shards)]
         parts = torch.cat([x[y.times[block] > 0] for x, y in zip(parts, shards, strict=True)])
         assert parts.sort().values.equal(sample.columns[block][sample.times[block] > 0].sort().values)
-    spread = 5.5 * (filtered.ROW_GROUP - 1) ** 0.5 * 2.0**-7 / 150**0.5
+    spread = 5.5 * (max(filtered.COLUMN_GROUP, filtered.ROW_GROUP) - 1) ** 0.5 * 2.0**-7 / 150**0.5
     assert (weights_e - p[[0, -1]]).abs().max() < spread
     assert (weights_c - p[:, :7]).abs().max() < spread
 
