@@ -232,5 +232,5 @@ def _rule(
         p = _logits(e, c[chunk], None if bias is None else bias[chunk], o).sub_(lse[:, None]).exp_()
         rows, cols = _targets_in(columns, chunk)
         _record(rule, p, rows, cols, chunk, kept, dropped)
-    exact = ((dropped > o.filter_mass) & (columns >= 0)).any()
+    exact = rule.drops_more(dropped, o.filter_mass)
     return rule.exact_if(exact), exact

@@ -60,26 +60,37 @@ class Rule:
     rank: Tensor | None
     frequent: Tensor | None
     n_head: int = 0
+    counts: Tensor | None = None  # (N,) bool, rows with a target, where filter_mass is to be looked after
     first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
+    add_up: Callable[[Tensor], Any] | None = None  # there: the shards' sum, in place
 
     @classmethod
     def of(cls, columns: Tensor, vocab: int, o: Options) -> Rule:
         """The rule of a call; columns (N,) int64, the rows' targets, negative for none."""
         assert o.filter_eps is not None
         eps = torch.full(columns.shape, o.filter_eps, dtype=torch.float32, device=columns.device)
+        counts = columns >= 0
         if not o.filter_unbiased:
-            return cls(eps, None, None, None)
+            return cls(eps, None, None, None, counts=counts)
         n_head, n_frequent = frequent_sizes(columns.shape[0], vocab)
-        return cls(eps, seed_of(columns), *by_frequency(columns, n_frequent, vocab), n_head)
+        return cls(eps, seed_of(columns), *by_frequency(columns, n_frequent, vocab), n_head, counts)
 
     def exact_if(self, exact: Tensor) -> Rule:
         """The same, but with exact, () bool, all is kept."""
         return replace(self, eps=torch.where(exact, 0.0, self.eps))
 
-    def shard(self, first: int, size: int) -> Rule:
-        """The rule of `size` entries from `first` on, where others have the rest of the vocabulary."""
+    def shard(self, first: int, size: int, add_up: Callable[[Tensor], Any] | None = None) -> Rule:
+        """The rule of `size` entries from `first` on, where others have the rest of the vocabulary; `add_up` makes of
+        what each has of the rows (N,) the sum, in place, on all of them."""
         rank = None if self.rank is None else self.rank[first : first + size]
-        return replace(self, rank=rank, first=first)
+        return replace(self, rank=rank, first=first, add_up=add_up)
+
+    def drops_more(self, dropped: Tensor, most: float) -> Tensor:
+        """Whether a row with a target drops more than `most`, () bool; dropped (N,), the mass of it here."""
+        assert self.counts is not None
+        if self.add_up is not None:
+            self.add_up(dropped)
+        return ((dropped > most) & self.counts).any()
 
     def keeps(self, p: Tensor, entries: Tensor) -> Tensor:
         """Which of p (N, W) of `entries` (W,) are kept as they are, targets aside: (N, W) bool."""

@@ -185,7 +185,7 @@ def backward(
         exact = torch.zeros((), dtype=torch.bool, device=e.device)
         if o.filter_mass is not None:
             mass = dropped_mass(e, c, bias, columns, lse, width, o, rule)
-            exact = ((mass > o.filter_mass) & (columns >= 0)).any()
+            exact = rule.drops_more(mass, o.filter_mass)
         kept, dropped = parts(e)
         filtering = Filter(rule.exact_if(exact), kept, dropped)
     grads = gradients(e, c, bias, columns, lse, a, b, width, o, dtypes, main_grad_c, filtering)

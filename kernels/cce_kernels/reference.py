@@ -58,7 +58,7 @@ def reference_linear_cross_entropy(
         if o.filter_mass is not None:
             stays = rule.keeps(p, entries) | is_target
             dropped = torch.where(stays, 0, p).sum(dim=1)
-            rule = rule.exact_if(((dropped > o.filter_mass) & (columns >= 0)).any())
+            rule = rule.exact_if(rule.drops_more(dropped, o.filter_mass))
         weights = rule.weights_e(p, entries, e.shape[1], c.shape[0]), rule.weights_c(p, entries)
         for z, filtered, weight in zip((z_e, z_c), (o.filter_e, o.filter_c), weights, strict=True):
             if filtered and z.requires_grad:

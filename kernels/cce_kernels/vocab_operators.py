@@ -251,10 +251,11 @@ def _recompute(
         elsewhere = o.label_smoothing * spread.size / spread.vocab
         share = 1 - o.label_smoothing + elsewhere
         recorder = rule = None
+        add_up = partial(dist.all_reduce, group=spread.group)
         if stats is not None:
-            recorder = FilterStats(stats, lambda x: dist.all_reduce(x, group=spread.group))
+            recorder = FilterStats(stats, add_up)
         if o.filter_eps is not None:
-            rule = Rule.of(columns, spread.vocab, o).shard(sum(spread.shards[: spread.rank]), spread.size)
+            rule = Rule.of(columns, spread.vocab, o).shard(sum(spread.shards[: spread.rank]), spread.size, add_up)
         bias = None if bias is None else bias.contiguous()
         grads = backend_of(e).backward(
             e, c, bias, here, lse, a, b * share, width, replace(o, label_smoothing=elsewhere / share),

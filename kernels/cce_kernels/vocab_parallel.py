@@ -75,9 +75,9 @@ def vocabulary_parallel_linear_cross_entropy(
             gradients are those of the sum of all ranks' losses. "mean" then divides the rank's sum by the targets that
             are not ignored on all ranks, so that the ranks' losses add up to the mean; metrics are of all ranks' rows.
             The gradient of a "sum" or "mean" must be the same number on all ranks.
-        options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_e, filter_c,
-            accumulate and workspace_mib, and all else: as in `linear_cross_entropy`; no filter_mass but 0 or None.
-            The statistics are of all ranks' shards.
+        options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
+            filter_c, accumulate and workspace_mib, and all else: as in `linear_cross_entropy`. Mass and statistics are
+            those of all ranks' shards.
 
     Returns:
         As `linear_cross_entropy`.
@@ -87,10 +87,6 @@ def vocabulary_parallel_linear_cross_entropy(
         WorkspaceTooSmall: as there.
     """
     o = make_options(preset, options)
-    if o.filter_mass is not None:
-        raise ValueError(
-            "filter_mass: not with vocabulary parallelism; no rank sees a row's whole mass before its gradient"
-        )
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group: torch.distributed has no process group yet")

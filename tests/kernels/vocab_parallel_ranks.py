@@ -106,7 +106,9 @@ def cases(ranks: int) -> list[Spread]:
         Spread(Case("improbable-bf16", shape=(ranks, 43), vocab=391, dtype=BF16, peak=-90), stored_rows=64)
     )
     filtered = {"filter_eps": 2.0**-8, "workspace_mib": 0.75}
-    for name, options in (("filter", filtered), ("unbiased", filtered | {"filter_unbiased": True})):
+    unbiased = filtered | {"filter_unbiased": True}
+    masses = ("exact", unbiased | {"filter_mass": 0.1}), ("mass", unbiased | {"filter_mass": 0.999})
+    for name, options in (("filter", filtered), ("unbiased", unbiased), *masses):
         case = Case(f"{name}-fp32", shape=(ranks, 75), vocab=1300, peak=9, options=options)
         found.append(Spread(case, extras={"return_stats": True}))
     return found

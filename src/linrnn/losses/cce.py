@@ -88,15 +88,6 @@ class CceFilter(CceKahan):
                 f"loss.filter_mass={config.filter_mass:g} is not below 1", "use null to let any mass be dropped"
             )
 
-    def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
-        if self.config.filter_mass:
-            raise ConfigError(
-                f"loss.filter_mass={self.config.filter_mass:g} cannot combine with a vocabulary spread over ranks: "
-                "none of them sees all that a token drops before its gradient",
-                "use loss.filter_mass=null, or another parallel=",
-            )
-        super().spread(group, shards)
-
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(
             hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True,
