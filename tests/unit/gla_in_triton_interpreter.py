@@ -1,4 +1,5 @@
-"""GLA in chunks of 128 through FLA's Triton kernels on CPU tensors; prints its relative errors as JSON.
+"""GLA in chunks of 128 through FLA's Triton kernels on CPU tensors; prints its relative errors as JSON, by the decays'
+dtype, in which they are kept for the backward pass.
 
 Run with TRITON_INTERPRET=1. The interpreter (3.7.1) needs two things put right: it has no driver to time
 autotuning configurations with, so the first is taken; and its loop variables are plain integers, on which
@@ -38,17 +39,19 @@ for name in ("fla.ops.common.chunk_h", "fla.ops.gla.chunk"):
 
 torch.manual_seed(0)
 q, k, v, g = (torch.randn(1, 200, 1, 16) for _ in range(4))
-leaves = [x.requires_grad_() for x in (q, k, v, logsigmoid(g) / 4)]
 cu_seqlens = torch.tensor([0, 60, 200])
 weights = torch.randn(1, 200, 1, 16)
-results = []
-for output, _ in (
-    _ChunkGLA.apply(*leaves, None, False, True, cu_seqlens, 128),
-    mixers.chunk_gla(*leaves, cu_seqlens=cu_seqlens),
-):
-    results.append([output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)])
-errors = {
-    name: float((ours - theirs).norm() / theirs.norm())
-    for name, ours, theirs in zip(("o", "dq", "dk", "dv", "dg"), *results, strict=True)
-}
+errors = {}
+for dtype in (torch.float32, torch.bfloat16):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, (logsigmoid(g) / 4).to(dtype))]
+    results = []
+    for output, _ in (
+        _ChunkGLA.apply(*leaves, None, False, True, cu_seqlens, 128),
+        mixers.chunk_gla(*leaves, cu_seqlens=cu_seqlens),
+    ):
+        results.append([output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)])
+    errors[str(dtype).removeprefix("torch.")] = {
+        name: float((ours - theirs).norm() / theirs.norm())
+        for name, ours, theirs in zip(("o", "dq", "dk", "dv", "dg"), *results, strict=True)
+    }
 print(json.dumps(errors))

@@ -1,17 +1,19 @@
 """What FLA's own modules hold in a training step, on CPU tensors with the Triton kernels left out; prints JSON.
 
 Kernels only fill tensors that FLA has allocated before, so that without them every tensor is there, of no meaning.
-Arguments: sequences, their length, vocabulary. Of every model at the size mve, without and with activation
-checkpointing, under bf16 autocast: bytes beyond the parameters, when the loss begins and at most in the backward pass
-after the final norm's.
+Arguments: sequences, their length, vocabulary. Of every model at the size mve, and in chunks of other sizes than FLA's,
+without and with activation checkpointing, under bf16 autocast: bytes beyond the parameters, when the loss begins and at
+most in the backward pass after the final norm's.
 """
 
 import json
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.autotuner import Autotuner, Heuristics
@@ -22,7 +24,10 @@ from linrnn.architecture import MODELS, resolve
 from linrnn.config import load_config
 from linrnn.data import Batch
 from linrnn.evaluation import loss_inputs
-from linrnn.models import build_model
+from linrnn.models import build_model, chunk_size
+from linrnn.models.chunk_size import _ChunkGLA
+
+CASES = [(name, None) for name in MODELS] + [("gla", 64), ("gla", 128), ("gated_deltanet", 16), ("kda", 32)]
 
 
 class Held(TorchDispatchMode):
@@ -60,14 +65,22 @@ def without_kernels() -> None:
     for launcher in (JITFunction, Autotuner, Heuristics):
         launcher.run = lambda *_, **__: None  # type: ignore[method-assign, union-attr]
     cpu_ops.install = lambda: None
+    chunk_size.mixers = SimpleNamespace(chunk_gla=chunk_gla)  # type: ignore[assignment]
     for name in ("custom_fwd", "custom_bwd"):
         original = getattr(torch.amp, name)
         setattr(torch.amp, name, lambda function=None, *, device_type, of=original: of(function, device_type="cpu"))
 
 
-def bytes_held(name: str, checkpointing: str, batch_size: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
+def chunk_gla(*tensors: Tensor, initial_state: Any, cu_seqlens: Any, chunk_size: int, **options: bool) -> Any:
+    """What a GPU would run with a chunk size set, in place of the CPU's version."""
+    return _ChunkGLA.apply(*tensors, initial_state, *options.values(), cu_seqlens, chunk_size)
+
+
+def bytes_held(
+    name: str, chunk: int | None, checkpointing: str, batch_size: int, seq_len: int, vocab_size: int
+) -> tuple[int, int]:
     """When the loss begins, and at most after the final norm's backward pass."""
-    config = load_config([f"model={name}", "size=mve"])
+    config = load_config([f"model={name}", f"model.chunk_size={chunk or 'null'}", "size=mve"])
     model = build_model(resolve(config.model, config.size, vocab_size), device="cpu", seed=0)
     model.set_activation_checkpointing(checkpointing)
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
@@ -90,8 +103,8 @@ if __name__ == "__main__":
     without_kernels()
     sizes = [int(size) for size in sys.argv[1:]]
     found = {
-        f"{name}/{checkpointing}": bytes_held(name, checkpointing, *sizes)  # type: ignore[call-arg]
-        for name in MODELS
+        f"{name}/{chunk or 'null'}/{checkpointing}": bytes_held(name, chunk, checkpointing, *sizes)  # type: ignore[call-arg]
+        for name, chunk in CASES
         for checkpointing in ("none", "full")
     }
     print(json.dumps(found))

@@ -87,20 +87,22 @@ class _ChunkGLA(torch.autograd.Function):
             g_cumsum, scores, _, state, output = gla.chunk_gla_fwd(
                 q=q, k=k, v=v, g=g, g_cumsum=None, output_final_state=output_final_state, **options
             )
-        ctx.save_for_backward(q, k, v, g_cumsum, scores)
+        # As FLA does: the decays' sums, or the decays, to be summed up again, where these take fewer bytes.
+        decays = (None, g_cumsum) if g.dtype == torch.float32 else (g, None)
+        ctx.save_for_backward(q, k, v, *decays, scores)
         ctx.options, ctx.g_dtype = options, g.dtype
         return output, state
 
     @staticmethod
     def backward(ctx, d_output, d_state):  # type: ignore[no-untyped-def]
         gla = import_fla("fla.ops.gla.chunk")
-        q, k, v, g_cumsum, scores = ctx.saved_tensors
+        q, k, v, g, g_cumsum, scores = ctx.saved_tensors
         with torch.cuda.device_of(q):
             dq, dk, dv, dg, d_initial = gla.chunk_gla_bwd(
                 q=q,
                 k=k,
                 v=v,
-                g=None,
+                g=g,
                 g_cumsum=g_cumsum,
                 h=None,
                 A=scores,
