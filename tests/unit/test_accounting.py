@@ -317,6 +317,16 @@ def test_formulas_agree_with_every_committed_run():
         assert run["mfu"] == pytest.approx(flops / seconds / peak_flops_per_second(run["device"], run["precision"]))
 
 
+def test_formulas_agree_with_every_probe_of_a_largest_batch_that_fitted():
+    answers = [answer for path in COMMITTED.glob("*/max_batches.json") for answer in json.loads(path.read_text())]
+    assert {answer["activation_checkpointing"] for answer in answers} == {"none", "full"}
+    for answer in answers:
+        same = {"commit": answer["environment"]["git"]["commit"], "n_parameters": architecture(answer).n_parameters}
+        for probe in (probe for probe in answer["probes"] if probe["fits"]):
+            run = answer | same | {"batch_size": probe["batch"], "precision": "bf16_autocast"}
+            assert foreseen(run).peak == pytest.approx(probe["peak_bytes"], rel=0.01), (answer["run_name"], probe)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FLA takes its tensors to be on the GPU that it sees")
 def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds():
     batch_size, seq_len, vocab_size = 8, 1024, 2048
