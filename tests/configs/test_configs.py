@@ -181,6 +181,11 @@ def test_a_key_that_is_no_field_is_refused_wherever_it_is_added() -> None:
         load_config(["data=text", "data.path=x", "data.branching=3"])
 
 
+def test_an_option_with_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a name that no file can have"):
+        load_config(["trainer=" + "x" * 100_000])
+
+
 def test_bounds_name_key_and_value() -> None:
     with pytest.raises(ConfigError, match=r"trainer.seq_len=1 .*minimum"):
         load_config(["trainer.seq_len=1"])

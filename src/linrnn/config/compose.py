@@ -58,6 +58,10 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
             raise ConfigError(
                 f"{' '.join(overrides)}: a key of a group that is not chosen", "choose it first: data=markov, say"
             ) from error
+        except OSError as error:  # Hydra looks for the option's file
+            raise ConfigError(
+                "an option has a name that no file can have (too long)", "run with --help for the options there are"
+            ) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
             raise _explain(error, overrides, config_name) from error
         finally:
