@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import difflib
+import errno
 import functools
 import re
 from collections.abc import Iterator, Sequence
@@ -59,8 +60,10 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
                 f"{' '.join(overrides)}: a key of a group that is not chosen", "choose it first: data=markov, say"
             ) from error
         except OSError as error:  # Hydra looks for the option's file
+            if error.errno != errno.ENAMETOOLONG:
+                raise
             raise ConfigError(
-                "an option has a name that no file can have (too long)", "run with --help for the options there are"
+                "an option has a name that no file can have", "run with --help for the options there are"
             ) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
             raise _explain(error, overrides, config_name) from error
