@@ -8,7 +8,7 @@ q is what the filter keeps of the softmax (filtered.py), 0 nearly everywhere; al
 * the others, and the targets, stand in the lists that entries.py made: a program sums a part of a row of dE, and one
   of dC, over the lists ordered by column. The targets, where p − 1 cancels, have fp32 coefficients.
 
-What the unbiased rule estimates of the tails is added at the end (tail.py).
+What the unbiased rule estimates of the tails is added after that, either way (tail.py).
 
 Where the lists overflowed, or filter_mass makes the call exact, recompute.py does the work instead. The device decides
 that: the kernels of the way not taken are launched, too, and return at once. Those of recompute.py come last, when the

@@ -21,7 +21,7 @@ def patch_once() -> None:
 
     def patch_what_is_not(function: Any) -> Any:
         languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        if all(not tl.core.is_builtin(language.load) for language in languages):
+        if languages and all(not tl.core.is_builtin(language.load) for language in languages):
             return interpreter._LangPatchScope()  # nothing to restore
         return patch(function)
 

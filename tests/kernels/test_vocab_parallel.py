@@ -23,10 +23,11 @@ SPREADS = {
     3: [spread for spread in cases(3) if not spread.unequal],
 }
 ALL = [(ranks, spread) for ranks, spreads in SPREADS.items() for spread in spreads]
-INTERPRETED = (
+ON_GPUS = (
     "plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
     "stored_softcap-bf16-same", "improbable-bf16-same",
 )  # fmt: skip
+INTERPRETED = (*ON_GPUS, "exact-fp32-same")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_communication_goes_on_while_chunks_are_computed(interpreted):
 def test_on_gpus_losses_and_gradients_are_those_of_one_device(n_ranks):
     if torch.cuda.device_count() < n_ranks:
         pytest.skip(f"needs {n_ranks} GPUs")
-    spreads = [spread for spread in cases(n_ranks) if str(spread) in INTERPRETED]
+    spreads = [spread for spread in cases(n_ranks) if str(spread) in ON_GPUS]
     got = start(n_ranks, spreads, device="cuda")
     for spread in spreads:
         check(spread, [results[str(spread)] for results in got])

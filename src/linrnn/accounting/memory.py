@@ -3,7 +3,7 @@
 The formulas count the tensors that FLA's blocks save for the backward pass, those that a loss backend holds at once,
 and cuBLAS's workspaces. They describe the GPU kernels: the torch fallbacks that run on CPU hold more. Not counted:
 CUDA's context and libraries outside PyTorch's allocator, what the allocator rounds up (blocks of up to 1 MiB more than
-was asked for: up to 0.7 % of the committed runs' peaks), fragmentation, the savings of torch.compile'd blocks.
+was asked for: up to 0.8 % of the committed runs' peaks), fragmentation, the savings of torch.compile'd blocks.
 """
 
 from dataclasses import dataclass
