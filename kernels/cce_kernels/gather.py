@@ -12,12 +12,15 @@ What the unbiased rule estimates of the tails is added after that, either way (t
 
 Where the lists overflowed, or filter_mass makes the call exact, recompute.py does the work instead. The device decides
 that: the kernels of the way not taken are launched, too, and return at once. Those of recompute.py come last, when the
-device has mostly got far enough to say that they are not needed (glance.py).
+device has mostly got far enough to say that they are not needed (glance.py). The first call of a kind launches them all
+the same: kernels cannot be loaded while a CUDA graph is captured, and the call before is to have loaded them.
 
 Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered; dC written once.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -42,6 +45,8 @@ WIDTH = 256  # dimensions of a program of gather_kernel
 ENTRIES = 4  # rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
 HEAD_ROWS = 4096  # whose head probabilities exist at a time
+
+_launched: set[tuple[Any, ...]] = set()  # kinds of calls whose way around the lists has been launched
 
 
 @quick
@@ -177,7 +182,9 @@ def backward(
     _by_lists(e, c, columns, lse, a, b, lists, rule, 1 - lists.void, o, grad_e, grad_c, main_grad_c)
     estimate(1 - lists.void, 0)
     filtering = None
-    if not void.is_zero():
+    kind = (e.device, e.shape, vocab, dtypes, main_grad_c is None, width, o)
+    if kind not in _launched or not void.is_zero():
+        _launched.add(kind)
         if o.filter_mass is None:  # where mass is too large, nothing is dropped
             kept, dropped = parts(e)
             filtering = Filter(rule, kept, dropped)

@@ -32,6 +32,7 @@ from cce_kernels import linear_cross_entropy
 from cce_kernels.options import Options
 from filter_cases import (
     FILTERED,
+    SHORT,
     Filtered,
     check_adversarial_rows,
     check_draws,
@@ -119,6 +120,33 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     arguments = (e, c, targets, None, None, None, -100, BF16, "mean", True, False, [True, True, False], *o.values())
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments, test_utils=checks)
+
+
+@in_interpreter
+def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkeypatch):
+    """On CPU tensors nothing is ever known of the lists: here all is."""
+    from cce_kernels import gather
+
+    class Known:
+        def __init__(self, flag):
+            self.is_zero = lambda: flag.item() == 0
+
+    launched, real = [], gather.gradients
+    monkeypatch.setattr(gather, "gradients", lambda *args: launched.append(True) or real(*args))
+    monkeypatch.setattr(gather, "Glance", Known)
+    monkeypatch.setattr(gather, "_launched", set())
+    e, c, targets, _ = drawn(Filtered("known"), BF16, "cpu")
+
+    def run(e):
+        launched.clear()
+        loss, stats = linear_cross_entropy(e, c, targets, return_stats=True, **SHORT)
+        grads = gradients(loss, (e, c))
+        return bool(launched), [*grads, *stats.values()]
+
+    (at_first, found), (again, same) = run(e), run(e)
+    assert (at_first, again) == (True, False)
+    assert all(torch.equal(x, y) for x, y in zip(found, same, strict=True))
+    assert run((e * 0).detach().requires_grad_())[0]  # uniform rows: the lists overflow
 
 
 @in_interpreter
