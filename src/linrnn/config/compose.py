@@ -59,14 +59,14 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
             raise ConfigError(
                 f"{' '.join(overrides)}: a key of a group that is not chosen", "choose it first: data=markov, say"
             ) from error
-        except OSError as error:  # Hydra looks for the option's file
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
+            raise _explain(error, overrides, config_name) from error
+        except OSError as error:  # Hydra looks for the option's file (an unknown option's is a HydraException, above)
             if error.errno != errno.ENAMETOOLONG:
                 raise
             raise ConfigError(
                 "an option has a name that no file can have", "run with --help for the options there are"
             ) from error
-        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
-            raise _explain(error, overrides, config_name) from error
         finally:
             GlobalHydra.instance().clear()
 
