@@ -40,7 +40,7 @@ from .rows import where_it_counts
 
 COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 16, 4, 12  # neighbours of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
-WAVES = 2 * 132  # tiles that a GPU of 132 multiprocessors makes in two goes
+FULL_WAVE = 132  # tiles that a GPU of as many multiprocessors makes at once
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
 FREQUENT_SHARE = 16  # of the vocabulary, at most: 1 / 16
@@ -200,8 +200,8 @@ def seed_of(columns: Tensor) -> Tensor:
 
 
 def block_rows(dim: int) -> int:
-    """Rows of e (N, dim) that share the columns drawn: those of two waves of dE's tiles."""
-    return max(1, WAVES // -(-dim // TILE_COLS)) * TILE_ROWS
+    """Rows of e (N, dim) that share the columns drawn: those of one wave of dE's tiles."""
+    return max(1, FULL_WAVE // -(-dim // TILE_COLS)) * TILE_ROWS
 
 
 def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:

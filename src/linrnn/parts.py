@@ -31,8 +31,8 @@ class SavedActivations:
 
     Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm, hidden states and a copy of the
     head included), `other` (between the parts), and `weight_copies` (the blocks' weights in the compute dtype, under
-    autocast). A tensor that several keep counts once, for the
-    first; parameters count nowhere. With activation checkpointing a block keeps its inputs: they count as `other`.
+    autocast). A tensor that several keep counts once, for the first; parameters count nowhere. With activation
+    checkpointing a block keeps its inputs: they count as `other`.
     """
 
     def __init__(self, model: LanguageModel) -> None:

@@ -108,7 +108,7 @@ def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"accumulate": "fp32", "z_loss": 1e-2}], ids=str)
 def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, options):
     monkeypatch.setattr("cce_kernels.filtered.TILE_ROWS", 16)
-    monkeypatch.setattr("cce_kernels.filtered.WAVES", 1)
+    monkeypatch.setattr("cce_kernels.filtered.FULL_WAVE", 1)
     monkeypatch.setattr("cce_kernels.tail.tail_width", lambda *_: 16)
     check_filtered(Filtered("blocks", {"filter_unbiased": True} | options), BF16, "cpu")
 
