@@ -53,10 +53,10 @@ def main(config: EvaluateConfig) -> None:
             batch_size=trainer.batch_size,
             max_tokens=config.max_tokens,
             reset_at_document=here.data.reset_at_document,
+            token_bytes=data.token_bytes(shards, config.max_tokens, print),
         ),
         precision=plan.precision,
         device=plan.device,
-        bytes_per_token=data.valid_bytes_per_token and shards.n_bytes / shards.n_tokens,
     )
     print(f"{directory}\n{config.split} split of {data.description}\n{evaluation}")
 

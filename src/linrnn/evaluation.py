@@ -15,7 +15,7 @@ from linrnn.runtime import autocast, compute_dtype
 
 @dataclass
 class Evaluation:
-    """Result of :func:`evaluate`; `bits_per_byte` is None where the data is no text."""
+    """Result of :func:`evaluate`; `bits_per_byte` is None where the labels' bytes of text are not known."""
 
     loss_nats: float
     perplexity: float
@@ -66,34 +66,33 @@ def evaluate(
     *,
     precision: str,
     device: torch.device,
-    bytes_per_token: float | None,
     ranks: Ranks | None = None,
 ) -> Evaluation:
     """Mean loss over every label of `batches` (each counts once), in evaluation mode.
 
     Args:
-        batches: the same ones on all ranks.
-        bytes_per_token: UTF-8 bytes of the text per token, for bits per byte; None if the data is no text.
+        batches: the same ones on all ranks. Their `n_bytes` are those of the bits per byte.
         ranks: share the batches; each gets the same result.
     """
     ranks = ranks or Ranks()
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    n_tokens = 0
+    n_tokens = n_bytes = 0
     for batch in ranks.share(batches, _without_labels):
         output = loss(*loss_inputs(model, batch, precision, device))
         total += output.sum_nats.double()
         n_tokens += batch.n_tokens
+        n_bytes += batch.n_bytes or 0
     model.train()
-    sum_nats, n_labels = ranks.total(float(total), n_tokens)
+    sum_nats, n_labels, sum_bytes = ranks.total(float(total), n_tokens, n_bytes)
     nats = sum_nats / max(n_labels, 1)
     return Evaluation(
         loss_nats=nats,
         perplexity=perplexity(nats),
-        bits_per_byte=None if bytes_per_token is None else bits_per_byte(nats, bytes_per_token),
+        bits_per_byte=bits_per_byte(sum_nats, sum_bytes) if sum_bytes else None,
         n_tokens=int(n_labels),
     )
 
 
 def _without_labels(batch: Batch) -> Batch:
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0)
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0, n_bytes=None)

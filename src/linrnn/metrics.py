@@ -32,7 +32,7 @@ METRICS: dict[str, str] = {
     "batch/probe_sequences": "batch of a probe, sequences",
     "valid/loss_nats": "mean cross-entropy of the validation tokens, nats per token",
     "valid/perplexity": "exp(valid/loss_nats)",
-    "valid/bits_per_byte": "valid/loss_nats in bits per byte of the text",
+    "valid/bits_per_byte": "cross-entropy of these tokens in bits per byte of the text that they stand for",
     "valid/tokens": "validation tokens read",
 }
 LOSS_GROUP = "loss/"
@@ -46,11 +46,11 @@ def perplexity(nats_per_token: float) -> float:
         return math.inf
 
 
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Cross-entropy in bits per byte of text: comparable between tokenizers."""
-    if not bytes_per_token > 0:
-        raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token}")
-    return nats_per_token / (math.log(2) * bytes_per_token)
+def bits_per_byte(nats: float, n_bytes: float) -> float:
+    """Cross-entropy of a text of `n_bytes`, in nats in all, in bits per byte: comparable between tokenizers."""
+    if not n_bytes > 0:
+        raise ValueError(f"n_bytes must be positive, got {n_bytes}")
+    return nats / (math.log(2) * n_bytes)
 
 
 def mfu(

@@ -8,10 +8,13 @@ become ordinary tokens, nothing is added, truncated or padded, whatever the toke
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -19,6 +22,24 @@ from linrnn.errors import DataError
 
 # The first of these that the vocabulary has ends a document, unless tokenizer_config.json names another.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|endofdocument|>", "<eos>", "[EOS]")
+SPACE = "▁"  # how SentencePiece writes one
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """UTF-8 bytes of text that tokens stand for.
+
+    Attributes:
+        of_ids: (vocab_size,) int64: of each id. 0 for the end token, other special tokens and ids that there are not.
+        put_first: bytes that the tokenizer puts before every text: a text's first token stands for so many less.
+    """
+
+    of_ids: np.ndarray
+    put_first: int
+
+    def count(self, ids: np.ndarray, n_texts: int) -> int:
+        """Bytes that `ids` stand for, of which `n_texts` are the first of a text."""
+        return int(self.of_ids[ids].sum()) - n_texts * self.put_first
 
 
 class Tokenizer:
@@ -74,6 +95,28 @@ class Tokenizer:
         """Token ids of one text."""
         return self.encode_batch([text])[0]
 
+    def token_bytes(self) -> TokenBytes | None:
+        """What the ids stand for, where the tokenizer gives a text back as it was (not all do: normalizers change it).
+
+        None where tokens stand for no bytes: those of a tokenizer that is neither byte-level nor has byte fallback.
+        """
+        decoders = set(_types(json.loads(self.json).get("decoder")))
+        if decoders.isdisjoint(("ByteLevel", "ByteFallback")):
+            return None
+        of_ids = np.zeros(self.vocab_size, np.int64)
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            if "ByteLevel" in decoders:  # a character a byte
+                of_ids[token_id] = len(token)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+                of_ids[token_id] = 1
+            else:
+                of_ids[token_id] = len(token.replace(SPACE, " ").encode())
+        for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
+            of_ids[token_id] = 0 if added.special else len(added.content.encode())
+        if self.eos_id is not None:
+            of_ids[self.eos_id] = 0
+        return TokenBytes(of_ids, int(of_ids[self.encode("a")].sum()) - 1)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
@@ -126,6 +169,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"lower data.tokenizer_vocab_size to at most {learned:,}, give more text, or set data.tokenizer",
         )
     return Tokenizer(bpe.to_str(), f"byte-level BPE of {vocab_size:,} entries trained here")
+
+
+def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
+    """Types of a decoder and of those that it consists of."""
+    if decoder is not None:
+        yield decoder["type"]
+        for part in decoder.get("decoders", ()):
+            yield from _types(part)
 
 
 def _load_directory(path: Path, name: str) -> Tokenizer:

@@ -200,6 +200,7 @@ class Trainer:
                 say=self.console.line,
             )
         self._announce()
+        self.valid_bytes = self.data.token_bytes(self.data.valid, self.config.trainer.valid_tokens, self.console.line)
         self.ranks.shield(self._write_lost_summary)
         started = time.monotonic()
         status, evaluation = "finished", None
@@ -391,6 +392,7 @@ class Trainer:
             batch_size=self.plan.sequences_of_rank,
             max_tokens=trainer.valid_tokens,
             reset_at_document=self.config.data.reset_at_document,
+            token_bytes=self.valid_bytes,
         )
         evaluation = evaluate(
             self.model,
@@ -398,7 +400,6 @@ class Trainer:
             batches,
             precision=self.precision,
             device=self.device,
-            bytes_per_token=self.data.valid_bytes_per_token,
             ranks=self.ranks,
         )
         memory = {f"memory/{name}_gib": size / GIB for name, size in self._memory_of_ranks().items()}

@@ -1,5 +1,6 @@
 """parallel=ddp on gloo: N processes train as one does, stop together, continue with another N, and never hang."""
 
+import math
 import os
 import signal
 import subprocess
@@ -45,6 +46,24 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     assert summary["tokens_per_second"] == pytest.approx(4 * 80 / (summary["step_time_ms_median"] / 1e3))
     assert (directory / "train.log").read_text().count("valid at step 2") == 1
     assert output(tmp_path / "ranks", world_size).count("valid at step 2") == 1, "rank 0 alone speaks"
+
+
+def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, tmp_path: Path) -> None:
+    """Five batches on two ranks: in the last round one has none."""
+    text = [override for override in small("data=stdlib") if not override.startswith("data.n_")]
+    text += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300", "data.reset_at_document=true"]
+    one = Trainer(load_config([*text, "trainer.batch_size=2"]))
+    reference = one.fit()
+    summary = summary_of(trained([*text, "trainer.batch_size=1", "parallel=ddp", "group=ddp"], 2, tmp_path))
+    assert summary["valid_bits_per_byte"] == pytest.approx(reference["valid_bits_per_byte"], rel=ROUNDING)
+    valid, tokenizer = one.data.valid, one.data.tokenizer
+    assert tokenizer is not None
+    firsts = [0, *valid.document_ends.tolist()]
+    labels = [int(i) for at, i in enumerate(valid.read(0, 401)) if at not in firsts and i != tokenizer.eos_id]
+    n_bytes = len(tokenizer.decode(labels).encode())
+    n_labels = 401 - sum(at < 401 for at in firsts)
+    expected = n_labels * summary["valid_loss_nats"] / math.log(2) / n_bytes
+    assert summary["valid_bits_per_byte"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import wandb
 
@@ -204,7 +205,7 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     assert not (tmp_path / "refused").exists()
 
 
-def test_bits_per_byte_are_of_the_split_that_is_read(
+def test_bits_per_byte_are_of_the_labels_that_are_read(
     small: Small, command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
 ) -> None:
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
@@ -214,10 +215,21 @@ def test_bits_per_byte_are_of_the_split_that_is_read(
     assert done.returncode == 0, done.stderr
     found = re.search(r"loss ([\d.]+), .* ([\d.]+) bits per byte", done.stdout)
     assert found
-    shards = trainer.data.train
-    expected = float(found[1]) / math.log(2) * shards.n_tokens / shards.n_bytes
-    assert float(found[2]) == pytest.approx(expected, rel=1e-3)
-    assert shards.n_tokens / shards.n_bytes != trainer.data.valid.n_tokens / trainer.data.valid.n_bytes
+    summary = trainer.directory.read_summary()
+    assert summary is not None
+    for shards, nats, bits in (
+        (trainer.data.train, float(found[1]), float(found[2])),
+        (trainer.data.valid, summary["valid_loss_nats"], summary["valid_bits_per_byte"]),
+    ):
+        n_bytes = len(text_of(trainer, shards.read(1, 401)).encode())
+        assert bits == pytest.approx(400 * nats / math.log(2) / n_bytes, rel=1e-4), "of the 400 labels"
+        assert 400 / n_bytes != pytest.approx(shards.n_tokens / shards.n_bytes, rel=1e-2), "not of the split"
+
+
+def text_of(trainer: Trainer, ids: np.ndarray) -> str:
+    tokenizer = trainer.data.tokenizer
+    assert tokenizer is not None
+    return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
 
 def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: Path, data_cache: Path) -> None:

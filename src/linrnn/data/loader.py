@@ -17,6 +17,7 @@ import torch
 
 from linrnn.data.shards import ShardSet
 from linrnn.errors import DataError
+from linrnn.tokenizer import TokenBytes
 
 IGNORED = -100
 
@@ -31,12 +32,14 @@ class Batch:
         cu_seqlens: int32 (sequences + 1,) boundaries in the flattened inputs, from 0 to B·T, where state and
             attention start anew: every row and every document; None when they cross document ends.
         n_tokens: labels that count (are not -100).
+        n_bytes: UTF-8 bytes of text that these stand for; None where that was not asked for or is not known.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     cu_seqlens: torch.Tensor | None
     n_tokens: int
+    n_bytes: int | None = None
 
 
 class BatchLoader:
@@ -143,6 +146,7 @@ def make_batch(
     *,
     stop: int | None = None,
     reset_at_document: bool = False,
+    token_bytes: TokenBytes | None = None,
 ) -> Batch:
     """The batch of the blocks that begin at tokens `starts`.
 
@@ -150,6 +154,7 @@ def make_batch(
         starts: (B,) first input token of each row; a row that begins at or beyond `stop` - 1 predicts
             nothing.
         stop: end of the tokens to use (exclusive); what lies beyond is padded with 0 and label -100.
+        token_bytes: what tokens stand for, where the labels' bytes are to be counted.
     """
     stop = shards.n_tokens if stop is None else stop
     n_rows = len(starts)
@@ -160,18 +165,22 @@ def make_batch(
             shards.read_into(start, row[:length])
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     labels = np.where(np.arange(1, seq_len + 1) < lengths[:, None], labels, IGNORED)
-    cu_seqlens = None
-    if reset_at_document:
+    cu_seqlens, n_bytes = None, None
+    if reset_at_document or token_bytes is not None:
         rows, ends = _document_ends(shards.document_ends, starts, starts + lengths)
+    if reset_at_document:
         labels[rows, ends - 1] = IGNORED  # would predict the next document's first token
         boundaries = np.concatenate([np.arange(n_rows + 1) * seq_len, rows * seq_len + ends])
         cu_seqlens = torch.from_numpy(np.unique(boundaries).astype(np.int32))
         inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
+    if token_bytes is not None:
+        n_bytes = token_bytes.count(labels[labels != IGNORED], 0 if reset_at_document else len(rows))
     return Batch(
         torch.from_numpy(np.ascontiguousarray(inputs)),
         torch.from_numpy(labels),
         cu_seqlens,
         int(np.count_nonzero(labels != IGNORED)),
+        n_bytes,
     )
 
 
@@ -191,16 +200,19 @@ def batches_once(
     max_tokens: int | None = None,
     *,
     reset_at_document: bool = False,
+    token_bytes: TokenBytes | None = None,
 ) -> Iterator[Batch]:
     """A validation pass: each token but the first is predicted exactly once, in order, the same at every
     call.
 
     All batches have the full shape; what is missing from the last one has label -100. `max_tokens` bounds the
-    labels.
+    labels; `token_bytes` has their bytes counted.
     """
     stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
     if stop < 2:
         raise DataError(f"the validation text has {stop} tokens", "give more validation text")
     for start in range(0, stop - 1, batch_size * seq_len):
         starts = start + np.arange(batch_size) * seq_len
-        yield make_batch(shards, starts, seq_len, stop=stop, reset_at_document=reset_at_document)
+        yield make_batch(
+            shards, starts, seq_len, stop=stop, reset_at_document=reset_at_document, token_bytes=token_bytes
+        )

@@ -41,7 +41,7 @@ from linrnn.data.shards import (
 from linrnn.data.sources import Source, make_source
 from linrnn.data.tokenise import RECORD, Tokenisation, split_of
 from linrnn.errors import ConfigError, DataError
-from linrnn.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from linrnn.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
 TOKENIZER_SAMPLE_BYTES = 16 << 20  # the first so many bytes of training text teach a tokenizer trained here
 
@@ -55,8 +55,6 @@ class PreparedData:
         vocab_size: every id is below it.
         eos_id: the token that ends a document, None if the tokenizer has none.
         fingerprint: hex; changes with any byte of text, tokenizer or options.
-        valid_bytes_per_token: UTF-8 bytes of the validation text per token, end tokens counted as tokens.
-            Bits per byte are mean nats per token / ln 2 / this. None for generated data.
         entropy_floor_nats: the lowest mean loss that any model can reach; None where that is unknown.
         description: one line for humans.
         directory: where it all lies.
@@ -68,7 +66,6 @@ class PreparedData:
     vocab_size: int
     eos_id: int | None
     fingerprint: str
-    valid_bytes_per_token: float | None
     entropy_floor_nats: float | None
     description: str
     directory: Path
@@ -80,6 +77,21 @@ class PreparedData:
             progress(Progress(f"comparing {size / 2**30:.1f} GiB with their hashes", finished=True))
         self.train.verify()
         self.valid.verify()
+
+    def token_bytes(self, shards: ShardSet, max_tokens: int | None, say: Callable[[str], None]) -> TokenBytes | None:
+        """What tokens stand for, for a validation pass of `max_tokens` over `shards` to count the bytes of its labels.
+
+        None for generated data, and where it would not be exactly the text: `say` is told why.
+        """
+        if self.tokenizer is None:
+            return None
+        token_bytes = self.tokenizer.token_bytes()
+        why: str | None = "its tokens stand for no bytes"
+        if token_bytes is not None and (why := shards.misspelt(token_bytes, max_tokens)) is None:
+            return token_bytes
+        say(f"no bits per byte with tokenizer {self.tokenizer.name}: {why}")
+        say("  -> data.tokenizer=… of byte-level BPE without a normalizer keeps every byte; null trains one")
+        return None
 
 
 def prepare(config: DataConfig, *, progress: ProgressCallback | None = None) -> PreparedData:
@@ -138,7 +150,6 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         fingerprint=meta["fingerprint"],
-        valid_bytes_per_token=valid.n_bytes / valid.n_tokens,
         entropy_floor_nats=None,
         description=f"{source.description}: {_sizes(train, valid)}; tokenizer {tokenizer.name}, {ends}",
         directory=directory,
@@ -225,7 +236,6 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         vocab_size=config.vocab_size,
         eos_id=END,
         fingerprint=meta["fingerprint"],
-        valid_bytes_per_token=None,
         entropy_floor_nats=floor,
         description=f"generated text of {config.vocab_size:,} tokens' vocabulary: {_sizes(train, valid)}; "
         f"no model can go below {floor:.4f} nats",

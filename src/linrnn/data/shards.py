@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linrnn.errors import DataError, StorageError
+from linrnn.tokenizer import TokenBytes
 
 if TYPE_CHECKING:
     from linrnn.data.loader import Batch
@@ -34,6 +35,7 @@ FORMAT_VERSION = 1
 META = "meta.json"
 SPLITS = ("train", "valid")
 HASHING_THREADS = 4  # at about 1.4 GB/s each
+COUNTED_TOKENS = 1 << 22  # at once, whose bytes are added up
 SHARD_TOKENS = 1 << 27  # a shard is closed by the document that reaches this many tokens
 
 
@@ -281,13 +283,33 @@ class ShardSet:
                 if here != sha256:
                     raise _broken(self.directory / name, "differs from its sha256 in meta.json")
 
+    def misspelt(self, token_bytes: TokenBytes, max_tokens: int | None) -> str | None:
+        """Which of the shards that a validation pass of `max_tokens` reads has tokens that stand for more or fewer
+        bytes than its text has; None: none."""
+        for shard, start, tokens in zip(self.shards, self._starts[:-1], self._tokens, strict=True):
+            if max_tokens is not None and start > max_tokens:
+                break
+            pieces = (tokens[first : first + COUNTED_TOKENS] for first in range(0, len(tokens), COUNTED_TOKENS))
+            spelt = sum(token_bytes.count(piece, 0) for piece in pieces) - shard.documents * token_bytes.put_first
+            if spelt != shard.bytes:
+                return f"the tokens of {shard.file} stand for {spelt:,} bytes, its text has {shard.bytes:,}"
+        return None
+
     def batches_once(
-        self, seq_len: int, batch_size: int, max_tokens: int | None = None, *, reset_at_document: bool = False
+        self,
+        seq_len: int,
+        batch_size: int,
+        max_tokens: int | None = None,
+        *,
+        reset_at_document: bool = False,
+        token_bytes: TokenBytes | None = None,
     ) -> "Iterator[Batch]":
         """Every token predicted once, in order, `max_tokens` of them at most; see `linrnn.data.loader`."""
         from linrnn.data.loader import batches_once
 
-        return batches_once(self, seq_len, batch_size, max_tokens, reset_at_document=reset_at_document)
+        return batches_once(
+            self, seq_len, batch_size, max_tokens, reset_at_document=reset_at_document, token_bytes=token_bytes
+        )
 
 
 def _broken(path: Path, what: str) -> DataError:
