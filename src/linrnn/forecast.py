@@ -71,6 +71,7 @@ def _communication(plan: Plan, arch: Architecture) -> list[str]:
         sequences=plan.sequences_of_rank,
         seq_len=trainer.seq_len,
         precision=plan.precision,
+        loss=plan.config.loss,
         micro_steps=trainer.accumulation_steps,
     )
     parts = {"sent": sent.total, **{f"sent/{name}": size for name, size in sent.within.items()}}

@@ -102,7 +102,7 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig
         for key, (loss, problem) in calls.items():
             times[key].append(_slowest(ranks, partial(step, loss, problem), device))
     ms = {key: statistics.median(values) for key, values in times.items()}
-    sent = accounting.vocabulary_loss_bytes(shape.n, shape.d, dtype.itemsize, world)
+    sent = accounting.vocabulary_loss_bytes(loss_config, shape.n, shape.d, shape.v, dtype.itemsize, world)
     return LossRow(
         name, shape.n, shape.d, shape.v, world, ms["together"], ms["alone"], ms["shard"], memory["together"],
         memory["alone"], sent / MIB, ms["alone"] / (world * ms["together"]), *errors,
@@ -206,8 +206,9 @@ def _measure_mode(
     flops = accounting.model_flops(arch, sequences, config.seq_len)
     rate = accounting.peak_flops_per_second(_device_name(device), precision)
     sent = accounting.communication(
-        arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision
-    )
+        arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision,
+        loss=run.loss,
+    )  # fmt: skip
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
         tokens / ms * 1e3, None, rate and flops / (ms / 1e3) / rate, ranks.largest(peak)[0] or None, sent.total / GIB,

@@ -129,7 +129,7 @@ def foresee(
         shard_ranks=shard_ranks, by_vocabulary=isinstance(parallel, VocabConfig),
     )  # fmt: skip
     sent = accounting.communication(
-        arch, parallel, world_size=gpus, sequences=sequences, seq_len=SEQ_LEN, precision=precision,
+        arch, parallel, world_size=gpus, sequences=sequences, seq_len=SEQ_LEN, precision=precision, loss=config.loss,
         micro_steps=micro_steps,
     )  # fmt: skip
     flops = accounting.step_flops(arch, of_gpu, SEQ_LEN, config.loss, "none")
@@ -260,7 +260,7 @@ def compare(run: Measured, rates: Rates) -> list[Compared]:
         compute = one.step_ms / 1e3 * row.sequences_of_rank / one.sequences_of_rank
         sent = accounting.communication(
             arch, config.parallel, world_size=row.ranks, sequences=row.sequences_of_rank, seq_len=row.seq_len,
-            precision=row.precision,
+            precision=row.precision, loss=config.loss,
         )  # fmt: skip
         shard_ranks = row.ranks if isinstance(config.parallel, FsdpConfig) else 1
         flops = accounting.step_flops(arch, row.sequences_of_rank, row.seq_len, config.loss, "none")

@@ -88,21 +88,31 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
 
 @pytest.mark.parametrize(
     ("world_size", "cut"),
-    [(2, FSDP), (4, (*VOCAB, "parallel.shard_ranks=2", "size.tie_embeddings=false"))],
+    [
+        (2, FSDP),
+        (4, (*VOCAB, "parallel.shard_ranks=2", "size.tie_embeddings=false")),
+        (2, (*VOCAB, "loss=cce_filter")),
+        (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0.5")),
+        (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0")),
+    ],
 )
 def test_the_bytes_that_ranks_send_are_those_foreseen(
     world_size: int, cut: tuple[str, ...], small: Small, tmp_path: Path
 ) -> None:
     log, overrides = tmp_path / "ranks", small(*cut, "trainer.batch_size=4", "trainer.accumulation_steps=2")
     assert ended(start_ranks(overrides, world_size, log, "counted")) == [0] * world_size, output(log, world_size)
-    counts = {float(line.split()[1]) for line in output(log, world_size).splitlines() if line.startswith("sent ")}
+    lines = [line.split() for line in output(log, world_size).splitlines() if line.startswith("sent ")]
+    counts = {(float(words[1]), float(words[3])) for words in lines}
     config = load_config(overrides)
     foreseen = communication(
         resolve(config.model, config.size, 512), config.parallel, world_size=world_size,
-        sequences=4 * config.parallel.data_ranks(world_size) // world_size, seq_len=80, precision="fp32", micro_steps=2,
+        sequences=4 * config.parallel.data_ranks(world_size) // world_size, seq_len=80, precision="fp32",
+        loss=config.loss, micro_steps=2,
     )  # fmt: skip
     assert len(counts) == 1, "all ranks, all steps"
-    assert counts.pop() == pytest.approx(foreseen.total, rel=0.01)  # FSDP pads what it cannot cut evenly
+    sent, by_loss = counts.pop()
+    assert sent == pytest.approx(foreseen.total, rel=0.01)  # FSDP pads what it cannot cut evenly
+    assert by_loss == foreseen.within.get("loss", 0)
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])

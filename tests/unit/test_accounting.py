@@ -19,6 +19,7 @@ from linrnn.accounting import (
     peak_flops_per_second,
     step_flops,
     time_estimate,
+    vocabulary_loss_bytes,
 )
 from linrnn.accounting.cce import cce_scheme
 from linrnn.accounting.flops import forward_flops, projection_shapes
@@ -26,6 +27,7 @@ from linrnn.architecture import MODELS, Architecture, resolve
 from linrnn.config import load_config
 from linrnn.config.schema import (
     CceAppleLossConfig,
+    CceFilterLossConfig,
     CceKahanLossConfig,
     FlaLossConfig,
     LigerLossConfig,
@@ -41,6 +43,7 @@ LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger",
 FLA = FlaLossConfig("fla", 8)
 APPLE = {name: CceAppleLossConfig("cce_apple", name) for name in ("cce", "cce_kahan_full_c", "cce_exact")}
 KAHAN = CceKahanLossConfig("cce_kahan", "kahan", None)
+FILTER = CceFilterLossConfig("cce_filter", "kahan", None, 2.0**-12, True, None)
 
 
 def tiny(model: str, **changes: object) -> Architecture:
@@ -389,6 +392,28 @@ def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not(
         flops = step_flops(arch, 8, 1024, loss, "none")
         assert flops.recomputed.get("vocabulary", 0) == again * flops.forward["vocabulary"]
     assert step_flops(arch, 8, 1024, KAHAN, "none", compute=4).recomputed["vocabulary"] > 0
+
+
+def test_a_filter_that_may_drop_nothing_is_none():
+    n, d, v = 16384, 2048, 128256
+    nothing = replace(FILTER, filter_mass=0.0)
+    assert cce_scheme(nothing, n, d, v, 2) == cce_scheme(KAHAN, n, d, v, 2) != cce_scheme(FILTER, n, d, v, 2)
+    assert loss_memory(nothing, n, d, v, 2) == loss_memory(KAHAN, n, d, v, 2) != loss_memory(FILTER, n, d, v, 2)
+
+
+def test_what_the_vocabulary_parallel_loss_sends_by_hand():
+    """Each of 4 ranks, a batch in bf16; fp32 and filters have no stored exponentials."""
+    n, d, v = 16384, 2048, 128256
+    exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, hidden states, their gradients; two numbers
+    rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up
+    for loss, more in (
+        (KAHAN, 0),
+        (replace(KAHAN, workspace_mib=8), rows),  # the row losses' gradients
+        (FILTER, rows + 2 * 2 * rows),  # what was kept and dropped
+        (replace(FILTER, filter_mass=0.5), rows + 3 * 2 * rows),  # and what would be
+        (replace(FILTER, filter_mass=0.0), 0),
+    ):
+        assert vocabulary_loss_bytes(loss, n, d, v, 2, 4) == exact + more
 
 
 @pytest.mark.parametrize("workspace_mib", [None, 64, 512, 2048])

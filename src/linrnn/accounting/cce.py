@@ -37,11 +37,16 @@ class Scheme:
         return 3 if self.rows else 4
 
 
+def filters(loss: CceKahanLossConfig) -> bool:
+    """Whether a gradient entry may be left out: not where `filter_mass` is 0."""
+    return isinstance(loss, CceFilterLossConfig) and loss.filter_mass != 0
+
+
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
     """The scheme for a batch of `n_tokens` with `compute` bytes an element of hidden states and weight."""
     budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
     rows = 0
-    if compute == BF16 and not isinstance(loss, CceFilterLossConfig):
+    if compute == BF16 and not filters(loss):
         for chunks in range(1, max(1, n_tokens // LEAST_ROWS) + 1):
             one = _ceil(_ceil(n_tokens, chunks), ROW_MULTIPLE) * ROW_MULTIPLE
             default = loss.workspace_mib is None and chunks == STORED_CHUNKS
@@ -66,7 +71,7 @@ def cce_memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
     gradients = (hidden + weight) * compute
-    if isinstance(loss, CceFilterLossConfig) and compute == BF16:  # lists and exponentials, then lists and products
+    if filters(loss) and compute == BF16:  # lists and exponentials, then lists and products
         budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
         return budget, gradients + budget
     if not scheme.rows:  # dlogits of the chunk's columns; what dE's rounding lost

@@ -6,9 +6,17 @@ twice that to reduce them on all. Scalars, and what FSDP pads, are left out.
 
 from dataclasses import dataclass
 
+from linrnn.accounting.cce import cce_scheme
 from linrnn.accounting.loss_memory import BF16, FP32
 from linrnn.architecture import Architecture
-from linrnn.config.schema import FsdpConfig, ParallelConfig, VocabConfig
+from linrnn.config.schema import (
+    CceFilterLossConfig,
+    CceKahanLossConfig,
+    FsdpConfig,
+    LossConfig,
+    ParallelConfig,
+    VocabConfig,
+)
 
 ID = 8  # bytes of a token id or label
 KEEPS_FP32 = ("gated_deltanet", "kda")  # models some of whose parameters FLA's kernels need in fp32
@@ -46,11 +54,13 @@ def communication(
     sequences: int,
     seq_len: int,
     precision: str,
+    loss: LossConfig,
     micro_steps: int = 1,
 ) -> Communication:
     """What each of `world_size` ranks sends in a step of `micro_steps`, of `sequences` of its own each.
 
     Args:
+        loss: counts with VocabConfig alone.
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
     """
     kept = BF16 if precision == "bf16" else FP32
@@ -74,17 +84,28 @@ def communication(
         tokens = ranks * sequences * seq_len  # of all ranks of the group
         hidden = tokens * arch.hidden_size
         within["embedding"] = _gathered(tokens * ID + 2 * hidden * kept, ranks)  # vectors and their gradients
-        within["loss"] = vocabulary_loss_bytes(tokens, arch.hidden_size, compute, ranks)
+        within["loss"] = vocabulary_loss_bytes(loss, tokens, arch.hidden_size, arch.vocab_size, compute, ranks)
     else:
         within["embedding"] = _gathered((kept + FP32) * matrix, ranks)
         within["head"] = _gathered((compute + FP32) * matrix, ranks)
     return Communication({name: micro_steps * size for name, size in within.items()}, across)
 
 
-def vocabulary_loss_bytes(tokens: int, d: int, compute: int, ranks: int) -> int:
+def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int:
     """Of the vocabulary-parallel loss over `tokens` of all ranks: labels, hidden states of `compute` bytes an element,
-    their gradients in fp32, two numbers of every rank for every token."""
-    return _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
+    their gradients in fp32, two numbers of every rank for every token.
+
+    Where logits are made again, the gradient of every token's loss as well. A filter's statistics are sums over the
+    ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with.
+    """
+    assert isinstance(loss, CceKahanLossConfig)  # as no other can be cut by vocabulary
+    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
+    if cce_scheme(loss, tokens, d, -(-vocab // ranks), compute).rows:
+        return sent
+    sums = 0
+    if isinstance(loss, CceFilterLossConfig):
+        sums = 3 if loss.filter_mass else 2
+    return sent + _gathered(tokens * FP32, ranks) + sums * _reduced_on_all(tokens * FP32, ranks)
 
 
 def _gathered(size: int, ranks: int) -> int:
