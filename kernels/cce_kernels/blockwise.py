@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .accumulator import Accumulator, scratch_bytes
-from .filtered import FilterStats, Rule
+from .filtered import FilterStats, Rule, mean_logits
 from .options import Options
 from .rows import Rows, empty_metrics, where_it_counts
 from .rows import target_columns as target_columns
@@ -224,7 +224,8 @@ def _rule(
 ) -> tuple[Rule, Tensor]:
     """The rule of a call, and whether it would drop too much of a row and is exact instead, () bool (one product)."""
     vocab = c.shape[0]
-    rule = rule or Rule.of(columns, vocab, o)
+    if rule is None:
+        rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
     if o.filter_mass is None:
         return rule, torch.zeros((), dtype=torch.bool, device=columns.device)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)

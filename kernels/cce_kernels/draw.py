@@ -5,7 +5,7 @@
     drawn = group · size + mixed(s ^ group · ODD) mod size
     s = mixed(seed + 1 + block) for columns, mixed(seed) for rows
 
-Cost: seven launches and one sort of V numbers; reads targets and ranks, writes ranks and the sample.
+Cost: seven launches and one sort of V numbers; reads e and c once, in fp64 on the plain cores.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .filtered import COLUMN_GROUP, FREQUENT_GROUP, HASH_ODD, HASH_ROUND, ROW_GROUP, Sample, block_rows
+from .filtered import COLUMN_GROUP, HASH_ODD, HASH_ROUND, LIKELY_GROUP, ROW_GROUP, Sample, block_rows
 from .launch import quick
+from .options import Options
 from .tiles import cdiv
 
 _ODD, _ROUND = tl.constexpr(HASH_ODD - 2**32), tl.constexpr(HASH_ROUND)  # as 32 bits with a sign
@@ -40,33 +41,75 @@ def _draw(salt, group, SIZE: tl.constexpr):
 
 @quick
 @triton.jit(do_not_specialize=["N"])
-def count_kernel(
+def mean_kernel(
+    e_ptr,  # (N, D), rows e_stride apart
     target_ptr,  # (N,) int64, negative for none
-    count_ptr,  # (V,) int32, added to
+    mean_ptr,  # (D,) bf16, written
+    e_stride,
     N,
-    BLOCK: tl.constexpr,
+    D,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_ptr + rows, mask=rows < N, other=-1)
-    tl.atomic_add(count_ptr + target, 1, mask=target >= 0, sem="relaxed")  # integers: in any order the same
+    """The mean of the rows that have a target: DIMS dimensions a program, 32 bytes of a row of 16 bits."""
+    dims = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+    total = tl.zeros((ROWS, DIMS), dtype=tl.float64)
+    count = tl.zeros((ROWS,), dtype=tl.int32)
+    for first in range(0, N, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        counts = tl.load(target_ptr + rows, mask=rows < N, other=-1) >= 0
+        count += counts.to(tl.int32)
+        mask = counts[:, None] & (dims < D)[None, :]
+        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
+        total += e.to(tl.float64)
+    mean = tl.sum(total, axis=0) / tl.maximum(tl.sum(count, axis=0), 1).to(tl.float64)
+    tl.store(mean_ptr + dims, mean.to(tl.float32).to(tl.bfloat16), mask=dims < D)
 
 
 @quick
-@triton.jit(do_not_specialize=["V", "n_head", "n_frequent"])
+@triton.jit(do_not_specialize=["V"])
+def mean_logits_kernel(
+    c_ptr,  # (V, D), rows c_stride apart
+    mean_ptr,  # (D,) bf16
+    bias_ptr,  # (V,) or None
+    z_ptr,  # (V,) fp32, written
+    c_stride,
+    V,
+    D,
+    logit_scale,
+    ENTRIES: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    total = tl.zeros((ENTRIES, DIMS), dtype=tl.float64)
+    for d in range(0, D, DIMS):
+        dims = d + tl.arange(0, DIMS)
+        mask = (entry < V)[:, None] & (dims < D)[None, :]
+        c = tl.load(c_ptr + entry.to(tl.int64)[:, None] * c_stride + dims[None, :], mask=mask, other=0.0)
+        mean = tl.load(mean_ptr + dims, mask=dims < D, other=0.0)
+        total += c.to(tl.float64) * mean.to(tl.float64)[None, :]
+    z = tl.sum(total, axis=1) * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + entry, mask=entry < V, other=0.0).to(tl.float64)
+    tl.store(z_ptr + entry, tl.where(z == z, z, 0.0).to(tl.float32), mask=entry < V)
+
+
+@quick
+@triton.jit(do_not_specialize=["V", "n_head", "n_likely"])
 def rank_kernel(
-    order_ptr,  # (V,) int64: entries, the most frequent first
+    order_ptr,  # (V,) int64: entries, the most likely first
     rank_ptr,  # (V,) int32, written
-    frequent_ptr,  # (n_frequent,) int64, written
+    likely_ptr,  # (n_likely,) int64, written
     bits_ptr,  # (⌈V / 32⌉,) int32: a bit an entry, set for the first n_head
     V,
     n_head,
-    n_frequent,
+    n_likely,
     BLOCK: tl.constexpr,
 ):
     rank = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(order_ptr + rank, mask=rank < V, other=0)
     tl.store(rank_ptr + entry, rank, mask=rank < V)
-    tl.store(frequent_ptr + rank, entry, mask=rank < n_frequent)
+    tl.store(likely_ptr + rank, entry, mask=rank < n_likely)
     bit = (tl.full((BLOCK,), 1, dtype=tl.int32) << (entry % 32).to(tl.int32)).to(tl.int32)
     tl.atomic_or(bits_ptr + entry // 32, bit, mask=rank < n_head, sem="relaxed")
 
@@ -88,20 +131,20 @@ def seed_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=["V", "groups", "drawn", "n_head", "n_frequent"])
+@triton.jit(do_not_specialize=["V", "groups", "drawn", "n_head", "n_likely"])
 def columns_drawn_kernel(
     seed_ptr,  # () int32
     rank_ptr,  # (V,) int32 or None
-    frequent_ptr,  # (n_frequent,) int64 or None
+    likely_ptr,  # (n_likely,) int64 or None
     columns_ptr,  # (blocks of rows, drawn) int64, written
     times_ptr,  # (blocks of rows, drawn) fp32, written
     V,
-    groups,  # of all columns; the rest of `drawn` are of the frequent ones
+    groups,  # of all columns; the rest of `drawn` are of the likely ones
     drawn,
     n_head,
-    n_frequent,
+    n_likely,
     COLUMN_GROUP: tl.constexpr,
-    FREQUENT_GROUP: tl.constexpr,
+    LIKELY_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -112,20 +155,20 @@ def columns_drawn_kernel(
     column = tl.minimum(column, V - 1).to(tl.int64)
     times = tl.full((BLOCK,), COLUMN_GROUP, dtype=tl.float32)
     if rank_ptr is not None:
-        there &= tl.load(rank_ptr + column, mask=k < groups, other=0) >= n_frequent
-        is_frequent = k >= groups
-        place = n_head + (k - groups) * FREQUENT_GROUP + _draw(salt, k - groups, FREQUENT_GROUP)
-        other = tl.load(frequent_ptr + tl.minimum(place, n_frequent - 1), mask=is_frequent & (k < drawn), other=0)
-        column = tl.where(is_frequent, other, column)
-        there = tl.where(is_frequent, place < n_frequent, there)
-        times = tl.where(is_frequent, FREQUENT_GROUP, times)
+        there &= tl.load(rank_ptr + column, mask=k < groups, other=0) >= n_likely
+        is_likely = k >= groups
+        place = n_head + (k - groups) * LIKELY_GROUP + _draw(salt, k - groups, LIKELY_GROUP)
+        other = tl.load(likely_ptr + tl.minimum(place, n_likely - 1), mask=is_likely & (k < drawn), other=0)
+        column = tl.where(is_likely, other, column)
+        there = tl.where(is_likely, place < n_likely, there)
+        times = tl.where(is_likely, LIKELY_GROUP, times)
     to = block.to(tl.int64) * drawn + k
     tl.store(columns_ptr + to, column, mask=k < drawn)
     tl.store(times_ptr + to, tl.where(there, times, 0.0), mask=k < drawn)
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "groups", "n_head", "n_frequent", "block_rows"])
+@triton.jit(do_not_specialize=["N", "groups", "n_head", "n_likely", "block_rows"])
 def places_kernel(
     seed_ptr,  # () int32
     target_ptr,  # (N,) int64, negative for none
@@ -134,10 +177,10 @@ def places_kernel(
     N,
     groups,
     n_head,
-    n_frequent,
+    n_likely,
     block_rows,
     COLUMN_GROUP: tl.constexpr,
-    FREQUENT_GROUP: tl.constexpr,
+    LIKELY_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Where the rows' targets stand among the columns drawn for them."""
@@ -148,11 +191,11 @@ def places_kernel(
     is_drawn = group * COLUMN_GROUP + _draw(salt, group, COLUMN_GROUP) == target
     if rank_ptr is not None:
         rank = tl.load(rank_ptr + target, mask=target >= 0, other=0)
-        of_frequent = (rank - n_head) // FREQUENT_GROUP
-        place = n_head + of_frequent * FREQUENT_GROUP + _draw(salt, of_frequent, FREQUENT_GROUP)
-        is_frequent = (rank >= n_head) & (rank < n_frequent)
-        group = tl.where(is_frequent, groups + of_frequent, group)
-        is_drawn = tl.where(is_frequent, place == rank, is_drawn)
+        of_likely = (rank - n_head) // LIKELY_GROUP
+        place = n_head + of_likely * LIKELY_GROUP + _draw(salt, of_likely, LIKELY_GROUP)
+        is_likely = (rank >= n_head) & (rank < n_likely)
+        group = tl.where(is_likely, groups + of_likely, group)
+        is_drawn = tl.where(is_likely, place == rank, is_drawn)
     tl.store(place_ptr + rows, tl.where(is_drawn & (target >= 0), group, -1), mask=rows < N)
 
 
@@ -173,32 +216,44 @@ def rows_drawn_kernel(
     tl.store(times_ptr + k, tl.where(row < N, ROW_GROUP * 1.0, 0.0), mask=inside)
 
 
-def rank_entries(targets: Tensor, rank: Tensor, frequent: Tensor, n_head: int, bits: Tensor) -> None:
-    """`filtered.by_frequency` of targets (N,) int64, written to rank (V,) and frequent; sets the bits, one an entry
-    from the lowest bit of bits (4 ⌈V / 32⌉,) uint8 on, of the first n_head."""
-    n_rows, vocab = targets.shape[0], rank.shape[0]
-    counts = torch.zeros_like(rank)
-    count_kernel[(cdiv(n_rows, BLOCK),)](targets, counts, n_rows, BLOCK, num_warps=4)
-    order = torch.argsort(counts, descending=True, stable=True)
+def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: Options) -> Tensor | None:
+    """`filtered.mean_logits`; e (N, D) and c (V, D) with contiguous rows."""
+    if not o.filter_unbiased:
+        return None
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    mean = e.new_empty(dim, dtype=torch.bfloat16)
+    mean_kernel[(cdiv(dim, 16),)](e, targets, mean, e.stride(0), n_rows, dim, 1024, 16, num_warps=16)
+    z = e.new_empty(vocab, dtype=torch.float32)
+    mean_logits_kernel[(cdiv(vocab, 16),)](
+        c, mean, bias, z, c.stride(0), vocab, dim, float(o.logit_scale), 16, 256, num_warps=4
+    )
+    return z
+
+
+def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, bits: Tensor) -> None:
+    """`filtered.by_likelihood` of mean_z (V,), written to rank (V,) and likely; sets the bits, one an entry from the
+    lowest bit of bits (4 ⌈V / 32⌉,) uint8 on, of the first n_head."""
+    vocab = rank.shape[0]
+    order = torch.argsort(mean_z, descending=True, stable=True)
     rank_kernel[(cdiv(vocab, BLOCK),)](
-        order, rank, frequent, bits.view(torch.int32), vocab, n_head, frequent.shape[0], BLOCK, num_warps=4
+        order, rank, likely, bits.view(torch.int32), vocab, n_head, likely.shape[0], BLOCK, num_warps=4
     )
 
 
-def draw(targets: Tensor, dim: int, vocab: int, rank: Tensor | None, frequent: Tensor | None, n_head: int) -> Sample:
+def draw(targets: Tensor, dim: int, vocab: int, rank: Tensor | None, likely: Tensor | None, n_head: int) -> Sample:
     """`Rule.sample` for targets (N,) int64, of a rule with these ranks and the targets' seed."""
     sample = Sample.empty(targets, dim, vocab)
     seed = targets.new_empty((), dtype=torch.int32)
     n_rows, (blocks, drawn) = targets.shape[0], sample.columns.shape
-    groups, n_frequent = cdiv(vocab, COLUMN_GROUP), 0 if frequent is None else frequent.shape[0]
+    groups, n_likely = cdiv(vocab, COLUMN_GROUP), 0 if likely is None else likely.shape[0]
     seed_kernel[(1,)](targets, seed, n_rows, BLOCK, num_warps=8)
     columns_drawn_kernel[(blocks, cdiv(drawn, BLOCK))](
-        seed, rank, frequent, sample.columns, sample.times, vocab, groups, drawn, n_head, n_frequent, COLUMN_GROUP,
-        FREQUENT_GROUP, BLOCK, num_warps=4,
+        seed, rank, likely, sample.columns, sample.times, vocab, groups, drawn, n_head, n_likely, COLUMN_GROUP,
+        LIKELY_GROUP, BLOCK, num_warps=4,
     )  # fmt: skip
     places_kernel[(cdiv(n_rows, BLOCK),)](
-        seed, targets, rank, sample.place, n_rows, groups, n_head, n_frequent, block_rows(dim), COLUMN_GROUP,
-        FREQUENT_GROUP, BLOCK, num_warps=4,
+        seed, targets, rank, sample.place, n_rows, groups, n_head, n_likely, block_rows(dim), COLUMN_GROUP,
+        LIKELY_GROUP, BLOCK, num_warps=4,
     )  # fmt: skip
     rows_drawn_kernel[(cdiv(len(sample.rows), BLOCK),)](
         seed, sample.rows, sample.row_times, n_rows, ROW_GROUP, BLOCK, num_warps=4

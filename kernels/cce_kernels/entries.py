@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw import draw, rank_entries
+from .draw import draw, mean_logits, rank_entries
 from .exponentials import exponentials, target_logits
-from .filtered import Rule, Sample, frequent_sizes
+from .filtered import Rule, Sample, likely_sizes
 from .finish import Gradient, finish_rows
 from .launch import quick
 from .options import Options
@@ -191,7 +191,7 @@ class Lists:
     capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
     targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
     not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
-    nothing. nll: (N,) fp32, −log p of the target. rank, frequent: the rule's, empty where it has none.
+    nothing. nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none.
     sample: what the rule draws; without tensors where it draws nothing.
     """
 
@@ -203,13 +203,13 @@ class Lists:
     void: Tensor
     nll: Tensor
     rank: Tensor
-    frequent: Tensor
+    likely: Tensor
     sample: Sample | None
 
     @classmethod
     def empty(cls, columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> Lists:
         n_rows = columns.shape[0]
-        n_frequent = frequent_sizes(n_rows, vocab)[1] if o.filter_unbiased else 0
+        n_likely = likely_sizes(vocab)[1] if o.filter_unbiased else 0
 
         def new(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=dtype, device=columns.device)
@@ -222,8 +222,8 @@ class Lists:
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
             void=new(dtype=torch.int32),
             nll=new(n_rows, dtype=torch.float32),
-            rank=new(vocab if n_frequent else 0, dtype=torch.int32),
-            frequent=new(n_frequent, dtype=torch.int64),
+            rank=new(vocab if n_likely else 0, dtype=torch.int32),
+            likely=new(n_likely, dtype=torch.int64),
             sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None,
         )
 
@@ -241,16 +241,16 @@ class Lists:
 
     def rule(self, eps: float, vocab: int) -> Rule:
         """What is kept, without a seed: the sample is there already."""
-        return Rule(torch.full_like(self.nll, eps), None, *self._frequent(vocab))
+        return Rule(torch.full_like(self.nll, eps), None, *self._likely(vocab))
 
     def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
         """The same with what is drawn for these columns (N,), if anything is."""
-        return self if self.sample is None else replace(self, sample=draw(columns, dim, vocab, *self._frequent(vocab)))
+        return self if self.sample is None else replace(self, sample=draw(columns, dim, vocab, *self._likely(vocab)))
 
-    def _frequent(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
+    def _likely(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
         if not self.rank.numel():
             return None, None, 0
-        return self.rank, self.frequent, frequent_sizes(self.nll.shape[0], vocab)[0]
+        return self.rank, self.likely, likely_sizes(vocab)[0]
 
 
 def forward(
@@ -281,7 +281,7 @@ def forward(
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, unread)
         if first == 0:  # while the first product runs: the host has some twenty small things to do for these
-            lists, unlisted = _lists_of(columns, e.shape[1], vocab, capacity, o, void)
+            lists, unlisted = _lists_of(e, c, columns, capacity, o, void)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
@@ -307,19 +307,22 @@ def forward(
 
 
 def _lists_of(
-    columns: Tensor, dim: int, vocab: int, capacity: int, o: Options, void: Tensor
+    e: Tensor, c: Tensor, columns: Tensor, capacity: int, o: Options, void: Tensor
 ) -> tuple[Lists, Tensor | None]:
     """Lists with what the rule says of the vocabulary, and no entry; select_kernel's bits, or None if all are 0."""
-    lists = replace(Lists.empty(columns, dim, vocab, capacity, o), void=void)
+    vocab = c.shape[0]
+    lists = replace(Lists.empty(columns, e.shape[1], vocab, capacity, o), void=void)
     lists.starts[:1].zero_()
     lists.column.fill_(vocab)
-    if not lists.frequent.numel() and vocab % 8 == 0:
+    if not lists.likely.numel() and vocab % 8 == 0:
         return lists, None
     bits = torch.zeros(4 * cdiv(vocab, 32), dtype=torch.uint8, device=columns.device)
     if vocab % 8:
         bits[vocab // 8] = 256 - (1 << vocab % 8)
-    if lists.frequent.numel():
-        rank_entries(columns, lists.rank, lists.frequent, frequent_sizes(columns.shape[0], vocab)[0], bits)
+    if lists.likely.numel():
+        mean_z = mean_logits(e, c, None, columns, o)
+        assert mean_z is not None
+        rank_entries(mean_z, lists.rank, lists.likely, likely_sizes(vocab)[0], bits)
     return lists, bits
 
 

@@ -12,12 +12,14 @@ The squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|�
 far below eps Σ p, which is what drawing each entry by itself, with probability p / eps, would cost. And a sample of
 whole columns or rows is two small products on the tensor cores (tail.py), where single entries are gathers.
 
-How often an entry is a target in this batch says how large its p tend to be. The unbiased rule keeps the most frequent
-entries, the head, in every row: they carry most of the mass that no row concentrates, and as a dense product they cost
-less than their share of the lists. The next ones are drawn from smaller groups, of neighbours by frequency.
+An entry's logit from the mean hidden state of a batch says how large its p tend to be: on a model in training its
+order is nearly that of the mean probabilities. The unbiased rule keeps the likeliest entries, the head, in every row:
+they carry most of the mass that no row concentrates, and as a dense product they cost less than their share of the
+lists. The next ones are drawn from smaller groups, of neighbours in that order.
 
-Draws follow from a seed of the batch's targets: the same on every device and in any tiling. Rows of a block of
-`block_rows` share their columns, others have their own, so that what dE has too much of differs between blocks.
+Draws follow from a seed of the batch's targets, and the order from sums that are exact for operands of 16 bits: both
+are the same on every device and in any tiling. Rows of a block of `block_rows` share their columns, others have their
+own, so that what dE has too much of differs between blocks.
 
 Where a row drops more than `filter_mass`, the whole call is exact: as fast as without a filter, where some rows alone
 would take the slowest way of all.
@@ -38,12 +40,13 @@ from torch import Tensor
 from .options import Options
 from .rows import where_it_counts
 
-COLUMN_GROUP, FREQUENT_GROUP, ROW_GROUP = 16, 4, 12  # neighbours of which one is drawn
+COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # neighbours of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 FULL_WAVE = 132  # tiles that a GPU of as many multiprocessors makes at once
+ENTRIES_AT_A_TIME = 4096  # rows of c in fp64
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
-MOST_HEAD, HEAD_PROBABILITIES = 2048, 2**26  # entries; rows × entries
-FREQUENT_SHARE = 16  # of the vocabulary, at most: 1 / 16
+MOST_HEAD, HEAD_SHARE = 4096, 16  # entries of the head; it is at most 1 / 16 of the vocabulary
+LIKELY_SHARE = 8  # the likely entries, the head among them: 1 / 8 of it
 
 
 @dataclass(frozen=True)
@@ -51,29 +54,31 @@ class Rule:
     """What decides whether an entry is kept, and of which others the sample is.
 
     eps: (N,) fp32, each row's threshold; 0 keeps all. seed: () int64, of the draws, or None where the tail is dropped.
-    rank: (V,) int32, each entry's place by how often it is a target, or None where no entries count as frequent.
-    frequent: (n,) int64, the first of these; n_head of them are the head.
+    rank: (V,) int32, each entry's place by its mean logit, or None where no entries count as likely.
+    likely: (n,) int64, the first of these; n_head of them are the head.
     """
 
     eps: Tensor
     seed: Tensor | None
     rank: Tensor | None
-    frequent: Tensor | None
+    likely: Tensor | None
     n_head: int = 0
     counts: Tensor | None = None  # (N,) bool, rows with a target, where filter_mass is to be looked after
     first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
     add_up: Callable[[Tensor], Any] | None = None  # there: the shards' sum, in place
 
     @classmethod
-    def of(cls, columns: Tensor, vocab: int, o: Options) -> Rule:
-        """The rule of a call; columns (N,) int64, the rows' targets, negative for none."""
+    def of(cls, columns: Tensor, mean_z: Tensor | None, o: Options) -> Rule:
+        """The rule of a call; columns (N,) int64, the rows' targets, negative for none; mean_z (V,) the `mean_logits`,
+        which the unbiased rule takes."""
         assert o.filter_eps is not None
         eps = torch.full(columns.shape, o.filter_eps, dtype=torch.float32, device=columns.device)
         counts = columns >= 0
         if not o.filter_unbiased:
             return cls(eps, None, None, None, counts=counts)
-        n_head, n_frequent = frequent_sizes(columns.shape[0], vocab)
-        return cls(eps, seed_of(columns), *by_frequency(columns, n_frequent, vocab), n_head, counts)
+        assert mean_z is not None
+        n_head, n_likely = likely_sizes(mean_z.shape[0])
+        return cls(eps, seed_of(columns), *by_likelihood(mean_z, n_likely), n_head, counts)
 
     def exact_if(self, exact: Tensor) -> Rule:
         """The same, but with exact, () bool, all is kept."""
@@ -123,7 +128,7 @@ class Rule:
         blocks = -(-columns.shape[0] // block_rows(dim))
         block = torch.arange(columns.shape[0], device=columns.device) // block_rows(dim)
         seeds = _mixed(self.seed + 1 + torch.arange(blocks, device=columns.device))[:, None]
-        n_frequent = 0 if self.frequent is None else self.frequent.shape[0]
+        n_likely = 0 if self.likely is None else self.likely.shape[0]
         target = columns.clamp(min=0)
 
         first_group = self.first // COLUMN_GROUP
@@ -131,18 +136,18 @@ class Rule:
         is_one = (drawn >= 0) & (drawn < vocab)
         drawn = drawn.clamp(0, vocab - 1)
         if self.rank is not None:
-            is_one &= self.rank[drawn] >= n_frequent
+            is_one &= self.rank[drawn] >= n_likely
         times = is_one.float() * COLUMN_GROUP
         group = ((self.first + target) // COLUMN_GROUP - first_group).clamp(max=drawn.shape[1] - 1)
-        if self.frequent is not None and self.rank is not None and n_frequent > self.n_head:
-            places = self.n_head + _draws(seeds, 0, -(-(n_frequent - self.n_head) // FREQUENT_GROUP), FREQUENT_GROUP)
-            some = self.frequent[places.clamp(max=n_frequent - 1)] - self.first
-            is_one = (places < n_frequent) & (some >= 0) & (some < vocab)
+        if self.likely is not None and self.rank is not None and n_likely > self.n_head:
+            places = self.n_head + _draws(seeds, 0, -(-(n_likely - self.n_head) // LIKELY_GROUP), LIKELY_GROUP)
+            some = self.likely[places.clamp(max=n_likely - 1)] - self.first
+            is_one = (places < n_likely) & (some >= 0) & (some < vocab)
             rank = self.rank[target]
-            place = drawn.shape[1] + (rank - self.n_head).clamp(min=0) // FREQUENT_GROUP
-            group = torch.where((rank >= self.n_head) & (rank < n_frequent), place.long(), group)
+            place = drawn.shape[1] + (rank - self.n_head).clamp(min=0) // LIKELY_GROUP
+            group = torch.where((rank >= self.n_head) & (rank < n_likely), place.long(), group)
             drawn = torch.cat([drawn, some.clamp(0, vocab - 1)], dim=1)
-            times = torch.cat([times, is_one.float() * FREQUENT_GROUP], dim=1)
+            times = torch.cat([times, is_one.float() * LIKELY_GROUP], dim=1)
         place = torch.where((columns >= 0) & (drawn[block, group] == columns), group, -1)
         return Sample(drawn, times, place, *draw_rows(self.seed, columns.shape[0]))
 
@@ -165,8 +170,8 @@ class Sample:
     def empty(cls, columns: Tensor, dim: int, vocab: int) -> Sample:
         """Of a whole vocabulary, without values."""
         n_rows = columns.shape[0]
-        n_head, n_frequent = frequent_sizes(n_rows, vocab)
-        groups = -(-vocab // COLUMN_GROUP) + -(-(n_frequent - n_head) // FREQUENT_GROUP)
+        n_head, n_likely = likely_sizes(vocab)
+        groups = -(-vocab // COLUMN_GROUP) + -(-(n_likely - n_head) // LIKELY_GROUP)
         drawn = columns.new_empty(-(-n_rows // block_rows(dim)), groups)
         rows = columns.new_empty(-(-n_rows // ROW_GROUP))
         return cls(
@@ -175,22 +180,34 @@ class Sample:
         )  # fmt: skip
 
 
-def frequent_sizes(n_rows: int, vocab: int) -> tuple[int, int]:
-    """Entries that the unbiased rule keeps in every row, and those that count as frequent, these among them."""
-    head = min(MOST_HEAD, HEAD_PROBABILITIES // max(1, n_rows), vocab // FREQUENT_SHARE) // 16 * 16
-    return head, max(head, min(n_rows // 2, vocab // FREQUENT_SHARE) // 16 * 16)
+def likely_sizes(vocab: int) -> tuple[int, int]:
+    """Entries that the unbiased rule keeps in every row, and those that count as likely, these among them."""
+    head = min(MOST_HEAD, vocab // HEAD_SHARE) // 16 * 16
+    return head, max(head, vocab // LIKELY_SHARE // 16 * 16)
 
 
-def by_frequency(columns: Tensor, size: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
-    """Each entry's rank by how often it is a target, ties by index: (V,) int32; and the first `size` entries,
+def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor | None:
+    """Each entry's logit from the mean hidden state of the rows that have a target, before any softcap: (V,) fp32, 0
+    for what is no number. The mean is rounded to bf16, and sums are in fp64. None for a rule that asks for none."""
+    if not o.filter_unbiased:
+        return None
+    counts = columns >= 0
+    total = torch.where(counts[:, None], e, 0).sum(dim=0, dtype=torch.float64)
+    mean = (total / counts.sum().clamp(min=1)).float().bfloat16().double()
+    z = torch.cat([part.double() @ mean for part in c.split(ENTRIES_AT_A_TIME)]) * o.logit_scale
+    if bias is not None:
+        z += bias.double()
+    return torch.where(z.isnan(), 0, z).float()
+
+
+def by_likelihood(mean_z: Tensor, size: int) -> tuple[Tensor | None, Tensor | None]:
+    """Each entry's rank by its mean logit, the largest first, ties by index: (V,) int32; and the first `size` entries,
     (size,) int64. None and None if that is 0."""
     if not size:
         return None, None
-    counts = torch.zeros(vocab + 1, dtype=torch.int32, device=columns.device)
-    counts.scatter_add_(0, torch.where(columns >= 0, columns, vocab), torch.ones_like(columns, dtype=torch.int32))
-    order = torch.argsort(counts[:vocab], descending=True, stable=True)
-    rank = torch.empty(vocab, dtype=torch.int32, device=columns.device)
-    rank[order] = torch.arange(vocab, dtype=torch.int32, device=columns.device)
+    order = torch.argsort(mean_z, descending=True, stable=True)
+    rank = torch.empty(order.shape, dtype=torch.int32, device=order.device)
+    rank[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
     return rank, order[:size].clone()  # the others go
 
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from . import entries, gather, schemes, stored
 from .columns import target_columns
+from .draw import mean_logits
 from .exponentials import find_targets
 from .finish import forward
 from .options import Options
@@ -14,7 +15,8 @@ from .tiles import aligned as prepare
 from .tiles import multiprocessors
 
 __all__ = [
-    "backward", "entries", "find_targets", "forward", "gather", "plan", "prepare", "settle", "stored", "target_columns",
+    "backward", "entries", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare", "settle", "stored",
+    "target_columns",
 ]  # fmt: skip
 
 

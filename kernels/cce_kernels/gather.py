@@ -254,10 +254,10 @@ def _head(
     active: Tensor,
 ) -> Tensor | None:
     """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
-    if not rule.n_head or rule.rank is None or rule.frequent is None:
+    if not rule.n_head or rule.rank is None or rule.likely is None:
         return None
     n_rows, n_head = e.shape[0], rule.n_head
-    c_head = aligned(c.index_select(0, rule.frequent[:n_head]))
+    c_head = aligned(c.index_select(0, rule.likely[:n_head]))
     grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
     ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head).clamp_(max=n_head).long()[:, None]
     offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities

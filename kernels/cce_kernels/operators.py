@@ -37,8 +37,8 @@ INPUTS = (
 
 
 def backend_of(x: Tensor) -> ModuleType:
-    """The implementation that runs x: a module with target_columns, find_targets, prepare, plan, forward, backward
-    (and, if planned, stored, entries and gather)."""
+    """The implementation that runs x: a module with target_columns, find_targets, prepare, plan, forward, backward,
+    mean_logits (and, if planned, stored, entries and gather)."""
     if x.is_cuda or INTERPRETED:
         from . import fused  # needs Triton, which a machine without a GPU may lack
 

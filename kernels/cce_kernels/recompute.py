@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .accumulator import Accumulator, compensated
+from .draw import mean_logits
 from .exponentials import target_logits
 from .filtered import FilterStats, Rule
 from .logit_gradient import Filter, Peak, gradient_of_chunk, parts
@@ -181,7 +182,8 @@ def backward(
     kept = dropped = torch.zeros_like(lse)[None]
     need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
     if o.filters(dtypes[0] is not None, need_c):
-        rule = rule or Rule.of(columns, vocab, o)
+        if rule is None:
+            rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
         exact = torch.zeros((), dtype=torch.bool, device=e.device)
         if o.filter_mass is not None:
             mass = dropped_mass(e, c, bias, columns, lse, width, o, rule)

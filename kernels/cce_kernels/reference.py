@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .filtered import Rule
+from .filtered import Rule, mean_logits
 from .options import Options
 from .rows import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
 
@@ -54,7 +54,8 @@ def reference_linear_cross_entropy(
         p = torch.softmax(z_e.detach(), dim=1)
         entries = torch.arange(c.shape[0], device=c.device)
         is_target = columns[:, None] == entries
-        rule = Rule.of(columns, c.shape[0], o)
+        with torch.no_grad():
+            rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
         if o.filter_mass is not None:
             stays = rule.keeps(p, entries) | is_target
             dropped = torch.where(stays, 0, p).sum(dim=1)

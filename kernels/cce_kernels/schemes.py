@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from .accumulator import scratch_bytes
-from .filtered import COLUMN_GROUP, FREQUENT_GROUP, TILE_COLS, TILE_ROWS, block_rows, frequent_sizes
+from .filtered import COLUMN_GROUP, LIKELY_GROUP, TILE_COLS, TILE_ROWS, block_rows, likely_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
@@ -163,7 +163,7 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
         return 0  # a scale of 0: entries.py takes probabilities from gradient factors
-    beside = _head_gradient_bytes(p.n_rows, p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
+    beside = _head_gradient_bytes(p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
@@ -178,8 +178,8 @@ def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -
     drawn."""
     drawn = 0
     if o.filter_unbiased:
-        n_head, n_frequent = frequent_sizes(n_rows, vocab)
-        groups = math.ceil(vocab / COLUMN_GROUP) + math.ceil((n_frequent - n_head) / FREQUENT_GROUP)
+        n_head, n_likely = likely_sizes(vocab)
+        groups = math.ceil(vocab / COLUMN_GROUP) + math.ceil((n_likely - n_head) / LIKELY_GROUP)
         drawn = 12 * groups * math.ceil(n_rows / block_rows(dim))
     return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 160) + 4 * vocab + drawn
 
@@ -192,8 +192,8 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
     return _state_bytes(p.n_rows, p.dim, p.vocab, capacity, o) + lost + 8 * splits * p.n_rows
 
 
-def _head_gradient_bytes(n_rows: int, dim: int, vocab: int, o: Options) -> int:
-    return 4 * dim * frequent_sizes(n_rows, vocab)[0] if o.filter_unbiased else 0
+def _head_gradient_bytes(dim: int, vocab: int, o: Options) -> int:
+    return 4 * dim * likely_sizes(vocab)[0] if o.filter_unbiased else 0
 
 
 def room(o: Options) -> int:
@@ -220,7 +220,7 @@ def _starts_bytes(vocab: int) -> int:
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """Into how many parts the lists are cut to be sorted by column: as few as the workspace allows, as each has to be
     looked through for each column."""
-    budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - _head_gradient_bytes(n_rows, dim, vocab, o)
+    budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - _head_gradient_bytes(dim, vocab, o)
     budget -= (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
     parts = 1
     while parts < LIST_PARTS and SORT_BYTES_PER_ENTRY * capacity // parts + parts * _starts_bytes(vocab) > budget:

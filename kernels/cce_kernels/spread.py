@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .rows import IGNORED
 
@@ -91,6 +92,11 @@ class Spread:
         out = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         all_gather(out, x.contiguous(), self.group).wait()
         return out
+
+    def entries(self, x: Tensor) -> Tensor:
+        """What every rank has of the entries of its shard, x (size,) here: (vocab,)."""
+        parts = self.all_gather(pad(x, (0, max(self.shards) - len(x)))).chunk(self.ranks)
+        return torch.cat([part[:size] for part, size in zip(parts, self.shards, strict=True)])
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's rows of x (N, ...)."""

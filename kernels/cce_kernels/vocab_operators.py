@@ -254,9 +254,11 @@ def _recompute(
         add_up = partial(dist.all_reduce, group=spread.group)
         if stats is not None:
             recorder = FilterStats(stats, add_up)
-        if o.filter_eps is not None:
-            rule = Rule.of(columns, spread.vocab, o).shard(sum(spread.shards[: spread.rank]), spread.size, add_up)
         bias = None if bias is None else bias.contiguous()
+        if o.filter_eps is not None:
+            mean_z = backend_of(e).mean_logits(e, c, bias, columns, o)
+            mean_z = None if mean_z is None else spread.entries(mean_z)
+            rule = Rule.of(columns, mean_z, o).shard(sum(spread.shards[: spread.rank]), spread.size, add_up)
         grads = backend_of(e).backward(
             e, c, bias, here, lse, a, b * share, width, replace(o, label_smoothing=elsewhere / share),
             (dtype_e and torch.float32, dtype_c, dtype_bias), main_grad_c, recorder, rule,

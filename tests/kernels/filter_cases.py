@@ -113,7 +113,8 @@ def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tupl
     z = o.logit_scale * (e @ c.T) + (0 if bias is None else bias)
     p = torch.softmax(z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap), dim=1)
     entries = torch.arange(c.shape[0], device=c.device)
-    stays = Rule.of(torch.where(targets == IGNORE, -1, targets), c.shape[0], o).keeps(p, entries)
+    columns = torch.where(targets == IGNORE, -1, targets)
+    stays = Rule.of(columns, filtered.mean_logits(e, c, bias, columns, o), o).keeps(p, entries)
     stays |= targets[:, None] == entries
     dropped = torch.where(stays, 0, p).sum(dim=1)
     counts = targets != IGNORE
@@ -210,34 +211,46 @@ def check_order_of_the_vocabulary(device: str) -> None:
 def check_draws(device: str) -> None:
     """The kernels rank and draw as filtered.py says."""
     from cce_kernels.draw import draw as drawn_by_kernels
-    from cce_kernels.draw import rank_entries
+    from cce_kernels.draw import mean_logits, rank_entries
 
     random = torch.Generator().manual_seed(0)
-    for n_rows, dim, vocab, most_head in (
-        (90, 4096, 1500, 16),
-        (2300, 4096, 517, 16),
-        (9, 16, 40, 16),
-        (50, 8, 1040, 0),
+    o = Options(filter_eps=2.0**-8, filter_unbiased=True, logit_scale=-0.5)
+    for n_rows, dim, vocab, most_head, dtype in (
+        (90, 4096, 1500, 16, BF16),
+        (2300, 4096, 517, 16, FP32),
+        (9, 16, 40, 16, torch.float16),
+        (50, 8, 1040, 0, BF16),
     ):
         targets = torch.randint(vocab, (n_rows,), generator=random)
         targets[::7] = -1
-        n_head, n_frequent = most_head, 64 if vocab > 1000 else most_head
-        rank, frequent = filtered.by_frequency(targets, n_frequent, vocab)
+        n_head, n_likely = most_head, 64 if vocab > 1000 else most_head
+        e, c = (torch.randn(size, 72, generator=random).to(dtype)[:, :40] for size in (n_rows, vocab))
+        e[::7] = torch.nan  # rows that do not count
+        c[5] = torch.nan
+        bias = None if dtype == BF16 else torch.randn(vocab, generator=random).to(dtype)
+        mean_z = filtered.mean_logits(e, c, bias, targets, o)
+        assert mean_z is not None
+        assert mean_z[5] == 0
+        assert not mean_z.isnan().any()
+        rank, likely = filtered.by_likelihood(mean_z, n_likely)
         if rank is None:
             n_head = 0
         else:
             size = -(-vocab // 32)
-            by_kernels = (rank + 1).to(device), (frequent + 1).to(device)
+            by_kernels = (rank + 1).to(device), (likely + 1).to(device)
             bits = torch.zeros(4 * size, dtype=torch.uint8, device=device)
-            rank_entries(targets.to(device), *by_kernels, n_head, bits)
+            on_device = [None if x is None else x.to(device) for x in (e, c, bias, targets)]
+            found_z = mean_logits(*on_device, o)
+            torch.testing.assert_close(found_z.cpu(), mean_z, rtol=1e-6, atol=1e-7)
+            rank_entries(found_z, *by_kernels, n_head, bits)
             assert torch.equal(by_kernels[0].cpu(), rank)
-            assert torch.equal(by_kernels[1].cpu(), frequent)
+            assert torch.equal(by_kernels[1].cpu(), likely)
             is_set = (bits.cpu()[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
-            assert torch.equal(is_set.nonzero().flatten(), frequent[:n_head].sort().values)
-        rule = Rule(torch.empty(n_rows), filtered.seed_of(targets), rank, frequent, n_head)
+            assert torch.equal(is_set.nonzero().flatten(), likely[:n_head].sort().values)
+        rule = Rule(torch.empty(n_rows), filtered.seed_of(targets), rank, likely, n_head)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(filtered, "frequent_sizes", lambda *_: (n_head, n_frequent))  # noqa: B023
-            there = [None if x is None else x.to(device) for x in (rank, frequent)]
+            patch.setattr(filtered, "likely_sizes", lambda *_: (n_head, n_likely))  # noqa: B023
+            there = [None if x is None else x.to(device) for x in (rank, likely)]
             found = drawn_by_kernels(targets.to(device), dim, vocab, *there, n_head)
         wanted, block = rule.sample(targets, dim, vocab), torch.arange(n_rows) // filtered.block_rows(dim)
         for name, want in vars(wanted).items():

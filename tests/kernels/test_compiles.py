@@ -159,7 +159,7 @@ def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
     state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
     if unbiased:  # nothing has run that would have ranked and drawn
         lists = fused.entries.Lists.of(state)
-        for x in (lists.rank, lists.frequent, lists.sample.columns, lists.sample.rows):
+        for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
             x.zero_()
     stats = FilterStats(FilterStats.empty(e.device))
     fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import BF16, FP32
 from cce_kernels import filtered
-from cce_kernels.filtered import Rule, frequent_sizes
+from cce_kernels.filtered import Rule, by_likelihood, likely_sizes, mean_logits
 from cce_kernels.options import Options
 from cce_kernels.schemes import Problem, plan
 from filter_cases import (
@@ -54,25 +54,26 @@ def taken(drawn: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("most_head", [64, 16])
 def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, most_head):
-    """Of each group of neighbours, by place and by frequency, one is drawn: over seeds uniformly, independently of its
+    """Of each group of neighbours, by place and by likelihood, one is drawn: over seeds uniformly, independently of its
     neighbours and of other blocks of rows. Two shards' columns are the whole vocabulary's. Weights are p on average."""
     monkeypatch.setattr(filtered, "MOST_HEAD", most_head)
+    monkeypatch.setattr(filtered, "LIKELY_SHARE", 16)
     n_rows, dim, vocab, seeds = 2 * filtered.block_rows(4096), 4096, 1024, 600
     p = torch.rand(n_rows, vocab, dtype=torch.float64) * 2.0**-6
-    some, all_entries = torch.arange(7), torch.arange(vocab)
+    some, all_entries, falling = torch.arange(7), torch.arange(vocab), torch.arange(vocab, 0, -1.0)
     drawn, weights_e, weights_c = [[], []], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :7])
     for i in range(seeds):
         targets = torch.full((n_rows,), i).index_fill_(0, torch.tensor([5]), -1) % vocab
-        rule = Rule.of(targets, vocab, Options(filter_eps=2.0**-7, filter_unbiased=True))
+        rule = Rule.of(targets, falling, Options(filter_eps=2.0**-7, filter_unbiased=True))
         sample = rule.sample(targets, dim, vocab)
         drawn[0].append(taken(sample.columns, sample.times)[:, : vocab // filtered.COLUMN_GROUP])
         drawn[1].append(taken(sample.rows, sample.row_times))
         if i < 150:
             weights_e += rule.weights_e(p, all_entries, dim, vocab)[[0, -1]] / 150
             weights_c += rule.weights_c(p[:, :7], some) / 150
-    frequent = (64 - most_head) // filtered.FREQUENT_GROUP
-    assert sample.columns.shape[1] == -(-vocab // filtered.COLUMN_GROUP) + frequent
-    assert (sample.times == filtered.FREQUENT_GROUP).sum() == 2 * frequent
+    likely = (64 - most_head) // filtered.LIKELY_GROUP
+    assert sample.columns.shape[1] == -(-vocab // filtered.COLUMN_GROUP) + likely
+    assert (sample.times == filtered.LIKELY_GROUP).sum() == 2 * likely
     stacked = torch.stack(drawn[0]), torch.stack(drawn[1])
     for x, size in zip(stacked, (filtered.COLUMN_GROUP, filtered.ROW_GROUP), strict=True):
         places = x - size * torch.arange(x.shape[-1])
@@ -99,18 +100,35 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
 
 
 @pytest.mark.parametrize("name", ["unbiased", "unbiased_bias"])
-def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch, name):
+def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, name):
     monkeypatch.setattr(filtered, "MOST_HEAD", 16)
     case = next(case for case in FILTERED if case.name == name)
     check_filtered(replace(case, shape=(90, 24, 1500)), BF16, "cpu")
 
 
-def test_the_head_is_a_small_share_of_the_vocabulary_and_its_probabilities_of_the_memory():
-    assert frequent_sizes(16384, 128256) == (2048, 8016)
-    assert frequent_sizes(8192, 256000) == (2048, 4096)
-    assert frequent_sizes(10, 700) == (32, 32)
-    assert frequent_sizes(10, 100) == (0, 0)
-    assert frequent_sizes(10**6, 128256)[0] * 10**6 <= 2**26
+def test_head_and_likely_entries_are_small_shares_of_the_vocabulary():
+    assert likely_sizes(128256) == (4096, 16032)
+    assert likely_sizes(256000) == (4096, 32000)
+    assert likely_sizes(700) == (32, 80)
+    assert likely_sizes(100) == (0, 0)
+
+
+def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
+    """On probabilities that vary from row to row around a frequency, as those of text do; ties go by index."""
+    random = torch.Generator().manual_seed(0)
+    o = Options(filter_eps=2.0**-8, filter_unbiased=True)
+    common, e = torch.randn(64, generator=random), torch.randn(500, 64, generator=random)
+    c = torch.outer(torch.randn(900, generator=random), common) / 8 + torch.randn(900, 64, generator=random) / 16
+    columns = torch.zeros(500, dtype=torch.int64).index_fill_(0, torch.arange(100, 500), -1)
+    e[:100] += common
+    e[100:] -= common  # rows that do not count
+    rank, likely = by_likelihood(mean_logits(e, c, None, columns, o), 90)
+    mean_p = torch.softmax(e[:100] @ c.T, dim=1).mean(dim=0)
+    assert mean_p[likely].sum() > 0.9 * mean_p.topk(90).values.sum()
+    assert torch.equal(rank[likely], torch.arange(90, dtype=torch.int32))
+    assert torch.equal(by_likelihood(torch.zeros(50), 7)[1], torch.arange(7))
+    assert by_likelihood(torch.zeros(50), 0) == (None, None)
+    assert mean_logits(e, c, None, columns, replace(o, filter_unbiased=False)) is None
 
 
 def test_lists_are_no_longer_than_their_places_can_say():

@@ -82,9 +82,9 @@ def test_kernels_draw_what_the_rule_says():
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch, dtype):
+def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, dtype):
     monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
-    check_filtered(Filtered("frequent", {"filter_unbiased": True}, shape=(300, 96, 3000)), dtype, "cuda")
+    check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(300, 96, 3000)), dtype, "cuda")
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

@@ -99,9 +99,9 @@ def test_kernels_draw_what_the_rule_says():
 
 
 @in_interpreter
-def test_frequent_entries_are_drawn_from_smaller_groups(monkeypatch):
+def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
     monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
-    check_filtered(Filtered("frequent", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
+    check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
 
 
 @in_interpreter
