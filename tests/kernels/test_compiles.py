@@ -171,7 +171,7 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
     launch_lists(dtype, unbiased, mass)
     lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
     if unbiased:
-        lists |= {"count_kernel", "rank_kernel"}
+        lists |= {"mean_kernel", "mean_logits_kernel", "rank_kernel"}
         lists |= {"seed_kernel", "columns_drawn_kernel", "places_kernel", "rows_drawn_kernel"}
     dense = {"hopper_exponentials_kernel", "rows_kernel", "product_kernel"}
     dense |= {"gradient_kernel"} if unbiased or mass is None else set()  # the tail's or the fallback's, with the rule

@@ -406,11 +406,13 @@ def test_what_the_vocabulary_parallel_loss_sends_by_hand():
     n, d, v = 16384, 2048, 128256
     exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, hidden states, their gradients; two numbers
     rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up
+    entries = 3 * v * 4 // 4
     for loss, more in (
         (KAHAN, 0),
         (replace(KAHAN, workspace_mib=8), rows),  # the row losses' gradients
-        (FILTER, rows + 2 * 2 * rows),  # what was kept and dropped
-        (replace(FILTER, filter_mass=0.5), rows + 3 * 2 * rows),  # and what would be
+        (replace(FILTER, filter_unbiased=False), rows + 2 * 2 * rows),  # what was kept and dropped
+        (FILTER, rows + 2 * 2 * rows + entries),  # the entries' order
+        (replace(FILTER, filter_mass=0.5), rows + 3 * 2 * rows + entries),  # what would be dropped
         (replace(FILTER, filter_mass=0.0), 0),
     ):
         assert vocabulary_loss_bytes(loss, n, d, v, 2, 4) == exact + more

@@ -6,7 +6,7 @@ twice that to reduce them on all. Scalars, and what FSDP pads, are left out.
 
 from dataclasses import dataclass
 
-from linrnn.accounting.cce import cce_scheme
+from linrnn.accounting.cce import cce_scheme, filters
 from linrnn.accounting.loss_memory import BF16, FP32
 from linrnn.architecture import Architecture
 from linrnn.config.schema import (
@@ -96,16 +96,18 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     their gradients in fp32, two numbers of every rank for every token.
 
     Where logits are made again, the gradient of every token's loss as well. A filter's statistics are sums over the
-    ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with.
+    ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with. The unbiased
+    rule ranks all entries by their logit from the mean hidden state.
     """
     assert isinstance(loss, CceKahanLossConfig)  # as no other can be cut by vocabulary
     sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
     if cce_scheme(loss, tokens, d, -(-vocab // ranks), compute).rows:
         return sent
-    sums = 0
+    sums = logits = 0
     if isinstance(loss, CceFilterLossConfig):
         sums = 3 if loss.filter_mass else 2
-    return sent + _gathered(tokens * FP32, ranks) + sums * _reduced_on_all(tokens * FP32, ranks)
+        logits = -(-vocab // ranks) * ranks if loss.filter_unbiased and filters(loss) else 0
+    return sent + _gathered((tokens + logits) * FP32, ranks) + sums * _reduced_on_all(tokens * FP32, ranks)
 
 
 def _gathered(size: int, ranks: int) -> int:
