@@ -1,5 +1,6 @@
 """The filter's ranks and draws in Triton; filtered.py has the same in torch, in some hundred small operations.
 
+    rank: by Σ_d c_vd mean_d, mean_d = bf16(mean of e_id over the rows with a target); products and sums in fp64
     mixed(x) = two rounds of (x ^ x >> 16) · ROUND, and a last shift        all in 32 bits
     seed = mixed(Σ_i mixed(target_i) ^ i · ODD)
     drawn = group · size + mixed(s ^ group · ODD) mod size

@@ -17,9 +17,9 @@ order is nearly that of the mean probabilities. The unbiased rule keeps the like
 they carry most of the mass that no row concentrates, and as a dense product they cost less than their share of the
 lists. The next ones are drawn from smaller groups, of neighbours in that order.
 
-Draws follow from a seed of the batch's targets, and the order from sums that are exact for operands of 16 bits: both
-are the same on every device and in any tiling. Rows of a block of `block_rows` share their columns, others have their
-own, so that what dE has too much of differs between blocks.
+Draws follow from a seed of the batch's targets, and the order from sums in fp64, which hold what operands of 16 bits
+add up to: both are the same on every device and in any tiling. Rows of a block of `block_rows` share their columns,
+others have their own, so that what dE has too much of differs between blocks.
 
 Where a row drops more than `filter_mass`, the whole call is exact: as fast as without a filter, where some rows alone
 would take the slowest way of all.

@@ -85,7 +85,7 @@ def linear_cross_entropy(
             the target's; None: exact gradients. Not together with label_smoothing.
         filter_unbiased: entries below filter_eps are not dropped, but estimated from a sample of columns (for e) and of
             rows (for c and bias), so that gradients are right on average (filtered.py). What is drawn follows from the
-            targets and the sizes.
+            targets, the sizes and the order of the entries' logits from the mean of e.
         filter_mass: largest softmax mass, in [0, 1), that may be dropped from a row: a call where filter_eps would
             drop more of any is computed exactly. 0: every one is, whatever filter_eps says.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only
