@@ -2,6 +2,9 @@
 
 An entry is one token of the vocabulary at one position. Bands are of the entries' frequency among the labels that are
 read: the most frequent sixteenth of one per cent of the vocabulary, one per cent, ten per cent, and the rest.
+
+How much mass the first entries of the vocabulary have between them depends on the order: by mean probability it is the
+most; the others are known before the softmax is.
 """
 
 import json
@@ -23,6 +26,8 @@ from linrnn.models import LanguageModel
 EXPONENTS = 32  # 2^-0 to 2^-31; what is smaller counts to the last
 BANDS = {"top 1/1600": 1 / 1600, "to 1 %": 0.01, "to 10 %": 0.1, "rest": 1.0}
 PAPER_EXPONENT = 12  # of the CCE paper's threshold
+FIRST = {"1/32": 1 / 32, "1/8": 1 / 8}  # of the vocabulary
+ORDERS = ("mean probability", "logit of the mean hidden state", "frequency")
 _BLOCK_ENTRIES = 2**24  # of the softmax at a time
 
 
@@ -31,7 +36,8 @@ class Profile:
     """Of one model: entries and softmax mass by band and exponent.
 
     share_above[band][k]: share of the band's entries with p ≥ 2^-k. mass_below[band][k]: mean softmax mass per token of
-    the band's entries with p < 2^-k. Band "all" is the whole vocabulary.
+    the band's entries with p < 2^-k. Band "all" is the whole vocabulary. mass_of_first[order][i]: mean softmax mass per
+    token of the first entries in that order (ORDERS), as many as FIRST says of the vocabulary.
     """
 
     name: str
@@ -40,6 +46,7 @@ class Profile:
     loss_nats: float
     share_above: dict[str, list[float]]
     mass_below: dict[str, list[float]]
+    mass_of_first: dict[str, list[float]]
 
 
 def profile(
@@ -55,16 +62,19 @@ def profile(
     bands_V = bands(counts_V).to(device)
     entries = torch.zeros(len(BANDS), EXPONENTS, dtype=torch.float64, device=device)
     mass, n_tokens, nats = torch.zeros_like(entries), 0, 0.0
+    total_p_V, total_z_V = (torch.zeros(len(counts_V), dtype=torch.float64, device=device) for _ in range(2))
     with torch.no_grad():
         for batch in batches:
             hidden_ND, weight_VD, labels_N = loss_inputs(model, batch, precision, device)
             hidden_ND, labels_N = (x[labels_N != IGNORE_INDEX] for x in (hidden_ND, labels_N))
+            total_z_V += weight_VD.double() @ hidden_ND.sum(dim=0, dtype=torch.float64)
             rows = max(1, _BLOCK_ENTRIES // len(weight_VD))
             for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows), strict=True):
                 log_p = (hidden.float() @ weight_VD.float().T).log_softmax(dim=1)
                 nats -= log_p.gather(1, labels[:, None]).sum().item()
                 n_tokens += len(labels)
                 add_histograms(log_p, bands_V, entries, mass)
+                total_p_V += log_p.exp().sum(dim=0)
     sizes = torch.bincount(bands_V, minlength=len(BANDS)).double().cpu() * max(n_tokens, 1)
     above, below = entries.cpu().cumsum(dim=1), mass.cpu()
     below = (below.sum(dim=1, keepdim=True) - below.cumsum(dim=1)) / max(n_tokens, 1)
@@ -74,7 +84,15 @@ def profile(
     return Profile(
         name, len(counts_V), n_tokens, nats / max(n_tokens, 1),
         dict(zip(names, share.tolist(), strict=True)), dict(zip(names, below.tolist(), strict=True)),
+        mass_of_first(total_p_V / max(n_tokens, 1), (total_p_V, total_z_V, counts_V.to(device))),
     )  # fmt: skip
+
+
+def mass_of_first(mean_p_V: Tensor, orders: Iterable[Tensor]) -> dict[str, list[float]]:
+    """What the first entries have of mean_p_V (V,) by each of ORDERS, the largest number (V,) first; see Profile."""
+    ends = [math.ceil(share * len(mean_p_V)) - 1 for share in FIRST.values()]
+    sums = (mean_p_V[by_V.argsort(descending=True, stable=True)].cumsum(0)[ends].tolist() for by_V in orders)
+    return dict(zip(ORDERS, sums, strict=True))
 
 
 def bands(counts_V: Tensor) -> Tensor:
@@ -121,6 +139,17 @@ def markdown(profiles: list[Profile]) -> str:
             shares = " | ".join(f"{100 * above[i]:.4f}" for i in (6, 9, k, 15))
             head = f"{p.name} | {p.vocab_size:,} | {p.n_tokens:,} | {p.loss_nats:.3f}"
             lines.append(f"| {head} | {band} | {shares} | {p.mass_below[band][k]:.4f} |")
+    lines += [
+        "",
+        "Mass (mean per token) of the vocabulary's first entries, in orders by the tokens read:",
+        "",
+        "| model | first | " + " | ".join(ORDERS) + " |",
+        "|---|--:" + "|--:" * len(ORDERS) + "|",
+    ]
+    for p in profiles:
+        for i, share in enumerate(FIRST):
+            masses = " | ".join(f"{p.mass_of_first[order][i]:.4f}" for order in ORDERS)
+            lines.append(f"| {p.name} | {share} | {masses} |")
     return "\n".join([*lines, "", "![share of entries above 2^-k](sparsity.png)", ""])
 
 

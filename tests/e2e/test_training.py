@@ -162,6 +162,8 @@ def test_the_sparsity_of_trained_models_is_profiled(
     assert found["vocab_size"] == 640
     assert found["share_above"]["all"] == sorted(found["share_above"]["all"])
     assert found["share_above"]["all"][-1] > 0.99
+    most, *others = found["mass_of_first"].values()
+    assert all(1 / 32 < other[0] <= most[0] < most[1] < 1 and other[1] <= most[1] for other in others)
     assert {path.name for path in out.iterdir()} == {"sparsity.json", "sparsity.md", "sparsity.png"}
 
 
