@@ -37,7 +37,8 @@ class MemoryEstimate:
         recomputed_block: with activation checkpointing, the activations of the one block that is computed
             again, and its weights' copies.
         block_backward: what the backward pass of one block needs beside its saved activations.
-        loss_forward, loss_backward: the most that the loss layer's passes hold beyond their inputs.
+        loss_forward, loss_backward: the most that the loss layer's passes hold beyond their inputs, less those of them
+            that the backward pass has let go of by then.
         at_loss, at_head, at_blocks, at_embedding: the most that is held in the loss layer; while the head's gradient
             is cast to the parameter's dtype; in the backward pass of the last block (the first in that pass) or
             of the first one (beside nearly all gradients); and in the embedding's, with all gradients that the
@@ -158,7 +159,11 @@ def memory_estimate(
     rows = -(-arch.vocab_size // shard_ranks) if by_vocabulary else arch.vocab_size
     loss_tokens = shard_ranks * tokens if by_vocabulary else tokens
     loss_forward, loss_backward = loss_memory(loss, loss_tokens, d, rows, compute)
-    loss_inputs = tokens * d * compute + weights.head
+    hidden = tokens * d * compute
+    loss_inputs = hidden + weights.head
+    # Of its inputs, which nobody else holds: the compiled loss lets go of hidden states before it makes their gradient;
+    # two losses have the gradients alone by then.
+    loss_backward -= {"compiled": hidden, "liger": loss_inputs, "fla": loss_inputs}.get(loss.name, 0)
     if by_vocabulary:  # the gathered hidden states; their gradient in fp32, before it is cut
         gathered_hidden = loss_tokens * d * compute
         loss_forward += gathered_hidden
