@@ -127,6 +127,7 @@ def length_scaling(runs: Sequence[Run]) -> Any:
         x_label=AXES["seq_len"],
         title="What do longer sequences cost?",
         along="seq_len",
+        from_zero=True,
     )
 
 
@@ -173,6 +174,7 @@ def loss_time(runs: Sequence[Run], along: str) -> Any:
         y_label="loss layer / step, %",
         title="How much of the time is the loss layer?",
         along=along,
+        from_zero=True,
     )
 
 
@@ -186,6 +188,7 @@ def loss_share(runs: Sequence[Run], along: str) -> Any:
         y_label="loss layer / peak memory, %",
         title="How much of the memory is the loss layer?",
         along=along,
+        from_zero=True,
     )
 
 
@@ -280,16 +283,19 @@ def _panels(
     y_label: str = "thousand tokens/s",
     along: str | None = None,
     level: float | None = None,
+    from_zero: bool = False,
 ) -> Any:
     """A panel a model, a colour a loss. With `along` lines join a loss's points, medians over seeds, in settings
-    that differ in that key alone; of several such families each model's largest is drawn.
+    that differ in that key alone; of several such families each model's largest is drawn. `from_zero`: one scale for
+    all panels, so that what runs differ in by chance looks as small as it is.
     """
     value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
     measured = _named(_measured(runs) if along is None else _family(_measured(runs), along))
     models = list(dict.fromkeys(run.summary["model"] for run, _ in measured))
     columns = min(max(len(models), 1), 2)
     rows = max(-(-len(models) // columns), 1)
-    figure, grid = subplots(rows, columns, figsize=(1 + 4.5 * columns, 0.8 + 3.8 * rows), squeeze=False)
+    size = (1 + 4.5 * columns, 0.8 + 3.8 * rows)
+    figure, grid = subplots(rows, columns, figsize=size, squeeze=False, sharey=from_zero)
     for spare in grid.flat[len(models) :]:
         spare.set_axis_off()
     lines: dict[str, Any] = {}
@@ -325,6 +331,8 @@ def _panels(
         axes.grid(alpha=0.25)
     for row in grid:
         row[0].set_ylabel(y_label)
+    if from_zero:  # once all points are there
+        grid[0, 0].set_ylim(0, 1.05 * grid[0, 0].get_ylim()[1])
     figure.suptitle(title)
     _legend_below(figure, lines)
     return figure

@@ -366,6 +366,17 @@ def test_lengths_chunk_sizes_and_shares_of_time_have_plots_and_short_runs_no_cur
         assert {path.name for path in write_report(runs, tmp_path, "g") if path.suffix == ".png"} == expected
 
 
+def test_lengths_are_drawn_from_zero_on_in_one_scale_that_holds_every_panels_points() -> None:
+    speeds = {"gla": 1e5, "transformer": 9e5}
+    runs = [run("cce_kahan", model=m, seq_len=t, speed=v) for m, v in speeds.items() for t in (512, 2048)]
+    figure = plots.length_scaling(runs)
+    low, high = figure.axes[0].get_ylim()
+    assert (low, high) == figure.axes[1].get_ylim()
+    assert low == 0
+    assert high > 900
+    pyplot.close(figure)
+
+
 def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path: Path) -> None:
     def course(loss: str, steps: int, nats: float, seed: int = 0) -> Run:
         killed = {} if steps == 80 else {"status": "failed", "reason": "killed", "data_fingerprint": None}
