@@ -332,7 +332,9 @@ def test_formulas_agree_with_every_probe_of_a_largest_batch_that_fitted():
         same = {"commit": answer["environment"]["git"]["commit"], "n_parameters": architecture(answer).n_parameters}
         for probe in (probe for probe in answer["probes"] if probe["fits"]):
             run = answer | same | {"batch_size": probe["batch"], "precision": "bf16_autocast"}
-            assert foreseen(run).peak == pytest.approx(probe["peak_bytes"], rel=0.01), (answer["run_name"], probe)
+            # Expandable segments round up less.
+            bound = 0.0005 if answer["environment"].get("cuda_allocator") else 0.01
+            assert foreseen(run).peak == pytest.approx(probe["peak_bytes"], rel=bound), (answer["run_name"], probe)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FLA takes its tensors to be on the GPU that it sees")
