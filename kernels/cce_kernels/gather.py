@@ -37,14 +37,13 @@ from .logit_gradient import Filter, parts
 from .options import Options
 from .products import product
 from .recompute import Fallback, gradients
-from .schemes import list_parts, room_beside_lists
+from .schemes import head_rows, list_parts, room_beside_lists
 from .tail import add_estimates
 from .tiles import aligned, cdiv, power_of_2
 
 WIDTH = 256  # dimensions of a program of gather_kernel
 ENTRIES = 4  # rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
-HEAD_ROWS = 4096  # whose head probabilities exist at a time
 
 _launched: set[tuple[Any, ...]] = set()  # kinds of calls whose way around the lists has been launched
 
@@ -223,7 +222,8 @@ def _by_lists(
     n_rows, vocab = e.shape[0], c.shape[0]
     out = grad_c if main_grad_c is None else main_grad_c
     a_scaled = a * o.logit_scale
-    grad_head = _head(e, c, columns, lse, a_scaled, rule, grad_e, out is not None, o, active)
+    capacity = lists.column.shape[0]
+    grad_head = _head(e, c, columns, lse, a_scaled, rule, grad_e, out is not None, o, active, capacity)
     # p_target − 1 keeps its relative precision where the loss is near 0.
     at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
@@ -235,7 +235,7 @@ def _by_lists(
         factor = None if not rule.n_head else a_scaled
         _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
     if out is not None:
-        n_parts = list_parts(n_rows, e.shape[1], vocab, lists.column.shape[0], o)
+        n_parts = list_parts(n_rows, e.shape[1], vocab, capacity, o)
         starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
         _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head, together=COLUMNS)
@@ -252,6 +252,7 @@ def _head(
     with_c: bool,
     o: Options,
     active: Tensor,
+    capacity: int,
 ) -> Tensor | None:
     """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
     if not rule.n_head or rule.rank is None or rule.likely is None:
@@ -261,11 +262,11 @@ def _head(
     grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
     ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head).clamp_(max=n_head).long()[:, None]
     offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities
-    most = min(HEAD_ROWS, n_rows)
-    p = e.new_empty(most, n_head + 16)  # the last columns: for targets outside the head
-    scaled = e.new_empty(most, cdiv(e.shape[1], 8) * 8)[:, : e.shape[1]]
-    for first in range(0, n_rows, HEAD_ROWS):
-        chunk = slice(first, min(first + HEAD_ROWS, n_rows))
+    rows = min(head_rows(n_rows, e.shape[1], c.shape[0], capacity, o), n_rows)
+    p = e.new_empty(rows, n_head + 16)  # the last columns: for targets outside the head
+    scaled = e.new_empty(rows, cdiv(e.shape[1], 8) * 8)[:, : e.shape[1]]
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
         p_chunk, scaled_chunk = (x[: chunk.stop - first] for x in (p, scaled))
         head = p_chunk[:, :n_head]
         exponentials(e[chunk], c_head, None, columns[chunk], offset[chunk], head, False, o)

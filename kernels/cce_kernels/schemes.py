@@ -43,6 +43,7 @@ STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
 LISTED_TIMES_EPS = 2.0**-4  # more, from 2^-12 on
 LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
+HEAD_ROWS = 4096  # whose probabilities of the head exist at a time, at most
 LIST_PARTS = 8  # sorted one after another, at most
 
 
@@ -163,7 +164,7 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
         return 0  # a scale of 0: entries.py takes probabilities from gradient factors
-    beside = _head_gradient_bytes(p.dim, p.vocab, o) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
+    beside = _head_bytes(p.dim, p.vocab, o, ROW_MULTIPLE) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
@@ -196,6 +197,12 @@ def _head_gradient_bytes(dim: int, vocab: int, o: Options) -> int:
     return 4 * dim * likely_sizes(vocab)[0] if o.filter_unbiased else 0
 
 
+def _head_bytes(dim: int, vocab: int, o: Options, rows: int) -> int:
+    """Of the head: its gradient, its rows of C, and for `rows` rows probabilities and scaled rows of E."""
+    n_head = likely_sizes(vocab)[0] if o.filter_unbiased else 0
+    return 6 * dim * n_head + rows * 2 * (n_head + 16 + dim) if n_head else 0
+
+
 def room(o: Options) -> int:
     """Bytes of the workspace."""
     return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
@@ -215,6 +222,14 @@ def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) ->
 def _starts_bytes(vocab: int) -> int:
     """Of a part of the lists by column."""
     return 4 * (vocab + 1)
+
+
+def head_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
+    """Rows whose probabilities of the head exist at a time: HEAD_ROWS, or fewer if these do not fit beside the lists;
+    for a vocabulary that has a head."""
+    fixed = _head_bytes(dim, vocab, o, 0)
+    rows = (room_beside_lists(n_rows, dim, vocab, capacity, o) - fixed) // (_head_bytes(dim, vocab, o, 1) - fixed)
+    return max(ROW_MULTIPLE, min(HEAD_ROWS, rows // ROW_MULTIPLE * ROW_MULTIPLE))
 
 
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:

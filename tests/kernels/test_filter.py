@@ -8,7 +8,7 @@ from cases import BF16, FP32
 from cce_kernels import filtered
 from cce_kernels.filtered import Rule, by_likelihood, likely_sizes, mean_logits
 from cce_kernels.options import Options
-from cce_kernels.schemes import Problem, plan
+from cce_kernels.schemes import Problem, head_rows, plan
 from filter_cases import (
     FILTERED,
     check_adversarial_rows,
@@ -129,6 +129,26 @@ def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
     assert torch.equal(by_likelihood(torch.zeros(50), 7)[1], torch.arange(7))
     assert by_likelihood(torch.zeros(50), 0) == (None, None)
     assert mean_logits(e, c, None, columns, replace(o, filter_unbiased=False)) is None
+
+
+@pytest.mark.parametrize("workspace_mib", [48, 64, 100, 256, 1000])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
+    """Where lists are planned, the head's gradient, rows of C, probabilities and rows of E fit beside them."""
+    o = Options(filter_eps=2.0**-12, filter_unbiased=unbiased, workspace_mib=workspace_mib)
+    planned = []
+    for n, d, v in [(16384, 1024, 131072), (8192, 2304, 256000), (1024, 4096, 128256), (16384, 256, 32000)]:
+        capacity = plan(Problem(n, d, v, BF16, BF16, BF16, False, False, False), 132, o).capacity
+        planned.append(capacity)
+        n_head = likely_sizes(v)[0] if unbiased else 0
+        if capacity and n_head:
+            rows = head_rows(n, d, v, capacity, o)
+            assert 128 <= rows <= 4096
+            taken = 8 * capacity + 6 * d * n_head + rows * 2 * (n_head + 16 + d)
+            one_more = 128 * 2 * (n_head + 16 + d) if rows < 4096 else 10**9
+            assert taken <= workspace_mib * 2**20 < taken + 8 * 2**20 + one_more  # 8: small vectors
+    assert any(planned)
+    assert all(planned) or workspace_mib <= 100
 
 
 def test_lists_are_no_longer_than_their_places_can_say():
