@@ -69,7 +69,8 @@ def max_batches() -> list[dict[str, Any]]:
 def breakdowns() -> list[dict[str, Any]]:
     """What scripts/breakdown.py wrote here, else what is committed."""
     found = read_breakdowns(results_dir() / "breakdown")
-    found = found or read_committed_lists(results_dir() / "summaries", BREAKDOWNS)
+    summaries = results_dir() / "summaries"
+    found = found or [*read_committed_lists(summaries, BREAKDOWNS), *read_breakdowns(summaries / "breakdown")]
     if not found:
         print("open: no breakdown; python scripts/breakdown.py model=gla size=1b3 loss=compiled makes one")
     return found

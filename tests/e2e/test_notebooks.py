@@ -87,6 +87,9 @@ def test_a_notebook_runs_on_the_committed_results(name: str, monkeypatch: pytest
     shown = execute(name, monkeypatch, tmp_path)
     assert "H200" in shown
     assert "<plot>" in shown or "no curves were committed" in shown or "nothing to draw" in shown
+    if name == "04_where_memory_goes":
+        for breakdown in (ROOT / "results" / "summaries" / "breakdown").glob("*.json"):
+            assert f"# {breakdown.stem}: where memory and time go" in shown
 
 
 def test_there_are_five_notebooks_stored_without_outputs() -> None:
