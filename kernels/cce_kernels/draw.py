@@ -101,7 +101,7 @@ def rank_kernel(
     order_ptr,  # (V,) int64: entries, the most likely first
     rank_ptr,  # (V,) int32, written
     likely_ptr,  # (n_likely,) int64, written
-    bits_ptr,  # (⌈V / 32⌉,) int32: a bit an entry, set for the first n_head
+    unlisted_ptr,  # int32: a bit an entry, see exponentials.Blocks, set for the first n_head
     V,
     n_head,
     n_likely,
@@ -111,8 +111,8 @@ def rank_kernel(
     entry = tl.load(order_ptr + rank, mask=rank < V, other=0)
     tl.store(rank_ptr + entry, rank, mask=rank < V)
     tl.store(likely_ptr + rank, entry, mask=rank < n_likely)
-    bit = (tl.full((BLOCK,), 1, dtype=tl.int32) << (entry % 32).to(tl.int32)).to(tl.int32)
-    tl.atomic_or(bits_ptr + entry // 32, bit, mask=rank < n_head, sem="relaxed")
+    bit = tl.full((BLOCK,), 1, dtype=tl.int32) << (entry // 8 % 16 * 2 + entry % 2).to(tl.int32)
+    tl.atomic_or(unlisted_ptr + entry // 128 * 4 + entry // 2 % 4, bit, mask=rank < n_head, sem="relaxed")
 
 
 @quick
@@ -231,13 +231,12 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
     return z
 
 
-def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, bits: Tensor) -> None:
-    """`filtered.by_likelihood` of mean_z (V,), written to rank (V,) and likely; sets the bits, one an entry from the
-    lowest bit of bits (4 ⌈V / 32⌉,) uint8 on, of the first n_head."""
+def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, unlisted: Tensor) -> None:
+    """`filtered.by_likelihood` of mean_z (V,), written to rank (V,) and likely; sets the bits of the first n_head."""
     vocab = rank.shape[0]
     order = torch.argsort(mean_z, descending=True, stable=True)
     rank_kernel[(cdiv(vocab, BLOCK),)](
-        order, rank, likely, bits.view(torch.int32), vocab, n_head, likely.shape[0], BLOCK, num_warps=4
+        order, rank, likely, unlisted, vocab, n_head, likely.shape[0], BLOCK, num_warps=4
     )
 
 

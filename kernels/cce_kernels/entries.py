@@ -3,8 +3,9 @@
     w_iv = 2^(z_iv log2 e − k_i)        p_iv = w_iv / S_i        S_i = Σ_v w_iv
 
 Softmax is known only after the last tile of a row, and whether an entry is kept depends on it (filtered.py). So a
-chunk of rows stores its exponentials (exponentials.py), and `select_kernel` reads them once, with the sums, and
-lists the columns that are kept. `collect_kernel` puts the lists of all chunks behind one another,
+chunk of rows stores its exponentials and, of each block of columns, their largest and their sum (exponentials.py).
+`select_kernel` reads the latter, and the blocks that can have a survivor, and lists the columns that are kept.
+`collect_kernel` puts the lists of all chunks behind one another,
 with the row's target before them. The head of the vocabulary is not listed: gather.py adds it densely.
 
 If the lists are too short, or a row drops more than filter_mass, they are void, as `Lists.void` says on the device from
@@ -24,24 +25,24 @@ import triton.language as tl
 from torch import Tensor
 
 from .draw import draw, mean_logits, rank_entries
-from .exponentials import exponentials, target_logits
+from .exponentials import Blocks, exponentials, target_logits
 from .filtered import Rule, Sample, likely_sizes
 from .finish import Gradient, finish_rows
 from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
-from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
+from .schemes import FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
-SELECT_REGISTERS = 80  # a thread: with fewer it spills, with more fewer programs run at a time
+EIGHTHS = 128  # of eight columns, looked at together
 
 
 @quick
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "blocks"])
 def select_kernel(
-    w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets
+    w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets and where columns are not to be listed
+    figures_ptr,  # (rows of the chunk, blocks) int64: see exponentials.Blocks
     target_ptr,  # (N,) int64, negative for none
-    unlisted_ptr,  # (⌈V / 8⌉,) uint8 or None: of each eight columns' bits those of the head's, and beyond V
     factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
     lse_ptr,  # (N,) fp32
     slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
@@ -50,6 +51,7 @@ def select_kernel(
     count_ptr,  # (N, SEGMENTS) int32: entries to list, in the first segment with the target, written
     dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the others, the head's aside, written
     w_stride,
+    blocks,
     first,  # row of the chunk
     V,
     logit_scale,
@@ -57,70 +59,69 @@ def select_kernel(
     eps,
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    EIGHTS: tl.constexpr,
     FOUND: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns of a block
+    EIGHTHS: tl.constexpr,  # eight columns each, looked at together
 ):
-    """One warp a row and segment, which is every SEGMENTS-th block of 8 EIGHTS columns.
+    """One warp a row and segment, which is every SEGMENTS-th run of 32 blocks.
 
-    Survivors are few. Of each eight columns the largest w tells whether any can be among them. Those
-    eights are noted down, and looked at column by column when they are many, or the last.
+    Survivors are few. A block's largest w tells whether any can be in it. Those blocks are noted down, and looked at
+    column by column when they are many, or the last.
     """
     LANES: tl.constexpr = 32
+    EACH: tl.constexpr = WIDTH // 8  # eighths of a block
     row = first + tl.program_id(0)
     place = tl.program_id(0) * SEGMENTS + tl.program_id(1)
     to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
     to_share = to_p / eps  # p in units of eps
+    target = tl.load(target_ptr + row)
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
+    figures_ptr += tl.program_id(0).to(tl.int64) * blocks
     slot_ptr += place.to(tl.int64) * SLOTS
     found_ptr += place.to(tl.int64) * FOUND
-    column = tl.arange(0, 8)[None, :]
     count = tl.zeros((), dtype=tl.int32)
     found = tl.zeros((), dtype=tl.int32)
-    dropped = tl.zeros((LANES,), dtype=tl.float32)
-    eights = tl.cdiv(V, 8)
-    end = eights * (1 - tl.load(void_ptr))
-    for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
-        eighth = at + tl.arange(0, EIGHTS)
-        w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
-        if unlisted_ptr is not None:  # in w's order: if it saw consecutive ones, Triton would have a lane load eight
-            in_order = (eighth >> 5 << 5) + (eighth & 31)
-            bits = tl.load(unlisted_ptr + in_order, mask=eighth < eights, other=0).to(tl.int32)
-            w = tl.where(((bits[:, None] >> column) & 1) == 0, w, 0.0)
-        look = tl.max(w, axis=1) * to_share >= 1
-        passed = tl.where(look, 0.0, tl.sum(w, axis=1))
-        dropped += tl.sum(passed.reshape((EIGHTS // LANES, LANES)), axis=0)
-        places, more = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
-        tl.store(found_ptr + found + places.reshape((EIGHTS,)), eighth, mask=look)
-        found += more
-        now = tl.where((found > FOUND - EIGHTS) | (at + SEGMENTS * EIGHTS >= end), found, 0)
+    passed = tl.zeros((LANES,), dtype=tl.float32)
+    dropped = tl.zeros((EIGHTHS,), dtype=tl.float32)
+    end = blocks * (1 - tl.load(void_ptr))
+    for at in range(tl.program_id(1) * LANES, end, SEGMENTS * LANES):
+        block = at + tl.arange(0, LANES)
+        figures = tl.load(figures_ptr + block, mask=block < blocks, other=0)
+        largest = (figures >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        total = (figures & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+        look = (largest * to_share >= 1) | (block == target // WIDTH)  # the target's w has been cleared since
+        passed += tl.where(look, 0.0, total)
+        more = look.to(tl.int32)
+        tl.store(found_ptr + found + tl.cumsum(more, axis=0) - more, block, mask=look)
+        found += tl.sum(more, axis=0)
+        now = tl.where((found > FOUND - LANES) | (at + SEGMENTS * LANES >= end), found, 0)
         tl.debug_barrier()  # what other lanes have found is read next
-        for begin in range(0, now, LANES):
-            lane = begin + tl.arange(0, LANES)
-            nearby = tl.load(found_ptr + lane, mask=lane < now, other=0)
-            columns = nearby[:, None] * 8 + column
-            listable = tl.load(w_ptr + columns, mask=(lane < now)[:, None], other=0.0).to(tl.float32)
-            if unlisted_ptr is not None:
-                nearby_bits = tl.load(unlisted_ptr + nearby).to(tl.int32)
-                listable = tl.where(((nearby_bits[:, None] >> column) & 1) == 0, listable, 0.0)
+        for begin in range(0, now * EACH, EIGHTHS):
+            index = begin + tl.arange(0, EIGHTHS)
+            eighth = tl.load(found_ptr + index // EACH, mask=index < now * EACH, other=blocks) * EACH + index % EACH
+            columns = eighth[:, None] * 8 + tl.arange(0, 8)[None, :]
+            listable = tl.load(w_ptr + columns, mask=(eighth < tl.cdiv(V, 8))[:, None], other=0.0).to(tl.float32)
+            listable = tl.where(columns < V, listable, 0.0)
             keep = listable * to_share >= 1
             dropped += tl.sum(tl.where(keep, 0.0, listable), axis=1)
-            slots, kept = _places(keep.to(tl.int32), 1)
+            slots, kept = _places(keep.to(tl.int32))
             slots += count
             tl.store(slot_ptr + slots, columns, mask=keep & (slots < SLOTS))
             count += kept
         tl.debug_barrier()  # all is read before more is found
         found -= now
-    has_target = (tl.program_id(1) == 0) & (tl.load(target_ptr + row) >= 0)
+    has_target = (tl.program_id(1) == 0) & (target >= 0)
     tl.store(count_ptr + first * SEGMENTS + place, count + has_target.to(tl.int32))
-    tl.store(dropped_ptr + first * SEGMENTS + place, tl.sum(dropped, axis=0) * to_p)
+    mass = tl.sum(passed, axis=0) + tl.sum(dropped, axis=0)
+    tl.store(dropped_ptr + first * SEGMENTS + place, mass * to_p)
 
 
 @triton.jit
-def _places(ones, axis: tl.constexpr):
-    """How many ones stand before each, lane by lane (`axis` is that within a lane); and how many there are."""
-    own = tl.sum(ones, axis=axis)
+def _places(ones):
+    """How many of the ones (R, C) stand before each, row by row; and how many there are."""
+    own = tl.sum(ones, axis=1)
     before = tl.cumsum(own, axis=0) - own
-    return tl.cumsum(ones, axis=axis) - ones + tl.expand_dims(before, axis), tl.sum(own, axis=0)
+    return tl.cumsum(ones, axis=1) - ones + before[:, None], tl.sum(own, axis=0)
 
 
 @quick
@@ -275,26 +276,27 @@ def forward(
         z_target = target_logits(e, c, None, columns, o)
     void = torch.zeros((), dtype=torch.int32, device=e.device)
     unread = None if o.filter_mass is None else void
+    lists, unlisted = _lists_of(e, c, columns, capacity, o, void)
+    lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
+    metrics = empty_metrics(z_target, with_metrics)
+    slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
+    found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
+    every_block = Blocks.empty(e, rows, vocab, unlisted, with_metrics, o)
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
-        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, unread)
-        if first == 0:  # while the first product runs: the host has some twenty small things to do for these
-            lists, unlisted = _lists_of(e, c, columns, capacity, o, void)
-            lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
-            metrics = empty_metrics(z_target, with_metrics)
-            slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
-            found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
+        blocks = every_block.rows(height)
+        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, unread, blocks)
         part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics))
-        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None)
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None, blocks)
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, unlisted, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
-            w.stride(0), first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
-            num_warps=1, maxnreg=SELECT_REGISTERS,
+            w_i, blocks.figures, columns, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
+            w.stride(0), blocks.figures.shape[1], first, vocab, *scales, eps, SEGMENTS, SLOTS, FOUND, blocks.width,
+            EIGHTHS, num_warps=1,
         )  # fmt: skip
         collect_kernel[(height,)](
             w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
@@ -309,21 +311,18 @@ def forward(
 def _lists_of(
     e: Tensor, c: Tensor, columns: Tensor, capacity: int, o: Options, void: Tensor
 ) -> tuple[Lists, Tensor | None]:
-    """Lists with what the rule says of the vocabulary, and no entry; select_kernel's bits, or None if all are 0."""
+    """Lists with what the rule says of the vocabulary, and no entry; what is not to be listed, see Blocks."""
     vocab = c.shape[0]
     lists = replace(Lists.empty(columns, e.shape[1], vocab, capacity, o), void=void)
     lists.starts[:1].zero_()
     lists.column.fill_(vocab)
-    if not lists.likely.numel() and vocab % 8 == 0:
+    if not lists.likely.numel():
         return lists, None
-    bits = torch.zeros(4 * cdiv(vocab, 32), dtype=torch.uint8, device=columns.device)
-    if vocab % 8:
-        bits[vocab // 8] = 256 - (1 << vocab % 8)
-    if lists.likely.numel():
-        mean_z = mean_logits(e, c, None, columns, o)
-        assert mean_z is not None
-        rank_entries(mean_z, lists.rank, lists.likely, likely_sizes(vocab)[0], bits)
-    return lists, bits
+    unlisted = torch.zeros(8 * cdiv(vocab, 256), dtype=torch.int32, device=columns.device)
+    mean_z = mean_logits(e, c, None, columns, o)
+    assert mean_z is not None
+    rank_entries(mean_z, lists.rank, lists.likely, likely_sizes(vocab)[0], unlisted)
+    return lists, unlisted
 
 
 def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:

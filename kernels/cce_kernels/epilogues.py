@@ -41,6 +41,21 @@ def exponentials_of(
 
 
 @triton.jit
+def figures_of(w):
+    """Of each row of w ≥ 0 the largest and the sum, fp32, in the upper and the lower half of an int64."""
+    largest, total = tl.max(w, axis=1), tl.sum(w, axis=1)
+    upper = largest.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return upper | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def is_unlisted(unlisted_ptr, cols, V):
+    """Whether columns (W,) have their bit set, in the order that `exponentials.Blocks` says."""
+    word = tl.load(unlisted_ptr + cols // 128 * 4 + cols // 2 % 4, mask=cols < V, other=0)
+    return (word >> (cols // 8 % 16 * 2 + cols % 2)) & 1
+
+
+@triton.jit
 def gradient_of(
     acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
     HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr,

@@ -21,7 +21,7 @@ Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -31,13 +31,14 @@ from torch import Tensor
 
 from . import hopper
 from .columns import columns_of
-from .epilogues import exponentials_of
+from .epilogues import exponentials_of, figures_of, is_unlisted
 from .launch import quick
 from .options import Options
 from .rows import IGNORED, OUTSIDE
 from .schemes import most_splits
 from .tiles import (
     GROUP,
+    Tiles,
     cdiv,
     descriptor,
     grouped,
@@ -111,6 +112,8 @@ def exponentials_kernel(
     sum_ptr,  # (splits, N) fp32: of w, written
     z_sum_ptr,  # (splits, N) fp32 or None: of z, written
     metrics_ptr,  # (2, splits, N) fp32 or None: largest z but the target's, sum of w (z − z_target), written
+    figures_ptr,  # (N, ⌈V / HALF⌉) int64 or None: of each half tile's row of w, see Blocks, written
+    unlisted_ptr,  # bits or None: columns whose w is written as 0, see Blocks
     N,
     V,
     D,
@@ -153,12 +156,22 @@ def exponentials_kernel(
                     left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
                     HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
+                if unlisted_ptr is not None:
+                    w = tl.where(is_unlisted(unlisted_ptr, cols, V)[None, :] != 0, 0.0, w)
+                if figures_ptr is not None:
+                    figures_ptrs = figures_ptr + rows.to(tl.int64) * tl.cdiv(V, HALF) + col // HALF
+                    tl.store(figures_ptrs, figures_of(w), mask=rows < N)
                 if w_desc is not None:
                     w_desc.store([row, col], w.to(w_desc.dtype))
                 w, total, z_total, largest, wz_total = exponentials_of(
                     right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest,
                     wz_total, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
+                if unlisted_ptr is not None:
+                    w = tl.where(is_unlisted(unlisted_ptr, cols + HALF, V)[None, :] != 0, 0.0, w)
+                if figures_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+                    if col + HALF < V:
+                        tl.store(figures_ptrs + 1, figures_of(w), mask=rows < N)
                 if w_desc is not None:
                     w_desc.store([row, col + HALF], w.to(w_desc.dtype))
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -207,6 +220,37 @@ class Sums:
     metrics: Tensor | None
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """What says of a part of a row of w whether it is worth a look.
+
+    figures: (N, ⌈V / width⌉) int64, written: of each row and block of `width` columns the largest w and the sum, fp32,
+    in the upper and the lower half. unlisted: (8 ⌈V / 256⌉,) int32 or None: a bit a column, set for those whose w is
+    written as 0 and counts in the row's sum alone. Column v has bit 2 (v / 8 mod 16) + v mod 2 of the number
+    4 (v / 128) + v / 2 mod 4: one lane of the tensor cores' layout has its bits together.
+    """
+
+    figures: Tensor
+    unlisted: Tensor | None
+    width: int
+
+    @classmethod
+    def empty(cls, e: Tensor, rows: int, vocab: int, unlisted: Tensor | None, with_metrics: bool, o: Options) -> Blocks:
+        """For exponentials of `rows` rows of e at a time, without bias."""
+        width = _tiles(e, None, with_metrics, o)[0].cols // 2
+        return cls(e.new_empty((rows, cdiv(vocab, width)), dtype=torch.int64), unlisted, width)
+
+    def rows(self, height: int) -> Blocks:
+        """Of the first `height` rows."""
+        return replace(self, figures=self.figures[:height])
+
+
+def _tiles(e: Tensor, bias: Tensor | None, with_metrics: bool, o: Options) -> tuple[Tiles, bool]:
+    """Tiles of the exponentials, and whether Hopper's own kernel makes them."""
+    on_hopper = bias is None and o.softcap is None and not o.label_smoothing and not with_metrics and hopper.fits(e)
+    return (hopper.logits_tiles(e.shape[1]) if on_hopper else logits_tiles(e.dtype, e.shape[1])), on_hopper
+
+
 def exponentials(
     e: Tensor,
     c: Tensor,
@@ -217,17 +261,20 @@ def exponentials(
     with_metrics: bool,
     o: Options,
     unread: Tensor | None = None,
+    blocks: Blocks | None = None,
 ) -> Sums:
-    """The sums; writes w (N, V) unless it is None. Where `unread` () int32 is 1 nobody will read w: it may be left."""
+    """The sums; writes w (N, V) unless it is None, and what `blocks` says. Where `unread` () int32 is 1 nobody will
+    read w: it may be left."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
-    on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
-    tiles = hopper.logits_tiles(dim) if on_hopper else logits_tiles(e.dtype, dim)
+    tiles, on_hopper = _tiles(e, bias, with_metrics, o)
+    figures, unlisted = (None, None) if blocks is None else (blocks.figures, blocks.unlisted)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     if on_hopper:
-        hopper.exponentials(programs, e, c, w, z_target, sums, unread, splits, tiles_per_split, float(o.logit_scale))
+        pointers = (z_target, sums, unread, figures, unlisted)
+        hopper.exponentials(programs, e, c, w, pointers, splits, tiles_per_split, float(o.logit_scale))
         return Sums(sums, None, None)
     z_sums = torch.empty_like(sums) if with_z else None
     metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
@@ -235,7 +282,7 @@ def exponentials(
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c, tiles.cols, tiles.inner),
         None if w is None else descriptor(w, tiles.rows, tiles.cols // 2),
-        bias, columns, z_target, sums, z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
+        bias, columns, z_target, sums, z_sums, metrics, figures, unlisted, n_rows, vocab, dim, splits, tiles_per_split,
         float(o.logit_scale), float(o.softcap or 0),
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None, vocab % tiles.cols == 0,
         **tiles.launch,

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogues import HEADROOM, LOG2E
-from .exponentials import Sums, exponentials, target_logits
+from .epilogues import HEADROOM, LOG2E, is_unlisted
+from .exponentials import Blocks, Sums, exponentials, target_logits
 from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
@@ -46,10 +46,13 @@ def rows_kernel(
     factor_ptr,  # (N,) fp32 or None: what w is to be multiplied by for dL/d(e · c), written
     coefficient_ptr,  # (N,) fp32 or None: the target's dL/d(e · c), written
     scaled_ptr,  # (N, D) or None, rows scaled_stride apart: e times its rows' factors, written
+    figures_ptr,  # (N, blocks) int64 or None: of w, see Blocks; rewritten where rows overflowed
+    unlisted_ptr,  # bits or None: columns whose w is 0, see Blocks
     e_stride,
     c_stride,
     w_stride,
     scaled_stride,
+    blocks,
     N,
     V,
     D,
@@ -126,8 +129,14 @@ def rows_kernel(
                 if HAS_SOFTCAP:
                     w *= 1 - (z / softcap) * (z / softcap)
                 w = tl.where(cols[None, :] == column[:, None], 0.0, w)
+                if unlisted_ptr is not None:
+                    w = tl.where(is_unlisted(unlisted_ptr, cols, V)[None, :] != 0, 0.0, w)
                 w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
+        if figures_ptr is not None:  # each block is worth a look
+            figures_ptrs = figures_ptr + rows.to(tl.int64) * blocks
+            for block in range(blocks):
+                tl.store(figures_ptrs + block, tl.full((BLOCK_N,), 0x7F800000 << 32, tl.int64), mask=overflowed)
         lse = tl.where(overflowed, online, lse)
         nll = tl.where(overflowed, online - z_target, nll)  # p may be too small for a number
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
@@ -180,13 +189,15 @@ class Gradient:
     """What the gradients need, for a loss that is the sum of the rows'.
 
     w: (N, V), cleared at the targets. factor: (N,) what w's rows are to be multiplied by, written. coefficient: (N,)
-    the targets' own gradients, written. scaled: (N, D) e times factor, written unless it is None.
+    the targets' own gradients, written. scaled: (N, D) e times factor, written unless it is None. blocks: of w, if they
+    are wanted.
     """
 
     w: Tensor
     factor: Tensor
     coefficient: Tensor
     scaled: Tensor | None
+    blocks: Blocks | None = None
 
 
 def finish_rows(
@@ -202,13 +213,16 @@ def finish_rows(
 ) -> None:
     """Write lse, nll and metrics of `rows` from partial sums; what `gradient` holds unless only the loss is wanted."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    w = factor = coefficient = scaled = None
+    w = factor = coefficient = scaled = figures = unlisted = None
     if gradient is not None:
         w, factor, coefficient, scaled = gradient.w, gradient.factor, gradient.coefficient, gradient.scaled
+        if gradient.blocks is not None:
+            figures, unlisted = gradient.blocks.figures, gradient.blocks.unlisted
     rows_kernel[(cdiv(n_rows, ROWS),)](
         e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
-        factor, coefficient, scaled, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
-        0 if scaled is None else scaled.stride(0), n_rows, vocab, dim, sums.w.shape[0],
+        factor, coefficient, scaled, figures, unlisted, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
+        0 if scaled is None else scaled.stride(0), 0 if figures is None else figures.shape[1], n_rows, vocab, dim,
+        sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, tiles_for(e.dtype).inner,
         o.softcap is not None, num_warps=4,
     )  # fmt: skip

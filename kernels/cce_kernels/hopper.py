@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper as hw
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .epilogues import exponentials_of, gradient_of
+from .epilogues import exponentials_of, figures_of, gradient_of
 from .launch import quick
 from .tiles import GROUP, Tiles, compute_capability, grouped
 
@@ -118,6 +118,28 @@ def _halves(acc, NARROW: gl.constexpr):
 
 
 @gluon.jit
+def _by_lane(x):
+    """x (64, W) as (64, 4, W / 4): the four lanes that share a row, and each one's columns, eight apart in pairs; no
+    data moves."""
+    QUADS: gl.constexpr = x.shape[1] // 8
+    return x.reshape((x.shape[0], QUADS, 4, 2)).permute((0, 2, 1, 3)).reshape((x.shape[0], 4, 2 * QUADS))
+
+
+@gluon.jit
+def _listed(w, bits):
+    """w (64, 128), 0 where a lane's bit (4,) is set."""
+    QUADS: gl.constexpr = w.shape[1] // 8
+    lanes = _by_lane(w)
+    LAYOUT: gl.constexpr = lanes.type.layout
+    place = gl.arange(0, 2 * QUADS, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    bits = gl.expand_dims(gl.expand_dims(bits, 0), 2)
+    is_set = (bits >> gl.expand_dims(gl.expand_dims(place, 0), 0)) & 1
+    lanes = gl.where(is_set != 0, 0.0, lanes)
+    back = lanes.reshape((w.shape[0], 4, QUADS, 2)).permute((0, 2, 1, 3)).reshape(w.shape)
+    return gl.convert_layout(back, w.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _store(desc, row, col, staging, value):
     tma.store_wait(0)  # the staging buffer is free
     staging.store(value.to(desc.dtype))
@@ -146,7 +168,8 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
-    e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, unread_ptr, N, V, D, splits, tiles_per_split, logit_scale,
+    e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, unread_ptr, figures_ptr, unlisted_ptr,
+    N, V, D, splits, tiles_per_split, logit_scale,
     STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `exponentials_kernel`."""
@@ -155,7 +178,7 @@ def hopper_exponentials_kernel(
     if w_desc is not None:
         staging = gl.allocate_shared_memory(w_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], w_desc.layout)
     work = (N, V, D, splits, tiles_per_split)
-    pointers = (z_target_ptr, sum_ptr, unread_ptr)
+    pointers = (z_target_ptr, sum_ptr, unread_ptr, figures_ptr, unlisted_ptr)
     gl.warp_specialize(
         [
             (_exponentials, (0, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
@@ -173,7 +196,7 @@ def _exponentials(
 ):  # fmt: skip
     """A consumer of `hopper_exponentials_kernel`."""
     N, V, D, splits, _tiles_per_split = work
-    z_target_ptr, sum_ptr, unread_ptr = pointers
+    z_target_ptr, sum_ptr, unread_ptr, figures_ptr, unlisted_ptr = pointers
     wanted = True
     if unread_ptr is not None:
         wanted = gl.load(unread_ptr) == 0
@@ -182,6 +205,8 @@ def _exponentials(
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    BY_LANE: gl.constexpr = _by_lane(gl.zeros((HALF, WIDTH), gl.float32, NARROW)).type.layout
+    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, BY_LANE))
     depth = gl.cdiv(D, ring[1].shape[2])
     stage, phase, turn = 0, 0, 0
     acc = gl.zeros((HALF, BLOCK_V), gl.float32, WIDE)
@@ -189,12 +214,20 @@ def _exponentials(
         row, split, first, end = _unit(unit, work, BLOCK_V, GROUP)
         row += WHICH * HALF
         rows = row + gl.arange(0, HALF, BY_ROW)
+        figures_ptrs = None
+        if figures_ptr is not None:
+            figures_ptrs = figures_ptr + rows.to(gl.int64) * gl.cdiv(V, WIDTH)
         z_target = gl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
         total = gl.zeros((HALF,), gl.float32, BY_ROW)
         for col in range(first, end, BLOCK_V):
             if WHICH == 1:
                 mbarrier.wait(ring[4], turn)
                 turn ^= 1
+            left_bits, right_bits = None, None
+            if unlisted_ptr is not None:  # here, so that they are there when the products are
+                words = unlisted_ptr + col // WIDTH * 4 + gl.arange(0, 4, LANES)
+                left_bits = gl.load(words)
+                right_bits = gl.load(words + 4)
             acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth)
             halves = _halves(acc, NARROW)
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
@@ -203,6 +236,11 @@ def _exponentials(
                     halves[part], cols + part * WIDTH, 0, z_target, None, V, logit_scale, 0.0, total, 0.0, 0.0, 0.0,
                     False, EVEN_V, False, False, False,
                 )  # fmt: skip
+                if unlisted_ptr is not None:
+                    w = _listed(w, left_bits if part == 0 else right_bits)
+                if figures_ptr is not None:
+                    block = col // WIDTH + part
+                    gl.store(figures_ptrs + block, figures_of(w), mask=(rows < N) & (block * WIDTH < V))
                 if w_desc is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if wanted:
                         _store(w_desc, row, col + part * WIDTH, staging.index(WHICH), w)
@@ -296,16 +334,16 @@ def _swizzled(width: int) -> gl.NVMMASharedLayout:
 
 
 def exponentials(
-    programs: int, e: Tensor, c: Tensor, w: Tensor | None, z_target: Tensor, sums: Tensor, unread: Tensor | None,
-    splits: int, tiles_per_split: int, logit_scale: float,
+    programs: int, e: Tensor, c: Tensor, w: Tensor | None, pointers: tuple[Tensor | None, ...], splits: int,
+    tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
-    """Launch `hopper_exponentials_kernel`."""
+    """Launch `hopper_exponentials_kernel`; pointers: z_target, sums, unread, figures, unlisted of it."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     t = logits_tiles(dim)
     hopper_exponentials_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
-        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), z_target, sums, unread,
-        n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
+        None if w is None else descriptor(w, t.rows // 2, t.cols // 2),
+        *pointers, n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
         t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip
 

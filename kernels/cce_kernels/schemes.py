@@ -34,7 +34,8 @@ FLOPS = 700e12
 MOST_SPLITS = 4
 MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
 SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
-EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a closer look, at most (entries.py)
+FOUND = 256  # blocks of columns noted down for a closer look, at most (entries.py)
+LEAST_BLOCK = 64  # columns of a block, at least
 # Entries a row that lists hold, on average over the rows: at least, usually, at most. A row keeps 1 / eps at most, but
 # no model's does; beyond V / 120 dense products are as fast. Where no head is dense lists have twice as many.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 256, 1024
@@ -247,5 +248,5 @@ def list_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> i
     """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists and
     what sorting the vocabulary by frequency takes."""
     budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
-    rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
+    rows = budget // (2 * vocab + 8 * math.ceil(vocab / LEAST_BLOCK) + 4 * (SLOTS + FOUND) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

@@ -88,7 +88,7 @@ def test_filtered_gradients_and_statistics_are_those_of_the_rule(case):
 
 @in_interpreter
 def test_lists_of_several_segments_and_blocks(monkeypatch):
-    monkeypatch.setattr("cce_kernels.entries.EIGHTS", 32)
+    monkeypatch.setattr("cce_kernels.entries.EIGHTHS", 32)
     monkeypatch.setattr("cce_kernels.entries.FOUND", 64)
     check_filtered(Filtered("segments", {"filter_unbiased": True}, shape=(20, 16, 610)), BF16, "cpu")
 
