@@ -40,13 +40,13 @@ from torch import Tensor
 from .options import Options
 from .rows import where_it_counts
 
-COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # neighbours of which one is drawn
+COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 48, 8, 20  # neighbours of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
 FULL_WAVE = 132  # tiles that a GPU of as many multiprocessors makes at once
 ENTRIES_AT_A_TIME = 4096  # rows of c in fp64
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_SHARE = 4096, 16  # entries of the head; it is at most 1 / 16 of the vocabulary
-LIKELY_SHARE = 8  # the likely entries, the head among them: 1 / 8 of it
+LIKELY_SHARE = 4  # the likely entries, the head among them: 1 / 4 of it
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,11 @@ def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, name):
 
 
 def test_head_and_likely_entries_are_small_shares_of_the_vocabulary():
-    assert likely_sizes(128256) == (4096, 16032)
-    assert likely_sizes(256000) == (4096, 32000)
-    assert likely_sizes(700) == (32, 80)
-    assert likely_sizes(100) == (0, 0)
+    assert likely_sizes(128256) == (4096, 32064)
+    assert likely_sizes(256000) == (4096, 64000)
+    assert likely_sizes(700) == (32, 160)
+    assert likely_sizes(100) == (0, 16)
+    assert likely_sizes(60) == (0, 0)
 
 
 def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
