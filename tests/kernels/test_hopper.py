@@ -8,7 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cce_kernels import hopper
-from cce_kernels.exponentials import exponentials, target_logits
+from cce_kernels.exponentials import Blocks, exponentials, target_logits
 from cce_kernels.logit_gradient import gradient_of_chunk
 from cce_kernels.options import Options
 
@@ -67,6 +67,31 @@ def test_exponentials_and_their_sums_are_those_of_the_triton_kernel(monkeypatch,
     assert torch.equal(sums, again)
     assert torch.equal(sums, alone)
     assert torch.equal(w, want_w)  # bit for bit: the products are added up in one order
+
+
+@pytest.mark.parametrize("on_hopper", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_have_the_largest_and_the_sum_of_what_is_listed(monkeypatch, shape, on_hopper):
+    """And what is not to be listed is 0, though the row's sum has it."""
+    if not on_hopper:
+        monkeypatch.setattr(hopper, "fits", lambda e: False)
+    e, c, columns = draw(shape, BF16)
+    n_rows, _, vocab = shape
+    z_target = target_logits(e, c, None, columns, OPTIONS)
+    bits = torch.randint(2, (-(-vocab // 256) * 256,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    order = bits.view(-1, 16, 4, 2).transpose(1, 2).reshape(-1, 32).long()
+    unlisted = (order << torch.arange(32, device="cuda")).sum(dim=1).int()
+    plain, w = matrix(shape, BF16), matrix(shape, BF16)
+    want = exponentials(e, c, None, columns, z_target, plain, False, OPTIONS).w
+    blocks = Blocks.empty(e, n_rows, vocab, unlisted, False, OPTIONS)
+    assert torch.equal(exponentials(e, c, None, columns, z_target, w, False, OPTIONS, blocks=blocks).w, want)
+    assert torch.equal(w, torch.where(bits[:vocab] != 0, 0, plain))
+
+    pad = blocks.figures.shape[1] * blocks.width - vocab
+    by_block = torch.nn.functional.pad(w.float(), (0, pad)).unflatten(1, (-1, blocks.width))
+    largest, total = ((blocks.figures >> shift).int().view(torch.float32) for shift in (32, 0))
+    assert torch.equal(largest.bfloat16().float(), by_block.amax(dim=2))
+    torch.testing.assert_close(total, by_block.sum(dim=2), rtol=4e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
