@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .filtered import COLUMN_GROUP, HASH_ODD, HASH_ROUND, LIKELY_GROUP, ROW_GROUP, Sample, block_rows
+from .filtered import (
+    COLUMN_GROUP,
+    HASH_ODD,
+    HASH_ROUND,
+    LIKELY_GROUP,
+    ROW_GROUP,
+    Sample,
+    block_rows,
+    scale_as_kernels_take_it,
+)
 from .launch import quick
 from .options import Options
 from .tiles import cdiv
@@ -226,7 +235,7 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
     mean_kernel[(cdiv(dim, 16),)](e, targets, mean, e.stride(0), n_rows, dim, 1024, 16, num_warps=16)
     z = e.new_empty(vocab, dtype=torch.float32)
     mean_logits_kernel[(cdiv(vocab, 16),)](
-        c, mean, bias, z, c.stride(0), vocab, dim, float(o.logit_scale), 16, 256, num_warps=4
+        c, mean, bias, z, c.stride(0), vocab, dim, scale_as_kernels_take_it(o), 16, 256, num_warps=4
     )
     return z
 

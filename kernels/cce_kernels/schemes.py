@@ -245,7 +245,7 @@ def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> 
 
 def list_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
     """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists and
-    what sorting the vocabulary by frequency takes."""
+    what sorting the vocabulary by likelihood takes."""
     budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
     rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

@@ -131,6 +131,15 @@ def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
     assert mean_logits(e, c, None, columns, replace(o, filter_unbiased=False)) is None
 
 
+def test_entries_rank_by_the_scale_that_kernels_are_given():
+    """Triton hands a number over in fp32."""
+    e, c = torch.randn(50, 64).bfloat16(), torch.randn(900, 64).bfloat16()
+    columns, o = torch.zeros(50, dtype=torch.int64), Options(filter_eps=2.0**-8, filter_unbiased=True)
+    in_fp32 = torch.tensor(0.3, dtype=torch.float32).item()
+    given, rounded = (mean_logits(e, c, None, columns, replace(o, logit_scale=scale)) for scale in (0.3, in_fp32))
+    assert torch.equal(given, rounded)
+
+
 @pytest.mark.parametrize("workspace_mib", [48, 64, 100, 256, 1000])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
