@@ -175,13 +175,13 @@ def _capacity(p: Problem, o: Options) -> int:
 
 
 def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Of the lists, and of what else stands beside a number or eight of each row, the entries' ranks, and the columns
-    drawn."""
+    """Of the lists, and of what else stands beside a number or eight of each row, the entries' ranks, the likely
+    ones, and the columns drawn."""
     drawn = 0
     if o.filter_unbiased:
         n_head, n_likely = likely_sizes(vocab)
         groups = math.ceil(vocab / COLUMN_GROUP) + math.ceil((n_likely - n_head) / LIKELY_GROUP)
-        drawn = 12 * groups * math.ceil(n_rows / block_rows(dim))
+        drawn = 8 * n_likely + 12 * groups * math.ceil(n_rows / block_rows(dim))
     return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 160) + 4 * vocab + drawn
 
 

@@ -19,7 +19,8 @@ rows of its own, as in sequence and data parallelism; E is gathered, dE reduced 
 
 Cost on each of W ranks: a W-th of the products. Sent, for N rows in all: 8 N bytes for the sums (a row's metrics and
 smoothing: 4 each), N D × 4 bytes for dE, and with rows="own" N D × 2 for E in 16 bits and, where logits are made again,
-4 N for the gradients of the row losses. A filter's statistics are two sums of N numbers in fp32, filter_mass takes one.
+4 N for the gradients of the row losses. A filter's statistics are two sums of N numbers in fp32, filter_mass takes one;
+the unbiased rule gathers V numbers in fp32, to rank all entries.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from cases import BF16, FP32
 from cce_kernels import filtered
 from cce_kernels.filtered import Rule, by_likelihood, likely_sizes, mean_logits
 from cce_kernels.options import Options
-from cce_kernels.schemes import Problem, head_rows, plan
+from cce_kernels.schemes import Problem, _state_bytes, head_rows, plan
 from filter_cases import (
     FILTERED,
     check_adversarial_rows,
@@ -158,6 +158,16 @@ def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
             assert taken <= workspace_mib * 2**20 < taken + 8 * 2**20 + one_more  # 8: small vectors
     assert any(planned)
     assert all(planned) or workspace_mib <= 100
+
+
+@pytest.mark.parametrize(("n_rows", "dim", "vocab"), [(256, 2048, 256000), (1024, 2048, 256000), (16384, 1024, 131072)])
+def test_what_lists_keep_is_accounted_for(n_rows, dim, vocab):
+    pytest.importorskip("triton")
+    from cce_kernels.entries import Lists
+
+    o = Options(filter_eps=2.0**-12, filter_unbiased=True)
+    kept = Lists.empty(torch.empty(n_rows, dtype=torch.int64, device="meta"), dim, vocab, 65536, o)
+    assert sum(x.nbytes for x in kept.tensors()) <= _state_bytes(n_rows, dim, vocab, 65536, o)
 
 
 def test_lists_are_no_longer_than_their_places_can_say():
