@@ -172,7 +172,7 @@ def _measure_mode(
     """Steps of a copy of `model`."""
     precision = resolve_precision(run.trainer.precision, device)
     parallel = _parallel(mode)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    beside = sum(parameter.nbytes for parameter in model.parameters())  # of what stays while its copy trains
     model = copy.deepcopy(model)
     spread = Ranks() if mode == "none" else ranks.under(parallel)
     replica = spread.spread(model, compute_dtype(precision))
@@ -194,6 +194,9 @@ def _measure_mode(
     for _ in range(config.warmup):
         train_step()
     synchronize(device)
+    # Nobody waits for DDP's reductions by their handles, so that ProcessGroupNCCL holds the gradients of the row before
+    # until its watchdog has seen the last of them end and it is called again.
+    dist.all_reduce(torch.zeros((), device=device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -202,7 +205,7 @@ def _measure_mode(
             train_step()
 
     ms = statistics.median(_slowest(ranks, several, device) / config.steps for _ in range(3))
-    peak = (torch.cuda.max_memory_allocated(device) - before) / GIB if device.type == "cuda" else 0.0
+    peak = (torch.cuda.max_memory_allocated(device) - beside) / GIB if device.type == "cuda" else 0.0
     flops = accounting.model_flops(arch, sequences, config.seq_len)
     rate = accounting.peak_flops_per_second(_device_name(device), precision)
     sent = accounting.communication(
@@ -212,6 +215,7 @@ def _measure_mode(
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
         tokens / ms * 1e3, None, rate and flops / (ms / 1e3) / rate, ranks.largest(peak)[0] or None, sent.total / GIB,
+        gib_is_own=True,
     )  # fmt: skip
 
 

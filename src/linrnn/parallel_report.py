@@ -66,6 +66,8 @@ class StepRow:
         efficiency: tokens/s against that of as many GPUs alone, each with the sequences of `weak`.
         gib: peak memory of the rank that has most; null on a CPU.
         sent_gib: by each rank in a step, from formulas.
+        gib_is_own: whether `gib` is all that the row held. Where not, the row after DDP's, which is FSDP's, lacks what
+            NCCL still held of DDP's gradients.
     """
 
     model: str
@@ -83,6 +85,12 @@ class StepRow:
     mfu: float | None
     gib: float | None
     sent_gib: float
+    gib_is_own: bool = False
+
+    @property
+    def memory(self) -> str:
+        """GiB; a lower bound where that is all that was measured."""
+        return ("≥ " if self.parallel == "fsdp" and not self.gib_is_own and self.gib else "") + _number(self.gib, ".1f")
 
 
 @dataclass
@@ -184,7 +192,7 @@ def markdown(runs: list[Measured]) -> str:
         lines += _table(
             "Training steps",
             "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, each with the B of the row "
-            "`alone`.",
+            "`alone`. GiB with ≥: less what NCCL still held of the gradients of DDP's row before.",
             (
                 "model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "GiB",
                 "GiB sent", "run",
@@ -193,7 +201,7 @@ def markdown(runs: list[Measured]) -> str:
                 (
                     f"{r.model} {r.size}", r.parallel, r.scaling, r.ranks, r.sequences_of_rank, f"{r.step_ms:.1f}",
                     f"{r.tokens_per_second:,.0f}", _number(r.efficiency, ".3f"), _number(r.mfu, ".3f"),
-                    _number(r.gib, ".1f"), f"{r.sent_gib:.2f}", number,
+                    r.memory, f"{r.sent_gib:.2f}", number,
                 )
                 for r, number in steps
             ],

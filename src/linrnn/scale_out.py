@@ -248,6 +248,17 @@ class Compared:
     foreseen_gib: float
 
 
+def step_memory(row: StepRow) -> accounting.MemoryEstimate:
+    """A rank's memory in that step. Of DDP with the gradients all the time: they are views of its buckets."""
+    config = _run(row)
+    return accounting.memory_estimate(
+        _arch(row), batch_size=row.sequences_of_rank, seq_len=row.seq_len, precision=row.precision, loss=config.loss,
+        activation_checkpointing="none", accumulation_steps=2 if row.parallel == "ddp" else 1,
+        shard_ranks=row.ranks if isinstance(config.parallel, FsdpConfig) else 1,
+        by_vocabulary=isinstance(config.parallel, VocabConfig),
+    )  # fmt: skip
+
+
 def compare(run: Measured, rates: Rates) -> list[Compared]:
     """Every row of several GPUs for whose model the same run has one of a GPU alone."""
     alone = {(row.model, row.size): row for row in run.steps if row.parallel == "none"}
@@ -265,12 +276,7 @@ def compare(run: Measured, rates: Rates) -> list[Compared]:
         shard_ranks = row.ranks if isinstance(config.parallel, FsdpConfig) else 1
         flops = accounting.step_flops(arch, row.sequences_of_rank, row.seq_len, config.loss, "none")
         exposed = _exposed(arch, config.parallel, sent, row.ranks, shard_ranks, 1, _body(flops) * compute, rates)
-        memory = accounting.memory_estimate(
-            arch, batch_size=row.sequences_of_rank, seq_len=row.seq_len, precision=row.precision, loss=config.loss,
-            activation_checkpointing="none", accumulation_steps=2 if shard_ranks == 1 else 1,
-            shard_ranks=shard_ranks, by_vocabulary=isinstance(config.parallel, VocabConfig),
-        )  # fmt: skip
-        found.append(Compared(row, (compute + exposed) * 1e3, exposed * 1e3, memory.peak / GIB))
+        found.append(Compared(row, (compute + exposed) * 1e3, exposed * 1e3, step_memory(row).peak / GIB))
     return found
 
 
@@ -285,7 +291,8 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
         lines += [
             "## Training steps, foreseen and measured", "",
             "Foreseen: the step of one GPU with as many sequences (in proportion, where fewer), and what the formulas "
-            "leave exposed of communication at the rates above. Memory: a rank's, from formulas alone.", "",
+            "leave exposed of communication at the rates above. Memory: a rank's, from formulas alone; with ≥, less what "
+            "NCCL still held of the gradients of DDP's row before.", "",
             "| model | parallel | scaling | GPUs | B of a rank | ms foreseen | of it exposed | ms measured | "
             "measured / foreseen | GiB foreseen | GiB measured |",
             "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -293,7 +300,7 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
         lines += [
             f"| {c.row.model} {c.row.size} | {c.row.parallel} | {c.row.scaling} | {c.row.ranks} | "
             f"{c.row.sequences_of_rank} | {c.foreseen_ms:.1f} | {c.exposed_ms:.1f} | {c.row.step_ms:.1f} | "
-            f"{c.row.step_ms / c.foreseen_ms:.3f} | {c.foreseen_gib:.1f} | {c.row.gib or 0:.1f} |"
+            f"{c.row.step_ms / c.foreseen_ms:.3f} | {c.foreseen_gib:.1f} | {c.row.memory} |"
             for c in steps
         ]
         lines.append("")

@@ -28,7 +28,8 @@ class MemoryEstimate:
         gradients: of all parameters, at the end of the backward pass.
         optimizer: AdamW's two moments.
         workspaces: cuBLAS's, always there.
-        weight_copies: the blocks' weights in the compute dtype, under autocast; with activation checkpointing none.
+        weight_copies: the blocks' weights in the compute dtype, under autocast; with activation checkpointing none, nor
+            where FSDP gathers them in that dtype.
         mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and
             the norms with the residual stream and the batch; with activation checkpointing, `residual` is the
             blocks' inputs and the others are 0.
@@ -36,7 +37,8 @@ class MemoryEstimate:
             backward pass is through.
         recomputed_block: with activation checkpointing, the activations of the one block that is computed
             again, and its weights' copies.
-        block_backward: what the backward pass of one block needs beside its saved activations.
+        block_backward: what the backward pass of one block needs beside its saved activations; with FSDP its weights
+            and the next one's, gathered.
         loss_forward, loss_backward: the most that the loss layer's passes hold beyond their inputs, less those of them
             that the backward pass has let go of by then.
         at_loss, at_head, at_blocks, at_embedding: the most that is held in the loss layer; while the head's gradient
@@ -128,7 +130,7 @@ def memory_estimate(
     state = 2 * parameters if optimizer else 0
     earlier_gradients = parameters if accumulation_steps > 1 else 0
     weights = _weights(arch, precision, compute, shard_ranks, by_vocabulary)
-    copies = weights.gathered + (0 if checkpointed else layers * weights.block)
+    copies = 0 if checkpointed else layers * weights.block
 
     layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
     block_saves = tokens * (layer.mixer + layer.mlp + 2 * layer.norm)
@@ -151,7 +153,7 @@ def memory_estimate(
     mlp_weights = compute * projection * (2 if checkpointed and weights.block else 1)
     mlp_gradients = 0 if earlier_gradients else 3 * kept * projection // shard_ranks
     mlp_copies = 2 * compute * projection if weights.block else 0
-    block_backward = max(
+    block_backward = weights.gathered + max(
         tokens * layer.mlp_backward + mlp_weights,
         tokens * layer.mixer_backward + mlp_gradients - mlp_copies,
     )
@@ -183,7 +185,7 @@ def memory_estimate(
     # In the first block all gradients are there but its own and an untied embedding's.
     to_come = kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + (0 if tied else matrix_kept)
     gradients = parameters + waiting if earlier_gradients else parameters - to_come
-    first_block = always + gradients + weights.gathered + batch + block_saves + weights.block
+    first_block = always + gradients + batch + block_saves + weights.block
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
@@ -206,7 +208,8 @@ def memory_estimate(
 @dataclass(frozen=True)
 class _Weights:
     """Bytes of weights beside the parameters: copies of a block's in the compute dtype, as long as its backward pass
-    needs them; blocks that FSDP has gathered; the head as the loss takes it, where it is not the parameter."""
+    needs them; blocks that FSDP has gathered, none while the loss is computed; the head as the loss takes it, where it
+    is not the parameter."""
 
     block: int
     gathered: int
