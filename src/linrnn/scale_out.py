@@ -291,8 +291,8 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
         lines += [
             "## Training steps, foreseen and measured", "",
             "Foreseen: the step of one GPU with as many sequences (in proportion, where fewer), and what the formulas "
-            "leave exposed of communication at the rates above. Memory: a rank's, from formulas alone; with ≥, less what "
-            "NCCL still held of the gradients of DDP's row before.", "",
+            "leave exposed of communication at the rates above. Memory: a rank's, from formulas alone; with ≥, less "
+            "what NCCL still held of the gradients of DDP's row before.", "",
             "| model | parallel | scaling | GPUs | B of a rank | ms foreseen | of it exposed | ms measured | "
             "measured / foreseen | GiB foreseen | GiB measured |",
             "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
