@@ -24,7 +24,7 @@ from .filtered import (
     ROW_GROUP,
     Sample,
     block_rows,
-    scale_as_kernels_take_it,
+    fp32_logit_scale,
 )
 from .launch import quick
 from .options import Options
@@ -90,6 +90,7 @@ def mean_logits_kernel(
     ENTRIES: tl.constexpr,
     DIMS: tl.constexpr,
 ):
+    """z_v = logit_scale · Σ_d c_vd mean_d + bias_v, 0 where that is no number."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     total = tl.zeros((ENTRIES, DIMS), dtype=tl.float64)
     for d in range(0, D, DIMS):
@@ -235,7 +236,7 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
     mean_kernel[(cdiv(dim, 16),)](e, targets, mean, e.stride(0), n_rows, dim, 1024, 16, num_warps=16)
     z = e.new_empty(vocab, dtype=torch.float32)
     mean_logits_kernel[(cdiv(vocab, 16),)](
-        c, mean, bias, z, c.stride(0), vocab, dim, scale_as_kernels_take_it(o), 16, 256, num_warps=4
+        c, mean, bias, z, c.stride(0), vocab, dim, fp32_logit_scale(o), 16, 256, num_warps=4
     )
     return z
 

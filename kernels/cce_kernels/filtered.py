@@ -195,13 +195,13 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: O
     counts = columns >= 0
     total = torch.where(counts[:, None], e, 0).sum(dim=0, dtype=torch.float64)
     mean = (total / counts.sum().clamp(min=1)).float().bfloat16().double()
-    z = torch.cat([part.double() @ mean for part in c.split(ENTRIES_AT_A_TIME)]) * scale_as_kernels_take_it(o)
+    z = torch.cat([part.double() @ mean for part in c.split(ENTRIES_AT_A_TIME)]) * fp32_logit_scale(o)
     if bias is not None:
         z += bias.double()
     return torch.where(z.isnan(), 0, z).float()
 
 
-def scale_as_kernels_take_it(o: Options) -> float:
+def fp32_logit_scale(o: Options) -> float:
     """The logit_scale in fp32: with any other, near ties would go another way where no kernel runs."""
     return c_float(o.logit_scale).value
 

@@ -101,12 +101,13 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     """
     assert isinstance(loss, CceKahanLossConfig)  # as no other can be cut by vocabulary
     sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
-    if cce_scheme(loss, tokens, d, -(-vocab // ranks), compute).rows:
+    shard = -(-vocab // ranks)
+    if cce_scheme(loss, tokens, d, shard, compute).rows:
         return sent
     sums = logits = 0
     if isinstance(loss, CceFilterLossConfig):
         sums = 3 if loss.filter_mass else 2
-        logits = -(-vocab // ranks) * ranks if loss.filter_unbiased and filters(loss) else 0
+        logits = shard * ranks if loss.filter_unbiased and filters(loss) else 0
     return sent + _gathered((tokens + logits) * FP32, ranks) + sums * _reduced_on_all(tokens * FP32, ranks)
 
 
