@@ -17,8 +17,10 @@ from torch import Tensor
 
 from .accumulator import Accumulator, scratch_bytes
 from .filtered import FilterStats, Rule, mean_logits
+from .filtered import filter_figures as filter_figures
 from .options import Options
 from .rows import Rows, empty_metrics, where_it_counts
+from .rows import row_coefficients as row_coefficients
 from .rows import target_columns as target_columns
 from .schemes import Plan, Problem
 
@@ -148,7 +150,7 @@ def backward(
             if grad_bias is not None and for_c:
                 grad_bias[chunk] = dz.sum(dim=0).to(grad_bias.dtype)
     if stats is not None:
-        stats.write(kept, dropped, exact, b != 0, vocab)
+        stats.write(kept, dropped, exact, b)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
 

@@ -34,6 +34,7 @@ from .schemes import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from .tiles import cdiv
 
 SELECT_REGISTERS = 80  # a thread: with fewer it spills, with more fewer programs run at a time
+KEPT = 256  # rows of a program of kept_kernel
 
 
 @quick
@@ -134,7 +135,7 @@ def collect_kernel(
     count_ptr,  # (N, SEGMENTS) int32
     dropped_ptr,  # (N, SEGMENTS) fp32
     void_ptr,  # () int32: 1 written where the lists do not do
-    starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there, the rest written
+    starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there (or it is 0), the rest written
     column_ptr,  # (capacity,) int32, written
     weight_ptr,  # (capacity,) fp32, written
     w_stride,
@@ -158,13 +159,14 @@ def collect_kernel(
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
     count_ptr += first * SEGMENTS
-    start = tl.load(starts_ptr + first)
+    start = tl.load(starts_ptr + first, mask=first > 0, other=0)
     for before in range(0, place, COUNTS):
         others = before + tl.arange(0, COUNTS)
         start += tl.sum(tl.load(count_ptr + others, mask=others < place, other=0), axis=0).to(tl.int64)
     count = tl.load(count_ptr + place + segment)
     mass = tl.sum(tl.load(dropped_ptr + row * SEGMENTS + segment), axis=0)
     end = start + tl.sum(count, axis=0)
+    tl.store(starts_ptr, 0, mask=row == 0)
     tl.store(starts_ptr + row + 1, end)
     listed = tl.where((segment == 0) & (target >= 0), count - 1, count)
     longest = tl.max(listed, axis=0)
@@ -183,16 +185,43 @@ def collect_kernel(
         tl.store(weight_ptr + to, p, mask=inside)
 
 
+@quick
+@triton.jit(do_not_specialize=["N"])
+def kept_kernel(
+    count_ptr,  # (N, SEGMENTS) int32
+    dropped_ptr,  # (N, SEGMENTS) fp32
+    target_ptr,  # (N,) int64, negative for none
+    rank_ptr,  # (V,) int32 or None
+    kept_ptr,  # (N,) fp32, written
+    mass_ptr,  # (N,) fp32, written
+    N,
+    n_head,
+    SEGMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the segments of each row have listed, with the head, and left out. Targets of the head are listed, too."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = rows[:, None] * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]
+    kept = tl.sum(tl.load(count_ptr + places, mask=(rows < N)[:, None], other=0), axis=1) + n_head
+    mass = tl.sum(tl.load(dropped_ptr + places, mask=(rows < N)[:, None], other=0.0), axis=1)
+    if rank_ptr is not None:
+        target = tl.load(target_ptr + rows, mask=rows < N, other=-1)
+        rank = tl.load(rank_ptr + target, mask=target >= 0, other=n_head)
+        kept -= (rank < n_head).to(tl.int32)
+    tl.store(kept_ptr + rows, kept.to(tl.float32), mask=rows < N)
+    tl.store(mass_ptr + rows, mass, mask=rows < N)
+
+
 @dataclass(frozen=True)
 class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
-    targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
-    not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
-    nothing. nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none.
-    sample: what the rule draws; without tensors where it draws nothing.
+    capacity they are missing. column: (capacity,) int32. weight: (capacity,) fp32, p, none at targets.
+    count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does not.
+    void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean nothing.
+    nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none. sample: what the rule
+    draws; without tensors where it draws nothing.
     """
 
     starts: Tensor
@@ -241,7 +270,18 @@ class Lists:
 
     def rule(self, eps: float, vocab: int) -> Rule:
         """What is kept, without a seed: the sample is there already."""
-        return Rule(torch.full_like(self.nll, eps), None, *self._likely(vocab))
+        return Rule(torch.full((), eps, device=self.nll.device), None, *self._likely(vocab))
+
+    def kept(self, columns: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """How many entries the rule keeps of each row, and the mass of the others, (N,) fp32 each; columns (N,) int64,
+        the rows' targets."""
+        kept, dropped = torch.empty_like(self.nll), torch.empty_like(self.nll)
+        n_rows = kept.shape[0]
+        kept_kernel[(cdiv(n_rows, KEPT),)](
+            self.count, self.dropped, columns, rule.rank, kept, dropped, n_rows, rule.n_head, SEGMENTS, KEPT,
+            num_warps=4,
+        )  # fmt: skip
+        return kept, dropped
 
     def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
         """The same with what is drawn for these columns (N,), if anything is."""
@@ -273,50 +313,53 @@ def forward(
     eps = float(o.filter_eps)
     if z_target is None:
         z_target = target_logits(e, c, None, columns, o)
-    void = torch.zeros((), dtype=torch.int32, device=e.device)
+    zeros = torch.zeros(4 + cdiv(vocab, 32), dtype=torch.int32, device=e.device)  # four: the bits are aligned, too
+    void, bits = zeros[0], zeros[4:]
     unread = None if o.filter_mass is None else void
-    for first in range(0, n_rows, rows):
-        chunk = slice(first, min(first + rows, n_rows))
-        height = chunk.stop - first
-        w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
+    first = 0
+    # Views by split(): slices take the host too long, which the device may be waiting for.
+    for e_i, columns_i, z_i in zip(*(x.split(rows) for x in (e, columns, z_target)), strict=True):
+        height = len(e_i)
+        w_i = w[:height, :vocab]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, unread)
         if first == 0:  # while the first product runs: the host has some twenty small things to do for these
-            lists, unlisted = _lists_of(e, c, columns, capacity, o, void)
+            lists, unlisted = _lists_of(e, c, columns, capacity, o, void, bits)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
+            of_chunks = iter(list(zip(*(x.split(rows) for x in (lse, nll, factor, coefficient)), strict=True)))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
             found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
-        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics))
-        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None)
-        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
+        lse_i, nll_i, factor_i, coefficient_i = next(of_chunks)
+        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics))
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, Gradient(w_i, factor_i, coefficient_i, None))
         if metrics is not None and part.metrics is not None:
-            metrics[:, chunk] = part.metrics
+            metrics[:, first : first + height] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, unlisted, factor, lse, slots, found, lists.void, lists.count, lists.dropped,
+            w_i, columns, unlisted, factor, lse, slots, found, void, lists.count, lists.dropped,
             w.stride(0), first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
             num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height,)](
-            w_i, slots, columns, factor, lse, lists.count, lists.dropped, lists.void, lists.starts, lists.column,
+            w_i, slots, columns, factor, lse, lists.count, lists.dropped, void, lists.starts, lists.column,
             lists.weight, w.stride(0), first, capacity, *scales,
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
+        first += height
     lists.nll.copy_(nll)  # the loss may be made of the other
     lists = lists.sampled(columns, e.shape[1], vocab)
     return Rows(lse, nll, None, metrics), lists.tensors()
 
 
 def _lists_of(
-    e: Tensor, c: Tensor, columns: Tensor, capacity: int, o: Options, void: Tensor
+    e: Tensor, c: Tensor, columns: Tensor, capacity: int, o: Options, void: Tensor, bits: Tensor
 ) -> tuple[Lists, Tensor | None]:
-    """Lists with what the rule says of the vocabulary, and no entry; select_kernel's bits, or None if all are 0."""
+    """Lists with what the rule says of the vocabulary, and no entry; and select_kernel's bits, as the zeros given,
+    (⌈V / 32⌉,) int32, hold them then, or None if all stay 0."""
     vocab = c.shape[0]
     lists = replace(Lists.empty(columns, e.shape[1], vocab, capacity, o), void=void)
-    lists.starts[:1].zero_()
-    lists.column.fill_(vocab)
     if not lists.likely.numel() and vocab % 8 == 0:
         return lists, None
-    bits = torch.zeros(4 * cdiv(vocab, 32), dtype=torch.uint8, device=columns.device)
+    bits = bits.view(torch.uint8)
     if vocab % 8:
         bits[vocab // 8] = 256 - (1 << vocab % 8)
     if lists.likely.numel():

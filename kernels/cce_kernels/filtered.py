@@ -43,7 +43,7 @@ from .rows import where_it_counts
 
 COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # neighbours of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
-FULL_WAVE = 132  # tiles that a GPU of as many multiprocessors makes at once
+TWO_WAVES = 264  # tiles that a GPU of 132 multiprocessors makes in two turns
 ENTRIES_AT_A_TIME = 4096  # rows of c in fp64
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
 MOST_HEAD, HEAD_SHARE = 4096, 16  # entries of the head; it is at most 1 / 16 of the vocabulary
@@ -54,7 +54,7 @@ LIKELY_SHARE = 8  # the likely entries, the head among them: 1 / 8 of it
 class Rule:
     """What decides whether an entry is kept, and of which others the sample is.
 
-    eps: (N,) fp32, each row's threshold; 0 keeps all. seed: () int64, of the draws, or None where the tail is dropped.
+    eps: () fp32, the threshold; 0 keeps all. seed: () int64, of the draws, or None where the tail is dropped.
     rank: (V,) int32, each entry's place by its mean logit, or None where no entries count as likely.
     likely: (n,) int64, the first of these; n_head of them are the head.
     """
@@ -73,7 +73,7 @@ class Rule:
         """The rule of a call; columns (N,) int64, the rows' targets, negative for none; mean_z (V,) the `mean_logits`,
         which the unbiased rule takes."""
         assert o.filter_eps is not None
-        eps = torch.full(columns.shape, o.filter_eps, dtype=torch.float32, device=columns.device)
+        eps = torch.full((), o.filter_eps, dtype=torch.float32, device=columns.device)
         counts = columns >= 0
         if not o.filter_unbiased:
             return cls(eps, None, None, None, counts=counts)
@@ -100,14 +100,15 @@ class Rule:
 
     def keeps(self, p: Tensor, entries: Tensor) -> Tensor:
         """Which of p (N, W) of `entries` (W,) are kept as they are, targets aside: (N, W) bool."""
-        kept = p >= self.eps[:, None]
+        kept = p >= self.eps
         return kept if self.rank is None else kept | (self.rank[entries] < self.n_head)[None, :]
 
     def weights_e(self, p: Tensor, entries: Tensor, dim: int, vocab: int) -> Tensor:
         """What takes the place of p (N, W) in the gradient of e (N, dim), targets aside; of `vocab` entries here."""
         times = torch.zeros(-(-p.shape[0] // block_rows(dim)), vocab, dtype=p.dtype, device=p.device)
         if self.seed is not None:
-            sample = self.sample(torch.full_like(self.eps, -1, dtype=torch.int64), dim, vocab)
+            nowhere = torch.full((p.shape[0],), -1, device=p.device)
+            sample = self.sample(nowhere, dim, vocab)
             times.scatter_add_(1, sample.columns, sample.times.to(p.dtype))
         block = torch.arange(p.shape[0], device=p.device) // block_rows(dim)
         return self._weights(p, entries, times[:, entries][block])
@@ -121,7 +122,7 @@ class Rule:
         return self._weights(p, entries, times[:, None])
 
     def _weights(self, p: Tensor, entries: Tensor, times: Tensor) -> Tensor:
-        return torch.where(self.keeps(p, entries), p, torch.where(p < self.eps[:, None], times * p, 0))
+        return torch.where(self.keeps(p, entries), p, torch.where(p < self.eps, times * p, 0))
 
     def sample(self, columns: Tensor, dim: int, vocab: int) -> Sample:
         """What is drawn for the gradients of e (N, dim) and of `vocab` entries here; columns (N,) int64, targets."""
@@ -223,8 +224,8 @@ def seed_of(columns: Tensor) -> Tensor:
 
 
 def block_rows(dim: int) -> int:
-    """Rows of e (N, dim) that share the columns drawn: those of one wave of dE's tiles."""
-    return max(1, FULL_WAVE // -(-dim // TILE_COLS)) * TILE_ROWS
+    """Rows of e (N, dim) that share the columns drawn: those of two waves of dE's tiles."""
+    return max(1, TWO_WAVES // -(-dim // TILE_COLS)) * TILE_ROWS
 
 
 def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
@@ -256,13 +257,19 @@ class FilterStats:
     dropped_mass_mean, _p99, _max: softmax mass per row that counts of the entries that were not kept; the unbiased rule
         estimates its share of the gradients.
     exact: 1 where filter_mass made the call exact, else 0.
+
+    Args:
+        figures: `filter_figures`, of whatever runs.
+        vocab: entries of the whole vocabulary.
+        add_up: sums over the ranks of a group, each with a part of the vocabulary, in place.
     """
 
     NAMES = ("entries_kept", "dropped_mass_mean", "dropped_mass_p99", "dropped_mass_max", "exact")
 
-    def __init__(self, values: Tensor, add_up: Callable[[Tensor], Any] | None = None) -> None:
-        self.values = values
-        self._add_up = add_up  # sums over the ranks of a group, each with a part of the vocabulary, in place
+    def __init__(
+        self, values: Tensor, figures: Callable[..., None], vocab: int, add_up: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        self.values, self._figures, self._vocab, self._add_up = values, figures, vocab, add_up
 
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
@@ -274,32 +281,37 @@ class FilterStats:
         """The values by name, as 0-d views."""
         return dict(zip(cls.NAMES, values.unbind(), strict=True))
 
-    def write(self, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int) -> None:
+    def write(self, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor) -> None:
         """Fill in the report.
 
         Args:
-            kept, dropped: (N,) entries kept and mass dropped of each row.
+            kept, dropped: (N,) fp32, entries kept and mass dropped of each row.
             exact: () bool, whether filter_mass made the call exact; None: there was no filter.
-            counts: (N,) bool, rows that count.
+            counts: (N,) fp32, other than 0 for rows that count.
         """
-        if exact is None:
-            exact = torch.ones_like(counts[0])
-        kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped)
-        size: Tensor | int = vocab
         if self._add_up is not None:
-            size = torch.full_like(kept[:1], vocab, dtype=torch.float64)
-            for x in (kept, dropped, size):
-                self._add_up(x)
-        n_rows = counts.sum().clamp(min=1)
-        mass = torch.where(counts, dropped.clamp(min=0), -1.0)
-        in_order = mass.sort().values  # rows that do not count come first
-        at = (mass.shape[0] - 1 - (n_rows - 1) // 100).reshape(1)
-        shares = torch.where(counts, kept, 0).sum(dtype=torch.float64) / size, mass.clamp(min=0).sum()
-        p99, most = in_order.index_select(0, at)[0], in_order[-1]
-        values = shares[0] / n_rows, shares[1] / n_rows, p99.clamp(min=0), most.clamp(min=0), exact
-        self.values.copy_(torch.stack([x.float().reshape(()) for x in values]))
+            self._add_up(kept)
+            self._add_up(dropped)
+        self._figures(self.values, kept, dropped, exact, counts, self._vocab)
 
-    def write_exact(self, scale: Tensor, columns: Tensor, vocab: int) -> None:
+    def write_exact(self, scale: Tensor, columns: Tensor) -> None:
         """Fill in the report where there was no filter; scale () is the gradient of all row losses."""
         none = torch.zeros_like(columns, dtype=torch.float32)
-        self.write(none, none, None, where_it_counts(scale, columns) != 0, vocab)
+        self._figures(self.values, none, none, None, where_it_counts(scale, columns), self._vocab)
+
+
+def filter_figures(
+    values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
+) -> None:
+    """Write the figures of `FilterStats`, from what `FilterStats.write` takes, to values (5,)."""
+    if exact is None:
+        exact = torch.ones((), dtype=torch.bool, device=values.device)
+    kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
+    counted = counts != 0
+    n_rows = counted.sum().clamp(min=1)
+    mass = torch.where(counted, dropped, 0)
+    in_order = mass.sort().values
+    at = (mass.shape[0] - 1 - (n_rows - 1) // 100).reshape(1)
+    shares = torch.where(counted, kept, 0).sum(dtype=torch.float64) / vocab, mass.sum(dtype=torch.float64)
+    figures = shares[0] / n_rows, shares[1] / n_rows, in_order.index_select(0, at)[0], in_order[-1], exact
+    values.copy_(torch.stack([x.float().reshape(()) for x in figures]))

@@ -3,9 +3,11 @@
 from torch import Tensor
 
 from . import entries, gather, schemes, stored
+from .coefficients import row_coefficients
 from .columns import target_columns
 from .draw import mean_logits
 from .exponentials import find_targets
+from .filter_figures import filter_figures
 from .finish import forward
 from .options import Options
 from .recompute import backward
@@ -15,8 +17,8 @@ from .tiles import aligned as prepare
 from .tiles import multiprocessors
 
 __all__ = [
-    "backward", "entries", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare", "settle", "stored",
-    "target_columns",
+    "backward", "entries", "filter_figures", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare",
+    "row_coefficients", "settle", "stored", "target_columns",
 ]  # fmt: skip
 
 

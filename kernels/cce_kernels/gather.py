@@ -44,36 +44,113 @@ from .tiles import aligned, cdiv, power_of_2
 WIDTH = 256  # dimensions of a program of gather_kernel
 ENTRIES = 4  # rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
+SORTED = 512  # entries or columns of a program of by_column_kernel
+CLEARED = 256  # rows of a program of clear_targets_kernel
 
 _launched: set[tuple[Any, ...]] = set()  # kinds of calls whose way around the lists has been launched
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["N", "V", "capacity"])
 def coefficients_kernel(
     active_ptr,  # () int32: 0 for nothing to do
     starts_ptr,  # (N + 1,) int64
+    column_ptr,  # (capacity,) int32, written beyond the last entry: V
     weight_ptr,  # (capacity,) fp32
     a_ptr,  # (N,) fp32
+    b_ptr,  # (N,) fp32
+    nll_ptr,  # (N,) fp32
     target_ptr,  # (N,) int64, negative for none
-    target_coefficient_ptr,  # (N,) fp32
     out_ptr,  # (capacity,) fp32, written
     row_ptr,  # (capacity,) int32, written
+    N,
+    V,
+    capacity,
+    logit_scale,
     BLOCK: tl.constexpr,
 ):
-    """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
+    """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index. A row a program,
+    and of the places that are left a share."""
     row = tl.program_id(0)
     if tl.load(active_ptr) != 0:
         begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         a = tl.load(a_ptr + row)
-        if tl.load(target_ptr + row) >= 0:
-            tl.store(out_ptr + begin, tl.load(target_coefficient_ptr + row))
+        if tl.load(target_ptr + row) >= 0:  # a p − b; p − 1 keeps its relative precision where the loss is near 0
+            b, nll = tl.load(b_ptr + row), tl.load(nll_ptr + row)
+            at_target = (a - b) * tl.exp2(-nll * LOG2E) + b * _expm1(-nll)
+            tl.store(out_ptr + begin, at_target * logit_scale)
             tl.store(row_ptr + begin, row)
             begin += 1
+        a *= logit_scale
         for at in range(begin, end, BLOCK):
             k = at + tl.arange(0, BLOCK)
             tl.store(out_ptr + k, tl.load(weight_ptr + k, mask=k < end, other=0.0) * a, mask=k < end)
             tl.store(row_ptr + k, row, mask=k < end)
+        last = tl.load(starts_ptr + N)
+        share = tl.cdiv(capacity - last, N)
+        for at in range(0, share, BLOCK):
+            k = at + tl.arange(0, BLOCK)
+            places = last + row * share + k
+            tl.store(column_ptr + places, V, mask=(k < share) & (places < capacity))
+
+
+@triton.jit
+def _expm1(x):
+    """e^x − 1 for x ≤ 0 to a few roundings: a series near 0, where the difference cancels."""
+    series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))))))
+    return tl.where(x > -0.5, series, tl.exp2(x * LOG2E) - 1)
+
+
+@quick
+@triton.jit
+def clear_targets_kernel(
+    p_ptr,  # (rows of the chunk, n_head), rows p_stride apart
+    target_ptr,  # (rows of the chunk,) int64, negative for none
+    rank_ptr,  # (V,) int32
+    p_stride,
+    n_head,
+    n_rows,
+    BLOCK: tl.constexpr,
+):
+    """0 where a row's target is of the head: lists hold it."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row, mask=row < n_rows, other=-1)
+    rank = tl.load(rank_ptr + target, mask=target >= 0, other=0)
+    zero = tl.zeros((BLOCK,), dtype=tl.float32).to(p_ptr.dtype.element_ty)
+    tl.store(p_ptr + row.to(tl.int64) * p_stride + rank, zero, mask=(target >= 0) & (rank < n_head))
+
+
+@quick
+@triton.jit(do_not_specialize=["size", "V", "steps"])
+def by_column_kernel(
+    key_ptr,  # (size,) int32: columns in order, V where nothing stands
+    order_ptr,  # (size,) int64: where each stood
+    row_ptr,  # (size,) int32
+    coefficient_ptr,  # (size,) fp32
+    sorted_row_ptr,  # (size,) int32, written
+    sorted_coefficient_ptr,  # (size,) fp32, written
+    starts_ptr,  # (V + 1,) int32, written: how many keys are less
+    size,
+    V,
+    steps,  # 2^steps > size
+    BLOCK: tl.constexpr,
+):
+    """Rows and coefficients in the order of their columns, and where each column begins among them."""
+    of_starts = tl.program_id(0) - tl.cdiv(size, BLOCK)
+    if of_starts < 0:
+        k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        is_entry = tl.load(key_ptr + k, mask=k < size, other=V) < V
+        order = tl.load(order_ptr + k, mask=is_entry, other=0)
+        tl.store(sorted_row_ptr + k, tl.load(row_ptr + order, mask=is_entry, other=0), mask=is_entry)
+        tl.store(sorted_coefficient_ptr + k, tl.load(coefficient_ptr + order, mask=is_entry, other=0.0), mask=is_entry)
+    else:
+        column = of_starts * BLOCK + tl.arange(0, BLOCK)
+        less = tl.zeros((BLOCK,), dtype=tl.int32)  # bit by bit: as many keys are less, at least
+        for step in range(steps):
+            more = less + (1 << (steps - 1 - step))
+            key = tl.load(key_ptr + more - 1, mask=more <= size, other=V)
+            less = tl.where(key < column, more, less)
+        tl.store(starts_ptr + column, less, mask=column <= V)
 
 
 @quick
@@ -178,8 +255,9 @@ def backward(
             left = room_beside_lists(n_rows, dim, vocab, lists.column.shape[0], o) - taken
             add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out_c, None, left, active)
 
-    _by_lists(e, c, columns, lse, a, b, lists, rule, 1 - lists.void, o, grad_e, grad_c, main_grad_c)
-    estimate(1 - lists.void, 0)
+    active = 1 - lists.void
+    _by_lists(e, c, columns, lse, a, b, lists, rule, active, o, grad_e, grad_c, main_grad_c)
+    estimate(active, 0)
     filtering = None
     kind = (e.device, e.shape, vocab, dtypes, main_grad_c is None, width, o)
     if kind not in _launched or not void.is_zero():
@@ -192,14 +270,14 @@ def backward(
         if filtering is not None:
             estimate(lists.void, kept.nbytes + dropped.nbytes)
     if stats is not None:
-        listed = lists.count.sum(dim=1) + rule.n_head
-        if rule.rank is not None:  # targets of the head are listed, too
-            listed = listed - (rule.rank[columns.clamp(min=0)] < rule.n_head).long()
-        mass, exact = lists.dropped.sum(dim=1), lists.void != 0
+        listed, mass = lists.kept(columns, rule)
+        exact = lists.void
         if filtering is not None:
-            listed = torch.where(exact, kept.sum(dim=0), listed)
-            mass, exact = torch.where(exact, dropped.sum(dim=0), mass), torch.zeros_like(exact)
-        stats.write(listed, mass, exact, b != 0, vocab)
+            elsewhere = lists.void != 0
+            listed = torch.where(elsewhere, kept.sum(dim=0), listed)
+            mass = torch.where(elsewhere, dropped.sum(dim=0), mass)
+            exact = torch.zeros_like(exact)
+        stats.write(listed, mass, exact, b)
     return grad_e, grad_c
 
 
@@ -221,15 +299,13 @@ def _by_lists(
     """Write what the rule keeps to the gradients that are there, if `active` () int32 is not 0."""
     n_rows, vocab = e.shape[0], c.shape[0]
     out = grad_c if main_grad_c is None else main_grad_c
-    a_scaled = a * o.logit_scale
+    a_scaled = a if o.logit_scale == 1 else a * o.logit_scale
     capacity = lists.column.shape[0]
     grad_head = _head(e, c, columns, lse, a_scaled, rule, grad_e, out is not None, o, active, capacity)
-    # p_target − 1 keeps its relative precision where the loss is near 0.
-    at_target = ((a - b) * torch.exp(-lists.nll) + b * torch.expm1(-lists.nll)) * o.logit_scale
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
-        active, lists.starts, lists.weight, a_scaled, columns, at_target, coefficients, rows, 256,
-        num_warps=2,
+        active, lists.starts, lists.column, lists.weight, a, b, lists.nll, columns, coefficients, rows, n_rows, vocab,
+        capacity, float(o.logit_scale), 256, num_warps=2,
     )  # fmt: skip
     if grad_e is not None:
         factor = None if not rule.n_head else a_scaled
@@ -260,22 +336,23 @@ def _head(
     n_rows, n_head = e.shape[0], rule.n_head
     c_head = aligned(c.index_select(0, rule.likely[:n_head]))
     grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
-    ranks = torch.where(columns >= 0, rule.rank[columns.clamp(min=0)], n_head).clamp_(max=n_head).long()[:, None]
     offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities
     rows = min(head_rows(n_rows, e.shape[1], c.shape[0], capacity, o), n_rows)
-    p = e.new_empty(rows, n_head + 16)  # the last columns: for targets outside the head
+    p = e.new_empty(rows, n_head)
     scaled = e.new_empty(rows, cdiv(e.shape[1], 8) * 8)[:, : e.shape[1]]
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
-        p_chunk, scaled_chunk = (x[: chunk.stop - first] for x in (p, scaled))
-        head = p_chunk[:, :n_head]
-        exponentials(e[chunk], c_head, None, columns[chunk], offset[chunk], head, False, o)
-        p_chunk.scatter_(1, ranks[chunk], 0.0)
+        height = chunk.stop - first
+        p_chunk, scaled_chunk, e_chunk, columns_chunk = p[:height], scaled[:height], e[chunk], columns[chunk]
+        exponentials(e_chunk, c_head, None, columns_chunk, offset[chunk], p_chunk, False, o)
+        clear_targets_kernel[(cdiv(height, CLEARED),)](
+            p_chunk, columns_chunk, rule.rank, p.stride(0), n_head, height, CLEARED, num_warps=4
+        )
         if grad_e is not None:
-            product(head, c_head, grad_e[chunk], active=active)
+            product(p_chunk, c_head, grad_e[chunk], active=active)
         if grad_head is not None:
-            torch.mul(e[chunk], a[chunk, None], out=scaled_chunk)
-            product(head, scaled_chunk, grad_head, transpose_a=True, read=first > 0, active=active)
+            torch.mul(e_chunk, a[chunk, None], out=scaled_chunk)
+            product(p_chunk, scaled_chunk, grad_head, transpose_a=True, read=first > 0, active=active)
     return grad_head
 
 
@@ -284,17 +361,22 @@ def _by_column(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The lists in parts, each by column: starts (parts, V + 1), rows and coefficients (parts, size).
 
-    Parts are sorted one after another and in place, for less memory.
+    Parts are sorted one after another and, where there are several, in place, for less memory.
     """
-    bounds = torch.arange(vocab + 1, dtype=torch.int32, device=lists.column.device)
-    starts = torch.empty(n_parts, vocab + 1, dtype=torch.int32, device=lists.column.device)
+    starts = torch.empty(n_parts, vocab + 1, dtype=torch.int32, device=rows.device)
     columns, rows, coefficients = (x.view(n_parts, -1) for x in (lists.column, rows, coefficients))
+    size = columns.shape[1]
     for i in range(n_parts):
         keys, order = columns[i].sort(stable=True)
-        torch.searchsorted(keys, bounds, out_int32=True, out=starts[i])
-        rows[i] = rows[i][order]
-        coefficients[i] = coefficients[i][order]
-        del keys, order  # room for the next part's
+        in_order = torch.empty_like(rows[i]), torch.empty_like(coefficients[i])
+        by_column_kernel[(cdiv(size, SORTED) + cdiv(vocab + 1, SORTED),)](
+            keys, order, rows[i], coefficients[i], *in_order, starts[i], size, vocab, size.bit_length(), SORTED,
+            num_warps=4,
+        )  # fmt: skip
+        if n_parts == 1:
+            return starts, in_order[0][None], in_order[1][None]
+        rows[i], coefficients[i] = in_order
+        del keys, order, in_order  # room for the next part's
     return starts, rows, coefficients
 
 

@@ -42,7 +42,7 @@ def gradient_kernel(
     a_ptr,  # (N,) fp32, divided by the peak
     b_ptr,  # (N,) fp32, divided by the peak
     dbias_ptr,  # (row tiles, W) fp32 or None: this tile's part of dbias, written
-    eps_ptr,  # (N,) fp32 or None: each row's threshold of the filter
+    eps_ptr,  # () fp32 or None: the filter's threshold
     rank_ptr,  # (W,) int32 or None; entries of a rank below n_head are kept
     times_ptr,  # (W,) fp32 or None: with TAIL, what columns are multiplied by
     kept_ptr,  # (splits, N) fp32 or None: entries kept, added to
@@ -73,6 +73,10 @@ def gradient_kernel(
     units = row_tiles * splits
     if active_ptr is not None:
         units *= tl.load(active_ptr)
+    eps = 0.0
+    if eps_ptr is not None:
+        eps = tl.load(eps_ptr)
+    some_filtered = TAIL | (eps > 0)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
@@ -82,10 +86,6 @@ def gradient_kernel(
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # beyond N: p = 0
         a = tl.load(a_ptr + rows, mask=inside, other=0.0)
         b = tl.load(b_ptr + rows, mask=inside, other=0.0)
-        eps = lse
-        if eps_ptr is not None:
-            eps = tl.load(eps_ptr + rows, mask=inside, other=0.0)
-        some_filtered = TAIL | (tl.max(eps, axis=0) > 0)
         kept = tl.zeros((BLOCK_N,), dtype=tl.float32)
         dropped = tl.zeros((BLOCK_N,), dtype=tl.float32)
         first_tile = split * tiles_per_split
@@ -138,12 +138,12 @@ def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, d
     if rank_ptr is not None:
         always |= (tl.load(rank_ptr + cols, mask=cols < W, other=0) < n_head)[None, :]
     if TAIL:
-        dz = tl.where((p < eps[:, None]) & (always == 0), dz, 0.0)
+        dz = tl.where((p < eps) & (always == 0), dz, 0.0)
         if times_ptr is not None:
             dz *= tl.load(times_ptr + cols, mask=cols < W, other=0.0)[None, :]
     else:
         entry = (cols < W)[None, :]
-        stays = ((p >= eps[:, None]) | always) & entry
+        stays = ((p >= eps) | always) & entry
         kept += tl.sum(tl.where(stays, 1.0, 0.0), axis=1)
         dropped += tl.sum(tl.where(stays | (entry == 0), 0.0, p), axis=1)
         dz = tl.where(stays, dz, 0.0)
@@ -159,21 +159,6 @@ class Filter:
     kept: Tensor | None = None
     dropped: Tensor | None = None
     times: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The largest row coefficient, () fp32, and the coefficients (N,) divided by it."""
-
-    value: Tensor
-    a: Tensor
-    b: Tensor
-
-    @classmethod
-    def of(cls, a: Tensor, b: Tensor) -> Peak:
-        value = torch.maximum(a.abs().amax(), b.abs().amax())
-        value = torch.where(value == 0, 1.0, value)
-        return cls(value, a / value, b / value)
 
 
 def parts(e: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filtered import FilterStats
 from .interpreter import INTERPRETED
 from .options import Options
-from .rows import assemble_loss, reduce_loss, row_coefficients
+from .rows import assemble_loss, reduce_loss
 from .schemes import Plan, Problem
 
 # The fields of Options, in order; every operator ends in them.
@@ -38,7 +38,7 @@ INPUTS = (
 
 def backend_of(x: Tensor) -> ModuleType:
     """The implementation that runs x: a module with target_columns, find_targets, prepare, plan, forward, backward,
-    mean_logits (and, if planned, stored, entries and gather)."""
+    row_coefficients, mean_logits, filter_figures (and, if planned, stored, entries and gather)."""
     if x.is_cuda or INTERPRETED:
         from . import fused  # needs Triton, which a machine without a GPU may lack
 
@@ -143,9 +143,9 @@ def _recompute(
     """Gradients of e, c and bias (empty where no dtype is given) from recomputed logits, `width` columns at a time;
     grad_rows: () or (N,)."""
     o = Options(*options)
-    recorder = None if stats is None else FilterStats(stats)
+    recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        a, b = row_coefficients(grad_rows, grad_lse, lse, columns, o)
+        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         bias = None if bias is None else bias.contiguous()
         grads = backend_of(e).backward(
             e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder
@@ -189,9 +189,9 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of e and c (empty where no dtype is given) from lists of entries; see gather.py."""
     o = Options(*options)
-    recorder = None if stats is None else FilterStats(stats)
+    recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        a, b = row_coefficients(grad_rows, grad_lse, lse, columns, o)
+        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         grads = backend_of(e).gather.backward(
             e, c, columns, lse, a, b, state, width, o, (dtype_e, dtype_c), main_grad_c, recorder
         )
@@ -228,7 +228,7 @@ def _finish_stored(
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         backend_of(e).stored.backward(e, c, columns, scale, rows, state, main_grad_c)
         if stats is not None:
-            FilterStats(stats).write_exact(scale, columns, c.shape[0])
+            FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
 
 
 _finish_stored_op = torch.library.custom_op(

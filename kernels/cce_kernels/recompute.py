@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from .accumulator import Accumulator, compensated
+from .coefficients import Peak
 from .draw import mean_logits
 from .exponentials import target_logits
 from .filtered import FilterStats, Rule
-from .logit_gradient import Filter, Peak, gradient_of_chunk, parts
+from .logit_gradient import Filter, gradient_of_chunk, parts
 from .options import Options
 from .products import product
 from .schemes import room
@@ -196,5 +197,5 @@ def backward(
         sample = filtering.rule.sample(columns, e.shape[1], vocab)
         add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, o, grads[0], grad_c, grads[2], room(o))
     if stats is not None:
-        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b != 0, vocab)
+        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b)
     return grads

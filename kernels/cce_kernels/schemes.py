@@ -43,7 +43,6 @@ STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
 LISTED_TIMES_EPS = 2.0**-4  # more, from 2^-12 on
 LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
-HEAD_ROWS = 4096  # whose probabilities of the head exist at a time, at most
 LIST_PARTS = 8  # sorted one after another, at most
 
 
@@ -200,7 +199,7 @@ def _head_gradient_bytes(dim: int, vocab: int, o: Options) -> int:
 def _head_bytes(dim: int, vocab: int, o: Options, rows: int) -> int:
     """Of the head: its gradient, its rows of C, and for `rows` rows probabilities and scaled rows of E."""
     n_head = likely_sizes(vocab)[0] if o.filter_unbiased else 0
-    return 6 * dim * n_head + rows * 2 * (n_head + 16 + dim) if n_head else 0
+    return 6 * dim * n_head + rows * 2 * (n_head + dim) if n_head else 0
 
 
 def room(o: Options) -> int:
@@ -225,11 +224,12 @@ def _starts_bytes(vocab: int) -> int:
 
 
 def head_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Rows whose probabilities of the head exist at a time: HEAD_ROWS, or fewer if these do not fit beside the lists;
-    for a vocabulary that has a head."""
+    """Rows whose probabilities of the head exist at a time: as many as fit beside the lists, in chunks of one size; for
+    a vocabulary that has a head."""
     fixed = _head_bytes(dim, vocab, o, 0)
     rows = (room_beside_lists(n_rows, dim, vocab, capacity, o) - fixed) // (_head_bytes(dim, vocab, o, 1) - fixed)
-    return max(ROW_MULTIPLE, min(HEAD_ROWS, rows // ROW_MULTIPLE * ROW_MULTIPLE))
+    chunks = math.ceil(n_rows / max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))
+    return math.ceil(n_rows / chunks / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:

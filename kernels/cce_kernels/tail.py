@@ -19,14 +19,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from .coefficients import Peak
 from .filtered import Rule, Sample, block_rows
-from .logit_gradient import Filter, Peak, gradient_of_chunk
+from .launch import quick
+from .logit_gradient import Filter, gradient_of_chunk
 from .options import Options
 from .products import product
 from .schemes import tail_width
 from .tiles import aligned, cdiv
+
+DRAWN = 1024  # rows of a program of drawn_rows_kernel
 
 
 def add_estimates(
@@ -55,7 +62,7 @@ def add_estimates(
             logits come on top.
     """
     peak = Peak.of(a, a)
-    scale = peak.value * o.logit_scale
+    scale = peak.value if o.logit_scale == 1 else peak.value * o.logit_scale
     if grad_e is not None and o.filter_e:
         _add_to_e(e, c, bias, lse, peak.a, scale, rule, sample, o, grad_e, room, active)
     if (grad_c is not None or grad_bias is not None) and o.filter_c:
@@ -76,24 +83,48 @@ def _add_to_e(
     room: int,
     active: Tensor | None,
 ) -> None:
-    (n_rows, dim), (blocks, n_drawn) = e.shape, sample.columns.shape
+    (n_rows, dim), (_, n_drawn) = e.shape, sample.columns.shape
     height = min(block_rows(dim), n_rows)
     width = tail_width(height, dim, n_drawn, e.itemsize, room)
     workspace = e.new_empty(height, cdiv(width, 16) * 16)
-    for i in range(blocks):
-        rows = slice(i * height, min((i + 1) * height, n_rows))
-        for first in range(0, n_drawn, width):
-            chunk = slice(first, min(first + width, n_drawn))
-            drawn = sample.columns[i, chunk]
+    plain = replace(rule, rank=None, n_head=0)  # of the head nothing is drawn
+    # Views by split() and unbind(): for small problems, whose launches the device waits for, slices take too long.
+    by_rows = zip(*(x.split(height) for x in (e, sample.place, lse, a, grad_e)), strict=True)
+    draws = zip(sample.columns.unbind(), sample.times.unbind(), strict=True)
+    for (e_i, place, lse_i, a_i, out), (columns, times) in zip(by_rows, draws, strict=True):
+        pieces = zip(columns.split(width), times.split(width), strict=True)
+        for first, (drawn, times_i) in zip(range(0, n_drawn, width), pieces, strict=True):
             c_drawn = aligned(c.index_select(0, drawn))
-            dz = workspace[: rows.stop - rows.start, : len(drawn)]
-            left = Filter(replace(rule, eps=rule.eps[rows], rank=None, n_head=0), times=sample.times[i, chunk])
+            dz = workspace[: len(e_i), : len(drawn)]
             gradient_of_chunk(
-                e[rows], c_drawn, None if bias is None else bias[drawn], sample.place[rows], lse[rows], a[rows],
-                a[rows], dz, first, c.shape[0], False, o, left, active,
+                e_i, c_drawn, None if bias is None else bias[drawn], place, lse_i, a_i, a_i, dz, first, c.shape[0],
+                False, o, Filter(plain, times=times_i), active,
             )  # fmt: skip
-            product(dz, c_drawn, grad_e[rows], read=True, times=scale, active=active)
+            product(dz, c_drawn, out, read=True, times=scale, active=active)
             del c_drawn  # room for the next
+
+
+@quick
+@triton.jit(do_not_specialize=["size"])
+def drawn_rows_kernel(
+    row_ptr,  # (size,) int64
+    times_ptr,  # (size,) fp32
+    target_ptr,  # (N,) int64
+    lse_ptr,  # (N,) fp32
+    a_ptr,  # (N,) fp32
+    drawn_target_ptr,  # (size,) int64, written
+    drawn_lse_ptr,  # (size,) fp32, written
+    drawn_a_ptr,  # (size,) fp32, written: times its row's
+    size,
+    BLOCK: tl.constexpr,
+):
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < size
+    row = tl.load(row_ptr + k, mask=inside, other=0)
+    tl.store(drawn_target_ptr + k, tl.load(target_ptr + row, mask=inside, other=-1), mask=inside)
+    tl.store(drawn_lse_ptr + k, tl.load(lse_ptr + row, mask=inside, other=0.0), mask=inside)
+    a = tl.load(a_ptr + row, mask=inside, other=0.0) * tl.load(times_ptr + k, mask=inside, other=0.0)
+    tl.store(drawn_a_ptr + k, a, mask=inside)
 
 
 def _add_to_c(
@@ -114,16 +145,19 @@ def _add_to_c(
 ) -> None:
     vocab, drawn = c.shape[0], sample.rows
     e_drawn = aligned(e.index_select(0, drawn))
-    columns, lse, a = columns[drawn], lse[drawn], peak.a[drawn] * sample.row_times
-    left = Filter(replace(rule, eps=rule.eps[drawn]))
+    columns_drawn, lse_drawn, a = torch.empty_like(drawn), lse.new_empty(len(drawn)), lse.new_empty(len(drawn))
+    drawn_rows_kernel[(cdiv(len(drawn), DRAWN),)](
+        drawn, sample.row_times, columns, lse, peak.a, columns_drawn, lse_drawn, a, len(drawn), DRAWN, num_warps=4
+    )
+    left = Filter(rule)
     width = tail_width(len(drawn), 0, vocab, e.itemsize, room - e_drawn.nbytes)
     workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))
         dz = workspace[:, : chunk.stop - first]
         dbias = gradient_of_chunk(
-            e_drawn, c[chunk], None if bias is None else bias[chunk], columns, lse, a, a, dz, first, vocab,
-            grad_bias is not None, o, left, active,
+            e_drawn, c[chunk], None if bias is None else bias[chunk], columns_drawn, lse_drawn, a, a, dz, first,
+            vocab, grad_bias is not None, o, left, active,
         )  # fmt: skip
         if grad_c is not None:
             product(dz, e_drawn, grad_c[chunk], transpose_a=True, read=True, times=scale, active=active)

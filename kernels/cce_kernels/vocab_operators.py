@@ -19,7 +19,7 @@ from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filtered import FilterStats, Rule
 from .operators import OPTIONS, backend_of
 from .options import Options
-from .rows import IGNORED, Rows, assemble_loss, row_coefficients, where_it_counts
+from .rows import IGNORED, Rows, assemble_loss, where_it_counts
 from .schemes import Plan, Problem
 from .spread import Gathered, Reduced, Spread, chunk_rows, process_group
 
@@ -201,7 +201,7 @@ def _finish_stored(
         torch._assert_async((scales.all() == scale).all() | scale.isnan(), DIFFERENT)
         total = reduced.result() if grad_e.numel() else grad_e
         if stats is not None:
-            FilterStats(stats).write_exact(scale, columns, c.shape[0])
+            FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
     return total if own and grad_e.numel() else grad_e.new_empty(0)
 
 
@@ -246,14 +246,14 @@ def _recompute(
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
         grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
-        a, b = row_coefficients(grad_rows, upstream[1], lse, columns, o)
+        a, b = backend_of(e).row_coefficients(grad_rows, upstream[1], lse, columns, o)
         # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
         elsewhere = o.label_smoothing * spread.size / spread.vocab
         share = 1 - o.label_smoothing + elsewhere
         recorder = rule = None
         add_up = partial(dist.all_reduce, group=spread.group)
         if stats is not None:
-            recorder = FilterStats(stats, add_up)
+            recorder = FilterStats(stats, backend_of(e).filter_figures, spread.vocab, add_up)
         bias = None if bias is None else bias.contiguous()
         if o.filter_eps is not None:
             mean_z = backend_of(e).mean_logits(e, c, bias, columns, o)

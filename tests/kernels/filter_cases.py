@@ -247,7 +247,7 @@ def check_draws(device: str) -> None:
             assert torch.equal(by_kernels[1].cpu(), likely)
             is_set = (bits.cpu()[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
             assert torch.equal(is_set.nonzero().flatten(), likely[:n_head].sort().values)
-        rule = Rule(torch.empty(n_rows), filtered.seed_of(targets), rank, likely, n_head)
+        rule = Rule(torch.empty(()), filtered.seed_of(targets), rank, likely, n_head)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(filtered, "likely_sizes", lambda *_: (n_head, n_likely))  # noqa: B023
             there = [None if x is None else x.to(device) for x in (rank, likely)]
@@ -261,6 +261,57 @@ def check_draws(device: str) -> None:
             if name == "place":
                 got, want = (torch.where(wanted.times[block, x.clamp(min=0)] > 0, x, -1) for x in (got, want))
             assert torch.equal(got, want), name
+
+
+def check_figures(device: str) -> None:
+    """The kernel's report is torch's: rows that do not count, ties, what is no number, nothing dropped, all exact."""
+    from cce_kernels.filter_figures import filter_figures
+
+    random = torch.Generator().manual_seed(0)
+    for n_rows in (1, 99, 100, 101, 5000):
+        kept = torch.randint(1, 700, (n_rows,), generator=random).float()
+        dropped = torch.rand(n_rows, generator=random) - 1e-3  # sums of parts may fall below 0
+        dropped[::3] = dropped[0]
+        counts = torch.where(torch.rand(n_rows, generator=random) < 0.2, 0, -0.25)
+        broken = dropped.clone()
+        broken[n_rows // 2], counts[n_rows // 2] = torch.nan, torch.nan
+        yes, no = (torch.tensor(x, device=device) for x in (True, False))
+        for of_rows, exact in ((dropped, no), (broken, no), (dropped * 0, no), (dropped, yes), (dropped, None)):
+            for counting in (counts, torch.zeros(n_rows)):
+                wanted, found = torch.empty(5), torch.empty(5, device=device)
+                inputs = kept, of_rows, None if exact is None else exact.cpu(), counting
+                filtered.filter_figures(wanted, *inputs, 700)
+                filter_figures(found, *(None if x is None else x.to(device) for x in inputs), 700)
+                torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
+                assert wanted.isnan().any() or found.cpu()[2:].equal(wanted[2:])
+
+
+def check_row_coefficients(device: str) -> None:
+    """The kernel's coefficients are torch's, for one gradient or one a row, in any strides; their peak is the largest
+    number among them, and rows that are no number leave the others as they are."""
+    from cce_kernels import coefficients, rows
+
+    random = torch.Generator().manual_seed(0)
+    for n_rows in (1, 9000):
+        lse, of_lse = torch.randn(2, n_rows, generator=random)
+        columns = torch.randint(-1, 50, (n_rows,), generator=random)
+        each = torch.randn(n_rows, 3, generator=random)[:, 1]
+        for grad in (torch.tensor(-0.7), torch.tensor(0.5).expand(n_rows), each):
+            for grad_lse, z_loss in ((None, 0.0), (of_lse, 1e-2), (of_lse[:1].expand(n_rows), 0.0)):
+                o = Options(z_loss=z_loss)
+                wanted = rows.row_coefficients(grad, grad_lse, lse, columns, o)
+                there = [None if x is None else x.to(device) for x in (grad, grad_lse, lse, columns)]
+                found = coefficients.row_coefficients(*there, o)
+                for got, want in zip(found, wanted, strict=True):
+                    torch.testing.assert_close(got.cpu(), want.expand(n_rows), rtol=1e-6, atol=1e-9)
+                peak = coefficients.Peak.of(*found)
+                assert peak.value.item() == (max(x.abs().max().item() for x in found) or 1)
+                assert all(torch.equal(got, x / peak.value) for got, x in zip((peak.a, peak.b), found, strict=True))
+    lse, columns = torch.zeros(3, device=device), torch.tensor([4, rows.OUTSIDE, rows.IGNORED], device=device)
+    a, b = coefficients.row_coefficients(torch.tensor(3.0, device=device), None, lse / 0, columns, Options())
+    assert a.nan_to_num(7).tolist() == b.nan_to_num(7).tolist() == [3, 7, 0]
+    peak = coefficients.Peak.of(a, b)
+    assert (peak.value.item(), peak.a[0].item(), peak.b[2].item()) == (3, 1, 0)
 
 
 def check_unbiased(device: str, draws: int) -> None:

@@ -71,8 +71,9 @@ def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = Fals
         fused.stored.backward(e, c, targets, ones[0], rows, state, None)
         return
     fused.forward(e, c, bias, columns, with_metrics, options, z_target)
-    stats = FilterStats(FilterStats.empty(e.device))
-    fused.backward(e, c, bias, targets, ones, ones, ones, 512, options, dtypes, None, stats)
+    stats = FilterStats(FilterStats.empty(e.device), fused.filter_figures, c.shape[0])
+    a, b = fused.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options)
+    fused.backward(e, c, bias, targets, ones, a, b, 512, options, dtypes, None, stats)
 
 
 PLAIN = {"shape": (256,), "dim": 512, "vocab": 1024, "ignored": 0}
@@ -95,7 +96,10 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory(compiled, cas
     exponentials, gradient = ("exponentials_kernel", "gradient_kernel")
     if case.name == "bf16":
         exponentials, gradient = f"hopper_{exponentials}", f"hopper_{gradient}"
-    assert names == {"columns_kernel", "target_logits_kernel", exponentials, "rows_kernel", gradient, "product_kernel"}
+    assert names == {
+        "columns_kernel", "target_logits_kernel", exponentials, "rows_kernel", "row_coefficients_kernel", "peak_kernel",
+        gradient, "product_kernel", "figures_kernel",
+    }  # fmt: skip
     for name, kernel in compiled:
         check_resources(name, kernel, case.dtype)
 
@@ -161,7 +165,7 @@ def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
         lists = fused.entries.Lists.of(state)
         for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
             x.zero_()
-    stats = FilterStats(FilterStats.empty(e.device))
+    stats = FilterStats(FilterStats.empty(e.device), fused.filter_figures, c.shape[0])
     fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
 
 
@@ -169,11 +173,18 @@ def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
 def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
     launch_lists(dtype, unbiased, mass)
-    lists = {"select_kernel", "collect_kernel", "coefficients_kernel", "gather_kernel"}
+    lists = {
+        "select_kernel",
+        "collect_kernel",
+        "kept_kernel",
+        "coefficients_kernel",
+        "by_column_kernel",
+        "gather_kernel",
+    }
     if unbiased:
-        lists |= {"mean_kernel", "mean_logits_kernel", "rank_kernel"}
+        lists |= {"mean_kernel", "mean_logits_kernel", "rank_kernel", "clear_targets_kernel", "drawn_rows_kernel"}
         lists |= {"seed_kernel", "columns_drawn_kernel", "places_kernel", "rows_drawn_kernel"}
-    dense = {"hopper_exponentials_kernel", "rows_kernel", "product_kernel"}
+    dense = {"hopper_exponentials_kernel", "rows_kernel", "peak_kernel", "product_kernel", "figures_kernel"}
     dense |= {"gradient_kernel"} if unbiased or mass is None else set()  # the tail's or the fallback's, with the rule
     dense |= {"hopper_gradient_kernel"} if mass is not None else set()
     assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists

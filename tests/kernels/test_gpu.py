@@ -29,9 +29,11 @@ from filter_cases import (
     check_adversarial_rows,
     check_draws,
     check_exact_at_no_mass,
+    check_figures,
     check_filtered,
     check_monotone,
     check_order_of_the_vocabulary,
+    check_row_coefficients,
     check_unbiased,
 )
 from hypothesis import given, settings
@@ -79,6 +81,14 @@ def test_filtered_gradients_and_statistics_are_those_of_the_rule(case, dtype):
 
 def test_kernels_draw_what_the_rule_says():
     check_draws("cuda")
+
+
+def test_kernels_report_what_the_filter_did():
+    check_figures("cuda")
+
+
+def test_kernels_find_the_rows_coefficients():
+    check_row_coefficients("cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

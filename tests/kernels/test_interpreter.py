@@ -37,9 +37,11 @@ from filter_cases import (
     check_adversarial_rows,
     check_draws,
     check_exact_at_no_mass,
+    check_figures,
     check_filtered,
     check_monotone,
     check_order_of_the_vocabulary,
+    check_row_coefficients,
     drawn,
 )
 from hypothesis import given, settings
@@ -99,6 +101,16 @@ def test_kernels_draw_what_the_rule_says():
 
 
 @in_interpreter
+def test_kernels_report_what_the_filter_did():
+    check_figures("cpu")
+
+
+@in_interpreter
+def test_kernels_find_the_rows_coefficients():
+    check_row_coefficients("cpu")
+
+
+@in_interpreter
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
     monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
     check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
@@ -108,7 +120,7 @@ def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"accumulate": "fp32", "z_loss": 1e-2}], ids=str)
 def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, options):
     monkeypatch.setattr("cce_kernels.filtered.TILE_ROWS", 16)
-    monkeypatch.setattr("cce_kernels.filtered.FULL_WAVE", 1)
+    monkeypatch.setattr("cce_kernels.filtered.TWO_WAVES", 1)
     monkeypatch.setattr("cce_kernels.tail.tail_width", lambda *_: 16)
     check_filtered(Filtered("blocks", {"filter_unbiased": True} | options), BF16, "cpu")
 
