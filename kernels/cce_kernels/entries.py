@@ -236,7 +236,8 @@ class Lists:
     sample: Sample | None
 
     @classmethod
-    def empty(cls, columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> Lists:
+    def empty(cls, columns: Tensor, vocab: int, capacity: int, void: Tensor, o: Options) -> Lists:
+        """Without values, and without a sample."""
         n_rows = columns.shape[0]
         n_likely = likely_sizes(vocab)[1] if o.filter_unbiased else 0
 
@@ -249,11 +250,11 @@ class Lists:
             weight=new(capacity, dtype=torch.float32),
             count=new(n_rows, SEGMENTS, dtype=torch.int32),
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
-            void=new(dtype=torch.int32),
+            void=void,
             nll=new(n_rows, dtype=torch.float32),
             rank=new(vocab if n_likely else 0, dtype=torch.int32),
             likely=new(n_likely, dtype=torch.int64),
-            sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None,
+            sample=None,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -284,8 +285,8 @@ class Lists:
         return kept, dropped
 
     def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
-        """The same with what is drawn for these columns (N,), if anything is."""
-        return self if self.sample is None else replace(self, sample=draw(columns, dim, vocab, *self._likely(vocab)))
+        """The same with what is drawn for these columns (N,)."""
+        return replace(self, sample=draw(columns, dim, vocab, *self._likely(vocab)))
 
     def _likely(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
         if not self.rank.numel():
@@ -313,27 +314,25 @@ def forward(
     eps = float(o.filter_eps)
     if z_target is None:
         z_target = target_logits(e, c, None, columns, o)
-    zeros = torch.zeros(4 + cdiv(vocab, 32), dtype=torch.int32, device=e.device)  # four: the bits are aligned, too
-    void, bits = zeros[0], zeros[4:]
-    unread = None if o.filter_mass is None else void
-    first = 0
-    # Views by split(): slices take the host too long, which the device may be waiting for.
-    for e_i, columns_i, z_i in zip(*(x.split(rows) for x in (e, columns, z_target)), strict=True):
-        height = len(e_i)
-        w_i = w[:height, :vocab]
-        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, unread)
-        if first == 0:  # while the first product runs: the host has some twenty small things to do for these
-            lists, unlisted = _lists_of(e, c, columns, capacity, o, void, bits)
+    void = None
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
+        height = chunk.stop - first
+        w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
+        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, None if o.filter_mass is None else void)
+        if void is None:  # while the first product runs: the host has a dozen small things to do for these
+            zeros = torch.zeros(4 + cdiv(vocab, 32), dtype=torch.int32, device=e.device)  # 4: for aligned bits
+            void = zeros[0]
+            lists, unlisted = _lists_of(e, c, columns, capacity, o, void, zeros[4:])
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
-            of_chunks = iter(list(zip(*(x.split(rows) for x in (lse, nll, factor, coefficient)), strict=True)))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
             found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
-        lse_i, nll_i, factor_i, coefficient_i = next(of_chunks)
-        part = Rows(lse_i, nll_i, None, empty_metrics(z_i, with_metrics))
-        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, Gradient(w_i, factor_i, coefficient_i, None))
+        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics))
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None)
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if metrics is not None and part.metrics is not None:
-            metrics[:, first : first + height] = part.metrics
+            metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
             w_i, columns, unlisted, factor, lse, slots, found, void, lists.count, lists.dropped,
             w.stride(0), first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
@@ -344,9 +343,9 @@ def forward(
             lists.weight, w.stride(0), first, capacity, *scales,
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
-        first += height
     lists.nll.copy_(nll)  # the loss may be made of the other
-    lists = lists.sampled(columns, e.shape[1], vocab)
+    if o.filter_unbiased:
+        lists = lists.sampled(columns, e.shape[1], vocab)
     return Rows(lse, nll, None, metrics), lists.tensors()
 
 
@@ -356,7 +355,7 @@ def _lists_of(
     """Lists with what the rule says of the vocabulary, and no entry; and select_kernel's bits, as the zeros given,
     (⌈V / 32⌉,) int32, hold them then, or None if all stay 0."""
     vocab = c.shape[0]
-    lists = replace(Lists.empty(columns, e.shape[1], vocab, capacity, o), void=void)
+    lists = Lists.empty(columns, vocab, capacity, void, o)
     if not lists.likely.numel() and vocab % 8 == 0:
         return lists, None
     bits = bits.view(torch.uint8)
@@ -371,4 +370,5 @@ def _lists_of(
 
 def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
     """The `forward` pass's tensors, of no values."""
-    return Lists.empty(columns, dim, vocab, capacity, o).tensors()
+    lists = Lists.empty(columns, vocab, capacity, columns.new_empty((), dtype=torch.int32), o)
+    return replace(lists, sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None).tensors()

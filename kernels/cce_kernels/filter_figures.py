@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .launch import quick
 
-BLOCK = 4096
+BLOCK = 8192
 DIGIT = 8  # bits settled at a time of the percentile's 32
 
 
@@ -82,4 +82,4 @@ def filter_figures(
     values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
 ) -> None:
     """`filtered.filter_figures`."""
-    figures_kernel[(1,)](kept, dropped, exact, counts, values, kept.shape[0], vocab, BLOCK, DIGIT, num_warps=8)
+    figures_kernel[(1,)](kept, dropped, exact, counts, values, kept.shape[0], vocab, BLOCK, DIGIT, num_warps=16)

@@ -273,13 +273,14 @@ class FilterStats:
 
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
-        """Values before the backward pass."""
-        return torch.full((len(cls.NAMES),), torch.nan, dtype=torch.float32, device=device)
+        """Memory for the values."""
+        return torch.empty(len(cls.NAMES), dtype=torch.float32, device=device)
 
     @classmethod
     def report(cls, values: Tensor) -> dict[str, Tensor]:
-        """The values by name, as 0-d views."""
-        return dict(zip(cls.NAMES, values.unbind(), strict=True))
+        """The values by name, as 0-d views: NaN, until a backward pass fills them in. (The forward pass, whose start
+        the device may be waiting for, has been launched by then.)"""
+        return dict(zip(cls.NAMES, values.fill_(torch.nan).unbind(), strict=True))
 
     def write(self, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor) -> None:
         """Fill in the report.

@@ -45,7 +45,7 @@ WIDTH = 256  # dimensions of a program of gather_kernel
 ENTRIES = 4  # rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
 SORTED = 512  # entries or columns of a program of by_column_kernel
-CLEARED = 256  # rows of a program of clear_targets_kernel
+SCALED = 16  # rows of a program of head_operands_kernel
 
 _launched: set[tuple[Any, ...]] = set()  # kinds of calls whose way around the lists has been launched
 
@@ -102,22 +102,36 @@ def _expm1(x):
 
 
 @quick
-@triton.jit
-def clear_targets_kernel(
-    p_ptr,  # (rows of the chunk, n_head), rows p_stride apart
-    target_ptr,  # (rows of the chunk,) int64, negative for none
+@triton.jit(do_not_specialize=["n_rows"])
+def head_operands_kernel(
+    p_ptr,  # (n_rows, n_head): 0 written where a row's target is of the head, as lists hold it
+    target_ptr,  # (n_rows,) int64, negative for none
     rank_ptr,  # (V,) int32
-    p_stride,
+    e_ptr,  # (n_rows, D), rows e_stride apart
+    a_ptr,  # (n_rows,) fp32
+    scaled_ptr,  # (n_rows, D) or None, rows scaled_stride apart: e times a, written
+    e_stride,
+    scaled_stride,
     n_head,
     n_rows,
+    D,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """0 where a row's target is of the head: lists hold it."""
+    """What the head's products take, from its probabilities and the hidden states of a chunk."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_ptr + row, mask=row < n_rows, other=-1)
-    rank = tl.load(rank_ptr + target, mask=target >= 0, other=0)
-    zero = tl.zeros((BLOCK,), dtype=tl.float32).to(p_ptr.dtype.element_ty)
-    tl.store(p_ptr + row.to(tl.int64) * p_stride + rank, zero, mask=(target >= 0) & (rank < n_head))
+    if tl.program_id(1) == 0:
+        target = tl.load(target_ptr + row, mask=row < n_rows, other=-1)
+        rank = tl.load(rank_ptr + target, mask=target >= 0, other=0)
+        zero = tl.zeros((BLOCK,), dtype=tl.float32).to(p_ptr.dtype.element_ty)
+        tl.store(p_ptr + row.to(tl.int64) * n_head + rank, zero, mask=(target >= 0) & (rank < n_head))
+    if scaled_ptr is not None:
+        dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        mask = (row < n_rows)[:, None] & (dims < D)[None, :]
+        at = row.to(tl.int64)[:, None]
+        e = tl.load(e_ptr + at * e_stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        scaled = e * tl.load(a_ptr + row, mask=row < n_rows, other=0.0)[:, None]
+        tl.store(scaled_ptr + at * scaled_stride + dims[None, :], scaled.to(scaled_ptr.dtype.element_ty), mask=mask)
 
 
 @quick
@@ -333,26 +347,27 @@ def _head(
     """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
     if not rule.n_head or rule.rank is None or rule.likely is None:
         return None
-    n_rows, n_head = e.shape[0], rule.n_head
+    (n_rows, dim), n_head = e.shape, rule.n_head
     c_head = aligned(c.index_select(0, rule.likely[:n_head]))
-    grad_head = torch.empty(n_head, e.shape[1], dtype=torch.float32, device=e.device) if with_c else None
+    grad_head = torch.empty(n_head, dim, dtype=torch.float32, device=e.device) if with_c else None
     offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities
-    rows = min(head_rows(n_rows, e.shape[1], c.shape[0], capacity, o), n_rows)
+    rows = min(head_rows(n_rows, dim, c.shape[0], capacity, o), n_rows)
     p = e.new_empty(rows, n_head)
-    scaled = e.new_empty(rows, cdiv(e.shape[1], 8) * 8)[:, : e.shape[1]]
+    scaled = None if grad_head is None else e.new_empty(rows, cdiv(dim, 8) * 8)
+    width = min(WIDTH, power_of_2(dim))
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first
-        p_chunk, scaled_chunk, e_chunk, columns_chunk = p[:height], scaled[:height], e[chunk], columns[chunk]
+        p_chunk, e_chunk, columns_chunk, a_chunk = p[:height], e[chunk], columns[chunk], a[chunk]
         exponentials(e_chunk, c_head, None, columns_chunk, offset[chunk], p_chunk, False, o)
-        clear_targets_kernel[(cdiv(height, CLEARED),)](
-            p_chunk, columns_chunk, rule.rank, p.stride(0), n_head, height, CLEARED, num_warps=4
-        )
+        head_operands_kernel[(cdiv(height, SCALED), 1 if scaled is None else cdiv(dim, width))](
+            p_chunk, columns_chunk, rule.rank, e_chunk, a_chunk, scaled, e.stride(0),
+            0 if scaled is None else scaled.stride(0), n_head, height, dim, SCALED, width, num_warps=4,
+        )  # fmt: skip
         if grad_e is not None:
             product(p_chunk, c_head, grad_e[chunk], active=active)
-        if grad_head is not None:
-            torch.mul(e_chunk, a[chunk, None], out=scaled_chunk)
-            product(p_chunk, scaled_chunk, grad_head, transpose_a=True, read=first > 0, active=active)
+        if grad_head is not None and scaled is not None:
+            product(p_chunk, scaled[:height, :dim], grad_head, transpose_a=True, read=first > 0, active=active)
     return grad_head
 
 

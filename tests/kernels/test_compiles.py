@@ -182,7 +182,7 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
         "gather_kernel",
     }
     if unbiased:
-        lists |= {"mean_kernel", "mean_logits_kernel", "rank_kernel", "clear_targets_kernel", "drawn_rows_kernel"}
+        lists |= {"mean_kernel", "mean_logits_kernel", "rank_kernel", "head_operands_kernel", "drawn_rows_kernel"}
         lists |= {"seed_kernel", "columns_drawn_kernel", "places_kernel", "rows_drawn_kernel"}
     dense = {"hopper_exponentials_kernel", "rows_kernel", "peak_kernel", "product_kernel", "figures_kernel"}
     dense |= {"gradient_kernel"} if unbiased or mass is None else set()  # the tail's or the fallback's, with the rule
