@@ -111,7 +111,7 @@ def rank_kernel(
     order_ptr,  # (V,) int64: entries, the most likely first
     rank_ptr,  # (V,) int32, written
     likely_ptr,  # (n_likely,) int64, written
-    bits_ptr,  # (⌈V / 32⌉,) int32: a bit an entry, set for the first n_head
+    listable_ptr,  # (V,) int16: 0 written for the first n_head
     V,
     n_head,
     n_likely,
@@ -121,8 +121,7 @@ def rank_kernel(
     entry = tl.load(order_ptr + rank, mask=rank < V, other=0)
     tl.store(rank_ptr + entry, rank, mask=rank < V)
     tl.store(likely_ptr + rank, entry, mask=rank < n_likely)
-    bit = (tl.full((BLOCK,), 1, dtype=tl.int32) << (entry % 32).to(tl.int32)).to(tl.int32)
-    tl.atomic_or(bits_ptr + entry // 32, bit, mask=rank < n_head, sem="relaxed")
+    tl.store(listable_ptr + entry, 0, mask=rank < n_head)
 
 
 @quick
@@ -241,13 +240,13 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
     return z
 
 
-def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, bits: Tensor) -> None:
-    """`filtered.by_likelihood` of mean_z (V,), written to rank (V,) and likely; sets the bits, one an entry from the
-    lowest bit of bits (4 ⌈V / 32⌉,) uint8 on, of the first n_head."""
+def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, listable: Tensor) -> None:
+    """`filtered.by_likelihood` of mean_z (V,), written to rank (V,) and likely; 0 to listable (V,) int16, or longer,
+    for the first n_head."""
     vocab = rank.shape[0]
     order = torch.argsort(mean_z, descending=True, stable=True)
     rank_kernel[(cdiv(vocab, BLOCK),)](
-        order, rank, likely, bits.view(torch.int32), vocab, n_head, likely.shape[0], BLOCK, num_warps=4
+        order, rank, likely, listable, vocab, n_head, likely.shape[0], BLOCK, num_warps=4
     )
 
 

@@ -40,9 +40,9 @@ KEPT = 256  # rows of a program of kept_kernel
 @quick
 @triton.jit(do_not_specialize=["first"])
 def select_kernel(
-    w_ptr,  # (rows of the chunk, V), rows w_stride apart; 0 at the targets
+    w_ptr,  # (rows of the chunk, V) bf16, two in an int32, rows w_stride of these apart; 0 at the targets
     target_ptr,  # (N,) int64, negative for none
-    unlisted_ptr,  # (⌈V / 8⌉,) uint8 or None: of each eight columns' bits those of the head's, and beyond V
+    listable_ptr,  # (V,) masks of 16 bits, likewise, or None: 0 for columns of the head and beyond V
     factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
     lse_ptr,  # (N,) fp32
     slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
@@ -74,7 +74,7 @@ def select_kernel(
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
     found_ptr += place.to(tl.int64) * FOUND
-    column = tl.arange(0, 8)[None, :]
+    word, column = tl.arange(0, 4)[None, :], tl.arange(0, 8)[None, :]
     count = tl.zeros((), dtype=tl.int32)
     found = tl.zeros((), dtype=tl.int32)
     dropped = tl.zeros((LANES,), dtype=tl.float32)
@@ -82,13 +82,9 @@ def select_kernel(
     end = eights * (1 - tl.load(void_ptr))
     for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
         eighth = at + tl.arange(0, EIGHTS)
-        w = tl.load(w_ptr + eighth[:, None] * 8 + column, mask=(eighth < eights)[:, None], other=0.0).to(tl.float32)
-        if unlisted_ptr is not None:  # in w's order: if it saw consecutive ones, Triton would have a lane load eight
-            in_order = (eighth >> 5 << 5) + (eighth & 31)
-            bits = tl.load(unlisted_ptr + in_order, mask=eighth < eights, other=0).to(tl.int32)
-            w = tl.where(((bits[:, None] >> column) & 1) == 0, w, 0.0)
-        look = tl.max(w, axis=1) * to_share >= 1
-        passed = tl.where(look, 0.0, tl.sum(w, axis=1))
+        left, right = _listable(w_ptr, listable_ptr, eighth[:, None] * 4 + word, (eighth < eights)[:, None])
+        look = tl.max(tl.maximum(left, right), axis=1) * to_share >= 1
+        passed = tl.where(look, 0.0, tl.sum(left + right, axis=1))
         dropped += tl.sum(passed.reshape((EIGHTS // LANES, LANES)), axis=0)
         places, more = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
         tl.store(found_ptr + found + places.reshape((EIGHTS,)), eighth, mask=look)
@@ -99,10 +95,8 @@ def select_kernel(
             lane = begin + tl.arange(0, LANES)
             nearby = tl.load(found_ptr + lane, mask=lane < now, other=0)
             columns = nearby[:, None] * 8 + column
-            listable = tl.load(w_ptr + columns, mask=(lane < now)[:, None], other=0.0).to(tl.float32)
-            if unlisted_ptr is not None:
-                nearby_bits = tl.load(unlisted_ptr + nearby).to(tl.int32)
-                listable = tl.where(((nearby_bits[:, None] >> column) & 1) == 0, listable, 0.0)
+            pairs = _listable(w_ptr, listable_ptr, nearby[:, None] * 4 + word, (lane < now)[:, None])
+            listable = tl.join(pairs[0], pairs[1]).reshape((LANES, 8))
             keep = listable * to_share >= 1
             dropped += tl.sum(tl.where(keep, 0.0, listable), axis=1)
             slots, kept = _places(keep.to(tl.int32), 1)
@@ -114,6 +108,15 @@ def select_kernel(
     has_target = (tl.program_id(1) == 0) & (tl.load(target_ptr + row) >= 0)
     tl.store(count_ptr + first * SEGMENTS + place, count + has_target.to(tl.int32))
     tl.store(dropped_ptr + first * SEGMENTS + place, tl.sum(dropped, axis=0) * to_p)
+
+
+@triton.jit
+def _listable(w_ptr, listable_ptr, words, inside):
+    """Of each pair of columns the left and the right one's exponentials, fp32, 0 where no list takes them."""
+    pairs = tl.load(w_ptr + words, mask=inside, other=0)
+    if listable_ptr is not None:
+        pairs &= tl.load(listable_ptr + words, mask=inside, other=0)
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -321,9 +324,8 @@ def forward(
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, None if o.filter_mass is None else void)
         if void is None:  # while the first product runs: the host has a dozen small things to do for these
-            zeros = torch.zeros(4 + cdiv(vocab, 32), dtype=torch.int32, device=e.device)  # 4: for aligned bits
-            void = zeros[0]
-            lists, unlisted = _lists_of(e, c, columns, capacity, o, void, zeros[4:])
+            void = torch.zeros((), dtype=torch.int32, device=e.device)
+            lists, listable = _lists_of(e, c, columns, capacity, void, o)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
             metrics = empty_metrics(z_target, with_metrics)
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
@@ -334,8 +336,8 @@ def forward(
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w_i, columns, unlisted, factor, lse, slots, found, void, lists.count, lists.dropped,
-            w.stride(0), first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
+            w.view(torch.int32), columns, listable, factor, lse, slots, found, void, lists.count, lists.dropped,
+            w.stride(0) // 2, first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
             num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height,)](
@@ -350,22 +352,21 @@ def forward(
 
 
 def _lists_of(
-    e: Tensor, c: Tensor, columns: Tensor, capacity: int, o: Options, void: Tensor, bits: Tensor
+    e: Tensor, c: Tensor, columns: Tensor, capacity: int, void: Tensor, o: Options
 ) -> tuple[Lists, Tensor | None]:
-    """Lists with what the rule says of the vocabulary, and no entry; and select_kernel's bits, as the zeros given,
-    (⌈V / 32⌉,) int32, hold them then, or None if all stay 0."""
+    """Lists with what the rule says of the vocabulary, and no entry; select_kernel's masks."""
     vocab = c.shape[0]
     lists = Lists.empty(columns, vocab, capacity, void, o)
     if not lists.likely.numel() and vocab % 8 == 0:
         return lists, None
-    bits = bits.view(torch.uint8)
+    listable = columns.new_full((8 * cdiv(vocab, 8),), -1, dtype=torch.int16)
     if vocab % 8:
-        bits[vocab // 8] = 256 - (1 << vocab % 8)
+        listable[vocab:] = 0
     if lists.likely.numel():
         mean_z = mean_logits(e, c, None, columns, o)
         assert mean_z is not None
-        rank_entries(mean_z, lists.rank, lists.likely, likely_sizes(vocab)[0], bits)
-    return lists, bits
+        rank_entries(mean_z, lists.rank, lists.likely, likely_sizes(vocab)[0], listable)
+    return lists, listable.view(torch.int32)
 
 
 def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:

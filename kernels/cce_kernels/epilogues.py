@@ -56,3 +56,12 @@ def gradient_of(
     if HAS_SOFTCAP:
         dz *= 1 - (z / softcap) * (z / softcap)
     return dz, p, is_target
+
+
+@triton.jit
+def tail_of(dz, p, is_target, cols, W, eps, times_ptr):
+    """dz of the entries below eps, targets aside, each column times its `times`, if given; 0 for the others."""
+    dz = tl.where((p < eps) & (is_target == 0), dz, 0.0)
+    if times_ptr is not None:
+        dz *= tl.load(times_ptr + cols, mask=cols < W, other=0.0)[None, :]
+    return dz

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper as hw
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .epilogues import exponentials_of, gradient_of
+from .epilogues import exponentials_of, gradient_of, tail_of
 from .launch import quick
 from .tiles import GROUP, Tiles, compute_capability, grouped
 
@@ -214,22 +214,23 @@ def _exponentials(
 @quick
 @gluon.jit(do_not_specialize=["N", "W", "D", "first", "splits", "tiles_per_split"])
 def hopper_gradient_kernel(
-    e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr, active_ptr,
+    e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr, active_ptr, eps_ptr, times_ptr,
     N, W, D, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
     STAGES: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `gradient_kernel` without filter and dbias."""
+    """As `gradient_kernel` without dbias; with eps_ptr, of what the filter leaves (TAIL)."""
     ring = _ring(e_desc, c_desc, STAGES)
     staging = gl.allocate_shared_memory(dz_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], dz_desc.layout)
     if active_ptr is not None:
         splits *= gl.load(active_ptr)
     work = (N, W, D, splits, tiles_per_split)
     rows = (columns_ptr, lse_ptr, a_ptr, b_ptr)
+    tail = (eps_ptr, times_ptr)
     numbers = (first, logit_scale, on_target, elsewhere)
     gl.warp_specialize(
         [
-            (_gradient, (0, dz_desc, staging, ring, work, rows, numbers, GROUP)),
-            (_gradient, (1, dz_desc, staging, ring, work, rows, numbers, GROUP)),
+            (_gradient, (0, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
+            (_gradient, (1, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second and third; the first one runs on the program's own four
@@ -239,11 +240,15 @@ def hopper_gradient_kernel(
 
 @gluon.jit
 def _gradient(
-    WHICH: gl.constexpr, dz_desc, staging, ring, work, pointers, numbers, GROUP: gl.constexpr,
+    WHICH: gl.constexpr, dz_desc, staging, ring, work, pointers, tail, numbers, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_gradient_kernel`."""
     N, W, D, splits, _tiles_per_split = work
     columns_ptr, lse_ptr, a_ptr, b_ptr = pointers
+    eps_ptr, times_ptr = tail
+    eps = 0.0
+    if eps_ptr is not None:
+        eps = gl.load(eps_ptr)
     first, logit_scale, on_target, elsewhere = numbers
     BLOCK_V: gl.constexpr = ring[1].shape[1]
     WIDTH: gl.constexpr = BLOCK_V // 2
@@ -270,10 +275,12 @@ def _gradient(
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):
                 places = cols + part * WIDTH
-                dz, _p, _is_target = gradient_of(
+                dz, p, is_target = gradient_of(
                     halves[part], places, column, lse, a, b, None, W, logit_scale, 0.0, on_target, elsewhere,
                     False, False,
                 )  # fmt: skip
+                if eps_ptr is not None:
+                    dz = tail_of(dz, p, is_target, places, W, eps, times_ptr)
                 _store(dz_desc, row, col + part * WIDTH, staging.index(WHICH), dz)
     tma.store_wait(0)
 
@@ -314,7 +321,8 @@ def gradient(
     programs: int, e: Tensor, c: Tensor, dz: Tensor, pointers: tuple[Tensor | None, ...], first: int, splits: int,
     tiles_per_split: int, logit_scale: float, on_target: float, elsewhere: float,
 ) -> None:  # fmt: skip
-    """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b, active of `gradient_kernel`."""
+    """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b, active, eps and times of `gradient_kernel`, these
+    two None where nothing is filtered."""
     (n_rows, dim), width = e.shape, c.shape[0]
     t = logits_tiles(dim)
     hopper_gradient_kernel[(programs,)](

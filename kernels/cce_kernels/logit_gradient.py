@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import hopper
-from .epilogues import gradient_of
+from .epilogues import gradient_of, tail_of
 from .exponentials import split_columns
 from .filtered import Rule
 from .launch import quick
@@ -134,14 +134,12 @@ def gradient_kernel(
 @triton.jit
 def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL: tl.constexpr):
     """dz of one half tile after the filter; entries kept and mass dropped of the rows, with this half's added."""
-    always = is_target
-    if rank_ptr is not None:
-        always |= (tl.load(rank_ptr + cols, mask=cols < W, other=0) < n_head)[None, :]
     if TAIL:
-        dz = tl.where((p < eps) & (always == 0), dz, 0.0)
-        if times_ptr is not None:
-            dz *= tl.load(times_ptr + cols, mask=cols < W, other=0.0)[None, :]
+        dz = tail_of(dz, p, is_target, cols, W, eps, times_ptr)
     else:
+        always = is_target
+        if rank_ptr is not None:
+            always |= (tl.load(rank_ptr + cols, mask=cols < W, other=0) < n_head)[None, :]
         entry = (cols < W)[None, :]
         stays = ((p >= eps) | always) & entry
         kept += tl.sum(tl.where(stays, 1.0, 0.0), axis=1)
@@ -152,8 +150,8 @@ def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, d
 
 @dataclass(frozen=True)
 class Filter:
-    """What is kept; and, added to, `parts` of how much each row kept and dropped. Without these, what is left, each
-    column times `times` (W,) fp32 if given."""
+    """What is kept; and, added to, `parts` of how much each row kept and dropped. Without these, what lies below eps,
+    each column of the chunk times `times` (W,) fp32, if given: 0 for the head's."""
 
     rule: Rule
     kept: Tensor | None = None
@@ -186,7 +184,8 @@ def gradient_of_chunk(
 ) -> Tensor | None:
     """Write dz / peak of one chunk; return dbias / peak by row tile, if asked for."""
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
-    on_hopper = hopper.fits(e) and filtering is None and bias_chunk is None and o.softcap is None
+    tail = filtering is not None and filtering.kept is None
+    on_hopper = hopper.fits(e) and (filtering is None or tail) and bias_chunk is None and o.softcap is None
     tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
@@ -194,13 +193,14 @@ def gradient_of_chunk(
     n_head = 0
     if filtering is not None:
         rule, kept, dropped = filtering.rule, filtering.kept, filtering.dropped
-        eps, n_head, times = rule.eps, rule.n_head, filtering.times
-        rank = None if rule.rank is None else rule.rank[first : first + width]
+        eps, times = rule.eps, filtering.times
+        if rule.rank is not None and not tail:
+            rank, n_head = rule.rank[first : first + width], rule.n_head
     programs = multiprocessors(e)
     splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
     scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
     if on_hopper:
-        pointers = (columns, lse, a, b, active)
+        pointers = (columns, lse, a, b, active, eps, times)
         hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
         return None
     gradient_kernel[(programs,)](
@@ -211,7 +211,6 @@ def gradient_of_chunk(
         n_rows, width, dim, first, n_head, splits, tiles_per_split, scale, float(o.softcap or 0),
         on_target, elsewhere,
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,
-        filtering is not None and kept is None,
-        **tiles.launch,
+        tail, **tiles.launch,
     )  # fmt: skip
     return dbias

@@ -17,8 +17,6 @@ written once more.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +85,6 @@ def _add_to_e(
     height = min(block_rows(dim), n_rows)
     width = tail_width(height, dim, n_drawn, e.itemsize, room)
     workspace = e.new_empty(height, cdiv(width, 16) * 16)
-    plain = replace(rule, rank=None, n_head=0)  # of the head nothing is drawn
     # Views by split() and unbind(): for small problems, whose launches the device waits for, slices take too long.
     by_rows = zip(*(x.split(height) for x in (e, sample.place, lse, a, grad_e)), strict=True)
     draws = zip(sample.columns.unbind(), sample.times.unbind(), strict=True)
@@ -98,7 +95,7 @@ def _add_to_e(
             dz = workspace[: len(e_i), : len(drawn)]
             gradient_of_chunk(
                 e_i, c_drawn, None if bias is None else bias[drawn], place, lse_i, a_i, a_i, dz, first, c.shape[0],
-                False, o, Filter(plain, times=times_i), active,
+                False, o, Filter(rule, times=times_i), active,
             )  # fmt: skip
             product(dz, c_drawn, out, read=True, times=scale, active=active)
             del c_drawn  # room for the next
@@ -149,7 +146,9 @@ def _add_to_c(
     drawn_rows_kernel[(cdiv(len(drawn), DRAWN),)](
         drawn, sample.row_times, columns, lse, peak.a, columns_drawn, lse_drawn, a, len(drawn), DRAWN, num_warps=4
     )
-    left = Filter(rule)
+    times = None
+    if rule.rank is not None:  # none of the head
+        times = torch.ge(rule.rank, rule.n_head, out=lse.new_empty(vocab))
     width = tail_width(len(drawn), 0, vocab, e.itemsize, room - e_drawn.nbytes)
     workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
@@ -157,7 +156,7 @@ def _add_to_c(
         dz = workspace[:, : chunk.stop - first]
         dbias = gradient_of_chunk(
             e_drawn, c[chunk], None if bias is None else bias[chunk], columns_drawn, lse_drawn, a, a, dz, first,
-            vocab, grad_bias is not None, o, left, active,
+            vocab, grad_bias is not None, o, Filter(rule, times=None if times is None else times[chunk]), active,
         )  # fmt: skip
         if grad_c is not None:
             product(dz, e_drawn, grad_c[chunk], transpose_a=True, read=True, times=scale, active=active)

@@ -185,8 +185,8 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
         lists |= {"mean_kernel", "mean_logits_kernel", "rank_kernel", "head_operands_kernel", "drawn_rows_kernel"}
         lists |= {"seed_kernel", "columns_drawn_kernel", "places_kernel", "rows_drawn_kernel"}
     dense = {"hopper_exponentials_kernel", "rows_kernel", "peak_kernel", "product_kernel", "figures_kernel"}
-    dense |= {"gradient_kernel"} if unbiased or mass is None else set()  # the tail's or the fallback's, with the rule
-    dense |= {"hopper_gradient_kernel"} if mass is not None else set()
+    dense |= {"gradient_kernel"} if mass is None else set()  # the fallback's, with the rule
+    dense |= {"hopper_gradient_kernel"} if unbiased or mass is not None else set()  # the tails', or without a rule
     assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists
     for name, kernel in compiled:
         check_resources(name, kernel, BF16)
