@@ -41,7 +41,7 @@ from .schemes import head_rows, list_parts, room_beside_lists
 from .tail import add_estimates
 from .tiles import aligned, cdiv, power_of_2
 
-WIDTH = 256  # dimensions of a program of gather_kernel
+WIDTH = 128  # dimensions of a program of gather_kernel
 ENTRIES = 4  # rows of x gathered together
 COLUMNS = 8  # columns of a program, for dC: their lists are short
 SORTED = 512  # entries or columns of a program of by_column_kernel
