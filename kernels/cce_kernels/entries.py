@@ -220,7 +220,8 @@ class Lists:
     """The listed entries, and what else the backward pass takes of the forward pass.
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. column: (capacity,) int32. weight: (capacity,) fp32, p, none at targets.
+    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
+    targets.
     count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does not.
     void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean nothing.
     nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none. sample: what the rule
@@ -357,6 +358,7 @@ def _lists_of(
     """Lists with what the rule says of the vocabulary, and no entry; select_kernel's masks."""
     vocab = c.shape[0]
     lists = Lists.empty(columns, vocab, capacity, void, o)
+    lists.column.fill_(vocab)
     if not lists.likely.numel() and vocab % 8 == 0:
         return lists, None
     listable = columns.new_full((8 * cdiv(vocab, 8),), -1, dtype=torch.int16)

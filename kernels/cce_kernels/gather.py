@@ -51,11 +51,10 @@ _launched: set[tuple[Any, ...]] = set()  # kinds of calls whose way around the l
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "V", "capacity"])
+@triton.jit
 def coefficients_kernel(
     active_ptr,  # () int32: 0 for nothing to do
     starts_ptr,  # (N + 1,) int64
-    column_ptr,  # (capacity,) int32, written beyond the last entry: V
     weight_ptr,  # (capacity,) fp32
     a_ptr,  # (N,) fp32
     b_ptr,  # (N,) fp32
@@ -63,14 +62,10 @@ def coefficients_kernel(
     target_ptr,  # (N,) int64, negative for none
     out_ptr,  # (capacity,) fp32, written
     row_ptr,  # (capacity,) int32, written
-    N,
-    V,
-    capacity,
     logit_scale,
     BLOCK: tl.constexpr,
 ):
-    """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index. A row a program,
-    and of the places that are left a share."""
+    """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
     row = tl.program_id(0)
     if tl.load(active_ptr) != 0:
         begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
@@ -86,12 +81,6 @@ def coefficients_kernel(
             k = at + tl.arange(0, BLOCK)
             tl.store(out_ptr + k, tl.load(weight_ptr + k, mask=k < end, other=0.0) * a, mask=k < end)
             tl.store(row_ptr + k, row, mask=k < end)
-        last = tl.load(starts_ptr + N)
-        share = tl.cdiv(capacity - last, N)
-        for at in range(0, share, BLOCK):
-            k = at + tl.arange(0, BLOCK)
-            places = last + row * share + k
-            tl.store(column_ptr + places, V, mask=(k < share) & (places < capacity))
 
 
 @triton.jit
@@ -318,8 +307,8 @@ def _by_lists(
     grad_head = _head(e, c, columns, lse, a_scaled, rule, grad_e, out is not None, o, active, capacity)
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
-        active, lists.starts, lists.column, lists.weight, a, b, lists.nll, columns, coefficients, rows, n_rows, vocab,
-        capacity, float(o.logit_scale), 256, num_warps=2,
+        active, lists.starts, lists.weight, a, b, lists.nll, columns, coefficients, rows, float(o.logit_scale), 256,
+        num_warps=2,
     )  # fmt: skip
     if grad_e is not None:
         factor = None if not rule.n_head else a_scaled
