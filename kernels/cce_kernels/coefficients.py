@@ -88,7 +88,8 @@ class Peak:
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor) -> Peak:
-        peak = cls(a.new_empty(()), torch.empty_like(a), torch.empty_like(b))
+        of_a = torch.empty_like(a)
+        peak = cls(a.new_empty(()), of_a, of_a if b is a else torch.empty_like(b))
         peak_kernel[(1,)](a, b, peak.value, peak.a, peak.b, a.shape[0], PEAK_BLOCK, num_warps=16)
         return peak
 

@@ -221,11 +221,10 @@ class Lists:
 
     starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
     capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
-    targets.
-    count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does not.
-    void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean nothing.
-    nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none. sample: what the rule
-    draws; without tensors where it draws nothing.
+    targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
+    not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
+    nothing. nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none. sample: what the
+    rule draws; without tensors where it draws nothing.
     """
 
     starts: Tensor
@@ -275,7 +274,7 @@ class Lists:
 
     def rule(self, eps: float, vocab: int) -> Rule:
         """What is kept, without a seed: the sample is there already."""
-        return Rule(torch.full((), eps, device=self.nll.device), None, *self._likely(vocab))
+        return Rule(torch.full((), eps, dtype=torch.float32, device=self.nll.device), None, *self._likely(vocab))
 
     def kept(self, columns: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """How many entries the rule keeps of each row, and the mass of the others, (N,) fp32 each; columns (N,) int64,

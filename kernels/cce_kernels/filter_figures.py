@@ -17,7 +17,7 @@ DIGIT = 8  # bits settled at a time of the percentile's 32
 def figures_kernel(
     kept_ptr,  # (N,) fp32
     dropped_ptr,  # (N,) fp32
-    exact_ptr,  # () bool or None: all is
+    exact_ptr,  # () bool or int32, or None: all is
     counts_ptr,  # (N,) fp32
     values_ptr,  # (5,) fp32, written
     N,

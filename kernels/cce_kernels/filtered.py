@@ -256,7 +256,8 @@ class FilterStats:
     entries_kept: share of the N_kept × V entries of the rows that count.
     dropped_mass_mean, _p99, _max: softmax mass per row that counts of the entries that were not kept; the unbiased rule
         estimates its share of the gradients.
-    exact: 1 where filter_mass made the call exact, else 0.
+    exact: 1 where filter_mass was given and the call is exact: a row would have dropped more, or lists were too short;
+        else 0.
 
     Args:
         figures: `filter_figures`, of whatever runs.
@@ -287,7 +288,7 @@ class FilterStats:
 
         Args:
             kept, dropped: (N,) fp32, entries kept and mass dropped of each row.
-            exact: () bool, whether filter_mass made the call exact; None: there was no filter.
+            exact: () bool or int32, whether the call is exact for filter_mass's sake; None: there was no filter.
             counts: (N,) fp32, other than 0 for rows that count.
         """
         if self._add_up is not None:
@@ -305,8 +306,7 @@ def filter_figures(
     values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
 ) -> None:
     """Write the figures of `FilterStats`, from what `FilterStats.write` takes, to values (5,)."""
-    if exact is None:
-        exact = torch.ones((), dtype=torch.bool, device=values.device)
+    exact = torch.ones((), dtype=torch.bool, device=values.device) if exact is None else exact != 0
     kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
     counted = counts != 0
     n_rows = counted.sum().clamp(min=1)

@@ -6,7 +6,7 @@ of one piece, but the second runs half a ring behind the first: while one takes 
 the tensor cores work for the other alone. (In Triton's kernels both warpgroups reach the epilogue together.)
 
 Units of work, epilogues, order of additions and results are those of `exponentials_kernel` (exponentials.py) and
-`gradient_kernel` (recompute.py), which serve all other devices, operands and options.
+`gradient_kernel` (logit_gradient.py), which serve all other devices, operands and options, and what a filter keeps.
 """
 
 from __future__ import annotations

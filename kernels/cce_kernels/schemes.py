@@ -38,7 +38,7 @@ EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a clo
 # Entries a row that lists hold, on average over the rows: at least, usually, at most. A row keeps 1 / eps at most, but
 # no model's does; beyond V / 120 dense products are as fast. Where no head is dense lists have twice as many.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 256, 1024
-MOST_ENTRIES = 2**31 - 1  # places in the lists are 32 bits wide (gather.py)
+MOST_ENTRIES = 2**31 - 2**16  # places in the lists are 32 bits wide, a block's beyond the last one, too (gather.py)
 STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
 LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
 LISTED_TIMES_EPS = 2.0**-4  # more, from 2^-12 on

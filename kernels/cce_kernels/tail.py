@@ -5,7 +5,7 @@
 
 An entry is in its row's tail if it is neither the target nor of the head and p < eps. One of each group of `size`
 columns or rows is drawn (filtered.py); those drawn are copied together, their logits made again, and multiplied as in
-recompute.py: `gradient_kernel` writes what the rule leaves where it otherwise writes what the rule keeps.
+recompute.py: logit_gradient.py writes what the rule leaves where it otherwise writes what the rule keeps.
 
 Gradients of 16 bits are read, added to and rounded again, whatever `accumulate` says: a fifth of what the sample errs
 by. Lists are made by probabilities of 8 bits (entries.py), tails by fp32: an entry within 2^-9 of eps may count twice,
@@ -149,7 +149,8 @@ def _add_to_c(
     times = None
     if rule.rank is not None:  # none of the head
         times = torch.ge(rule.rank, rule.n_head, out=lse.new_empty(vocab))
-    width = tail_width(len(drawn), 0, vocab, e.itemsize, room - e_drawn.nbytes)
+    taken = e_drawn.nbytes + (0 if times is None else times.nbytes)
+    width = tail_width(len(drawn), 0, vocab, e.itemsize, room - taken)
     workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)
     for first in range(0, vocab, width):
         chunk = slice(first, min(first + width, vocab))

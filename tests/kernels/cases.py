@@ -409,7 +409,7 @@ DEFAULTED = {
 
 def check_default_dtype(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """torch.set_default_dtype changes no bit of a result, and no dtype."""
-    e, c, targets, _ = draw(Case("default", shape=(40,), dim=24, vocab=700, dtype=BF16, peak=3), device)
+    e, c, targets, _ = draw(Case("default", shape=(240,), dim=24, vocab=700, dtype=BF16, peak=3), device)
 
     def results() -> list[Tensor]:
         loss, *metrics, stats = linear_cross_entropy(e, c, targets, return_stats=True, **options)

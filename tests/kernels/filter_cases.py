@@ -274,7 +274,8 @@ def check_figures(device: str) -> None:
         broken = dropped.clone()
         broken[n_rows // 2], counts[n_rows // 2] = torch.nan, torch.nan
         yes, no = (torch.tensor(x, device=device) for x in (True, False))
-        for of_rows, exact in ((dropped, no), (broken, no), (dropped * 0, no), (dropped, yes), (dropped, None)):
+        flag = no.to(torch.int32)
+        for of_rows, exact in ((dropped, no), (broken, flag), (dropped * 0, no), (dropped, yes), (dropped, None)):
             for counting in (counts, torch.zeros(n_rows)):
                 wanted, found = torch.empty(5), torch.empty(5, device=device)
                 inputs = kept, of_rows, None if exact is None else exact.cpu(), counting

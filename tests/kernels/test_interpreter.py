@@ -215,6 +215,12 @@ def test_the_default_dtype_changes_nothing(options):
 
 
 @in_interpreter
+def test_a_default_dtype_of_few_bits_rounds_no_threshold():
+    eps = 2.0**-8 * (1 + 0.98 * 2.0**-8)  # 2^-8 in bf16
+    check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu")
+
+
+@in_interpreter
 def test_kahan_sums_over_many_chunks_as_well_as_fp32():
     check_sums(chunks=8, rows=32, device="cpu")
 
