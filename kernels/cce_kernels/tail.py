@@ -85,7 +85,7 @@ def _add_to_e(
     height = min(block_rows(dim), n_rows)
     width = tail_width(height, dim, n_drawn, e.itemsize, room)
     workspace = e.new_empty(height, cdiv(width, 16) * 16)
-    # Views by split() and unbind(): for small problems, whose launches the device waits for, slices take too long.
+    # Views by split() and unbind(): slices take the host longer, and the device waits for it in a small problem.
     by_rows = zip(*(x.split(height) for x in (e, sample.place, lse, a, grad_e)), strict=True)
     draws = zip(sample.columns.unbind(), sample.times.unbind(), strict=True)
     for (e_i, place, lse_i, a_i, out), (columns, times) in zip(by_rows, draws, strict=True):
@@ -115,6 +115,7 @@ def drawn_rows_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
+    """What the gradient of logits takes of the rows drawn."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < size
     row = tl.load(row_ptr + k, mask=inside, other=0)
