@@ -26,7 +26,7 @@ def main(config: BenchParallelConfig) -> None:
     else:
         pages = write_pages(Path(config.output_dir))
     for path in pages:
-        print(path.read_text())
+        print(path.read_text(encoding="utf-8"))
         print(f"wrote {path}")
 
 

@@ -20,8 +20,8 @@ def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> 
     breakdown = measure(Trainer(run), name, config.warmup_steps, config.steps)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{name}.json").write_text(json.dumps(to_json(breakdown), indent=1) + "\n")
-    (directory / f"{name}.md").write_text(markdown(breakdown))
+    (directory / f"{name}.json").write_text(json.dumps(to_json(breakdown), indent=1) + "\n", encoding="utf-8")
+    (directory / f"{name}.md").write_text(markdown(breakdown), encoding="utf-8")
     print(markdown(breakdown))
     print(f"wrote {directory / name}.json and .md")
 

@@ -19,7 +19,7 @@ def main(config: ReportConfig) -> None:
         read_max_batches(results / config.max_batch_group),
         read_breakdowns(Path(config.breakdowns)),
     )
-    print(paths[0].read_text())
+    print(paths[0].read_text(encoding="utf-8"))
     print("wrote " + ", ".join(str(path) for path in paths))
 
 

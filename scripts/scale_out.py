@@ -11,7 +11,7 @@ def main() -> None:
 
     results = Path(__file__).resolve().parents[1] / "results"
     path = results / "scale_out.md"
-    path.write_text(page(read(results / "bench_parallel")) + "\n")
+    path.write_text(page(read(results / "bench_parallel")) + "\n", encoding="utf-8")
     print(f"wrote {path}")
 
 

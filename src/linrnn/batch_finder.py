@@ -189,7 +189,9 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int, environment: 
         raise UnsupportedError(*point.refusal.split("; ", 1))
     if point.is_answered(retry=False):
         made_in = point.directory / ENVIRONMENT
-        if made_in.exists() and (differing := same_origin(json.loads(made_in.read_text()), environment)):
+        if made_in.exists() and (
+            differing := same_origin(json.loads(made_in.read_text(encoding="utf-8")), environment)
+        ):
             raise ConfigError(
                 f"the probe of {batch} sequences was made with another {', '.join(differing)} ({point.directory})",
                 "give the search another group, or move the old one away",

@@ -486,6 +486,6 @@ def _alive(process: int) -> bool:
 def _is_zombie(process: int) -> bool:
     """Whether the process has ended and its parent has not asked for its exit code yet."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     except (OSError, IndexError):
         return False

@@ -132,7 +132,7 @@ def _driver() -> str | None:
 
 def _cpu_model() -> str | None:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

@@ -62,7 +62,7 @@ class Console(Silence):
     """
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:
-        self._log: TextIO | None = log_path.open("a")
+        self._log: TextIO | None = log_path.open("a", encoding="utf-8")
         self._every = every_seconds
         self._last = float("-inf")
 
@@ -175,8 +175,8 @@ class WandbMirror:
     def _stable_id(self) -> str:
         path = self._directory / "wandb_id"
         if not path.exists():
-            path.write_text(_fresh_id())
-        return path.read_text().strip()
+            path.write_text(_fresh_id(), encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
 
     @contextlib.contextmanager
     def _survive(self) -> Iterator[None]:

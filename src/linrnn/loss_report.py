@@ -94,7 +94,7 @@ def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Pa
     if len({filter_eps(row) for row in rows} - {None}) > 1:
         paths.append(directory / f"{name}_error.png")
         _plot_errors(rows, paths[-1], name)
-    paths[0].write_text(_markdown(rows, runs, name, axis, [path.name for path in paths[1:]]))
+    paths[0].write_text(_markdown(rows, runs, name, axis, [path.name for path in paths[1:]]), encoding="utf-8")
     return paths
 
 

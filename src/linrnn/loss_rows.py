@@ -119,7 +119,7 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
-        return [Row(**row) for row in json.loads(path.read_text())]
+        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{path} cannot be read as benchmark rows ({error})", "move it away, or measure this shape again elsewhere"
@@ -132,21 +132,21 @@ def merge_rows(path: Path, measured: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows.values())
     partial = path.with_suffix(".partial")
-    partial.write_text(f"[\n{lines}\n]\n")
+    partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 def append_run(directory: Path, run: dict[str, Any]) -> None:
     """Add to runs.jsonl what made rows: id, command, configuration, environment."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "runs.jsonl").open("a") as file:
+    with (directory / "runs.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
 
 
 def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
     """The runs of runs.jsonl by id."""
     path = directory / "runs.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {run["id"]: run for run in map(json.loads, lines)}
 
 

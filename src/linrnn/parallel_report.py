@@ -122,7 +122,7 @@ def read(directory: Path) -> list[Measured]:
     found = []
     for path in sorted(directory.glob("*-x*.json")):
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             for name, kind in (("collectives", CollectiveRow), ("loss", LossRow), ("steps", StepRow)):
                 content[name] = [kind(**row) for row in content[name]]
             found.append(Measured(**content))
@@ -147,7 +147,7 @@ def slug(device: str) -> str:
 
 def _replace(path: Path, text: str) -> Path:
     aside = path.with_suffix(".part")
-    aside.write_text(text)
+    aside.write_text(text, encoding="utf-8")
     return aside.replace(path)
 
 

@@ -128,7 +128,7 @@ class Process:
         self.point = point
         self._summary_before = self._stamp()
         point.log.parent.mkdir(parents=True, exist_ok=True)
-        with point.log.open("w") as log:
+        with point.log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 list(command or [sys.executable, str(TRAIN), *point.overrides]),
                 stdin=subprocess.DEVNULL,
@@ -157,7 +157,7 @@ class Process:
 
     def last_line(self) -> str:
         """The newest line that it printed."""
-        lines = self.point.log.read_text(errors="replace").strip().splitlines()
+        lines = self.point.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
         return lines[-1] if lines else ""
 
     def conclude(self) -> dict[str, Any]:
@@ -176,7 +176,11 @@ class Process:
             name = signal.Signals(-code).name
             host_memory = "; perhaps the machine ran out of host memory" if -code == signal.SIGKILL else ""
             return f"killed by {name}{host_memory}"
-        errors = [line for line in self.point.log.read_text(errors="replace").splitlines() if "error: " in line]
+        errors = [
+            line
+            for line in self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
+            if "error: " in line
+        ]
         return (errors[-1].split("error: ", 1)[1] if errors else self.last_line()) or f"exit code {code}"
 
     def _stamp(self) -> int | None:

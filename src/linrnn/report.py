@@ -64,8 +64,8 @@ def write_report(
     found = verdicts(runs, max_batches)
     pictures = [plots.save(figure, directory / name) for name, figure in _figures(runs, title)]
     report, rows, committed = (directory / name for name in ("report.md", "verdicts.md", COMMITTED))
-    report.write_text(_markdown(runs, title, found, breakdowns, pictures))
-    rows.write_text(f"# {title}: every verdict\n\n" + "\n".join(verdict_table(found)) + "\n")
+    report.write_text(_markdown(runs, title, found, breakdowns, pictures), encoding="utf-8")
+    rows.write_text(f"# {title}: every verdict\n\n" + "\n".join(verdict_table(found)) + "\n", encoding="utf-8")
     write_committed(runs, committed)
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
     answers = [answer for answer in max_batches if (answer["model"], answer["size"]) in kinds]
@@ -73,7 +73,7 @@ def write_report(
     others = []
     for name, content in ((MAX_BATCHES, answers), (BREAKDOWNS, taken_apart)):
         if content:
-            (directory / name).write_text(json.dumps(content, indent=1) + "\n")
+            (directory / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             others.append(directory / name)
     return [report, rows, committed, *others, *pictures]
 

@@ -98,7 +98,7 @@ def read_committed(directory: Path) -> list[Run]:
     """
     path = directory / COMMITTED
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})", "name a directory that scripts/report.py wrote") from error
     curves, statistics = content.get("losses", {}), content.get("statistics", {})
@@ -135,7 +135,7 @@ def write_committed(runs: Sequence[Run], path: Path) -> None:
         "validations": {run.summary["run_name"]: run.validations for run in runs if run.validations},
     }
     lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in curves.items() if curve)
-    path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n")
+    path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n", encoding="utf-8")
 
 
 def check_origin(runs: Iterable[Run], title: str) -> None:
@@ -160,17 +160,19 @@ def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def read_max_batches(group: Path) -> list[dict[str, Any]]:
     """The answers of scripts/find_max_batch.py below a group."""
-    return [json.loads(path.read_text()) for path in sorted(group.glob("answers/*/max_batch.json"))]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(group.glob("answers/*/max_batch.json"))]
 
 
 def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
     """What scripts/breakdown.py wrote to a directory."""
-    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
 
 
 def read_committed_lists(summaries: Path, name: str) -> list[dict[str, Any]]:
     """The answers or breakdowns (`name`: MAX_BATCHES or BREAKDOWNS) of every report below `summaries`."""
-    return [entry for path in sorted(summaries.glob(f"*/{name}")) for entry in json.loads(path.read_text())]
+    return [
+        entry for path in sorted(summaries.glob(f"*/{name}")) for entry in json.loads(path.read_text(encoding="utf-8"))
+    ]
 
 
 def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
@@ -228,8 +230,8 @@ def _read(directory: Path) -> Run:
             if name.startswith(STATISTIC) and value is not None and math.isfinite(value):
                 statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
     return Run(
-        summary=json.loads((directory / SUMMARY).read_text()),
-        environment=json.loads(environment.read_text()) if environment.exists() else {},
+        summary=json.loads((directory / SUMMARY).read_text(encoding="utf-8")),
+        environment=json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {},
         losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
         statistics=statistics,
         validations=[(r["step"], r["valid/perplexity"]) for r in records if r.get("valid/perplexity") is not None],

@@ -92,7 +92,9 @@ class RunDirectory:
             ) from None
 
     def _check_identity(self) -> None:
-        changed = differences(json.loads((self.path / IDENTITY).read_text()), json.loads(json.dumps(self._identity)))
+        changed = differences(
+            json.loads((self.path / IDENTITY).read_text(encoding="utf-8")), json.loads(json.dumps(self._identity))
+        )
         if changed:
             raise ConfigError(
                 f"{self.path} holds a run of another configuration ({'; '.join(changed)})",
@@ -110,7 +112,7 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of an earlier process of this run, if it got that far."""
         path = self.path / SUMMARY
-        return json.loads(path.read_text()) if path.exists() else None
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
@@ -123,7 +125,7 @@ class RunDirectory:
         """
         partial = self.path / f".{name}.partial"
         try:
-            partial.write_text(scrub(text))
+            partial.write_text(scrub(text), encoding="utf-8")
             partial.replace(self.path / name)
         except OSError as error:
             with contextlib.suppress(OSError):

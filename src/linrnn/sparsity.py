@@ -115,8 +115,8 @@ def write(profiles: list[Profile], directory: Path) -> list[Path]:
     """sparsity.json, sparsity.md and sparsity.png; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data, page, picture = (directory / f"sparsity.{ending}" for ending in ("json", "md", "png"))
-    data.write_text(json.dumps([asdict(profile) for profile in profiles], indent=1) + "\n")
-    page.write_text(markdown(profiles))
+    data.write_text(json.dumps([asdict(profile) for profile in profiles], indent=1) + "\n", encoding="utf-8")
+    page.write_text(markdown(profiles), encoding="utf-8")
     plots.save(_figure(profiles), picture)
     return [page, data, picture]
 

@@ -75,7 +75,7 @@ def damaged(path: Path) -> str | None:
 def write_state(directory: Path, state: dict[str, Any]) -> None:
     """Write `state` with a checksum of itself; `state["sha256"]` has those of the other files."""
     text = json.dumps(state)
-    (directory / STATE).write_text(json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]))
+    (directory / STATE).write_text(json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]), encoding="utf-8")
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         DataError: the file is missing, or was changed.
     """
     try:
-        checksum, text = json.loads((directory / STATE).read_text())
+        checksum, text = json.loads((directory / STATE).read_text(encoding="utf-8"))
         if hashlib.sha256(text.encode()).hexdigest() != checksum:
             raise ValueError
         return json.loads(text)

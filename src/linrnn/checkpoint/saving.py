@@ -118,7 +118,7 @@ class Saver:
         if not self._first:
             return {}
         save_file(generators, partial / RNG)
-        (partial / CONFIG).write_text(config)
+        (partial / CONFIG).write_text(config, encoding="utf-8")
         state["sha256"] |= checksums(partial, [RNG, CONFIG])
         write_state(partial, state)
         for path in (*partial.rglob("*"), partial):

@@ -155,7 +155,9 @@ def one_line(text: str) -> str:
 
 def _first_options(config_name: str) -> list[str]:
     """An option for every group that the command line must choose."""
-    groups = re.findall(r"^  - (\w+): \?\?\?", (CONFIG_DIR / f"{config_name}.yaml").read_text(), re.MULTILINE)
+    groups = re.findall(
+        r"^  - (\w+): \?\?\?", (CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     return [f"{group}={min(path.stem for path in (CONFIG_DIR / group).glob('*.yaml'))}" for group in groups]
 
 
@@ -181,5 +183,5 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
         "keys, with their defaults (of the default options; the other options' files stand beside them):",
     ]
     for path in files:
-        lines += ["", f"--- configs/{path.relative_to(CONFIG_DIR)}", path.read_text().rstrip()]
+        lines += ["", f"--- configs/{path.relative_to(CONFIG_DIR)}", path.read_text(encoding="utf-8").rstrip()]
     return "\n".join(lines).strip()

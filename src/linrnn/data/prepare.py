@@ -275,7 +275,7 @@ def _locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
     """Hold the lock of `path`; the system releases it when the process ends, however it ends."""
     with storage_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115
+        lock = open(path.with_name(path.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -113,7 +113,7 @@ def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
     """Compare what config.json says with the architecture here."""
     try:
-        settings = json.loads((directory / "config.json").read_text())
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"init_from={source}: {directory}/config.json cannot be read",
