@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ROOT, run_elsewhere, start
+from interpreted import ON, Interpreter
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SECONDS = 300  # that a command may take
@@ -26,6 +27,24 @@ SMALL = (
     "data.n_valid_tokens=2000",
     "logger.wandb.mode=disabled",
 )
+
+
+_interpreter = Interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked `interpreter` runs in the process where Triton's interpreter is on, every other one here."""
+    if ON or pyfuncitem.get_closest_marker("interpreter") is None:
+        return None
+    parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
+    fixtures = [name for name in pyfuncitem._fixtureinfo.argnames if name not in parameters]
+    _interpreter.run(pyfuncitem.module.__name__, pyfuncitem.originalname, parameters, fixtures)
+    return True
+
+
+def pytest_unconfigure() -> None:
+    _interpreter.stop()
 
 
 @pytest.fixture

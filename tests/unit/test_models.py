@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,19 +287,6 @@ def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     ids = tokens(2, 70)
     torch.testing.assert_close(sized(ids), usual(ids), rtol=1e-4, atol=1e-5)
     assert seen == [size] * 2 + [None] * 2
-
-
-def test_gla_with_chunks_of_128_runs_through_fla_s_kernels_and_equals_the_cpu_version() -> None:
-    """In Triton's interpreter, in a process of its own: there the mode is chosen when Triton is imported."""
-    script = Path(__file__).with_name("gla_in_triton_interpreter.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    errors = json.loads(result.stdout)
-    assert set(errors["float32"]) == set(errors["bfloat16"]) == {"o", "dq", "dk", "dv", "dg"}
-    assert errors["bfloat16"].pop("dg") < 2**-9  # half of bf16's last place, at most
-    assert max(errors["float32"].values()) < 1e-5
-    assert max(errors["bfloat16"].values()) < 1e-5
 
 
 def test_in_chunks_of_128_no_configuration_is_tried_that_unrolls_more_than_those_of_64() -> None:

@@ -1,0 +1,40 @@
+"""The schemes of three and of four products, in Triton's interpreter: stored exponentials, sums over chunks."""
+
+import pytest
+from cases import (
+    APART,
+    STORED,
+    check_small_workspace,
+    check_stored,
+    check_stored_options,
+    check_sums,
+    check_targets_apart,
+)
+from triton_interpreter import MARKS
+
+pytestmark = MARKS
+
+
+def test_kahan_sums_over_many_chunks_as_well_as_fp32():
+    check_sums(chunks=8, rows=32, device="cpu")
+
+
+def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
+    check_small_workspace("cpu", (4096, 16), 600)
+
+
+@pytest.mark.parametrize("arguments", STORED.values(), ids=STORED)
+def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
+    check_stored("cpu", *arguments)
+
+
+def test_stored_exponentials_through_the_public_function(monkeypatch):
+    check_stored_options("cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("arguments", APART.values(), ids=APART)
+def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(arguments):
+    check_targets_apart("cpu", *arguments)
+
+
+# Few draws: the interpreter is slow. test_linear_cross_entropy draws many more on the torch path.
