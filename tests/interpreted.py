@@ -9,10 +9,11 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 import pytest
@@ -60,10 +61,22 @@ class Interpreter:
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_end_with_parent)
             with _environment(SETTINGS):
                 self._pool.submit(os.getpid).result()  # the process starts here and keeps these variables
         return self._pool
+
+
+def _end_with_parent() -> None:
+    """In the interpreting process: end as soon as the test process is gone, even in the middle of a test."""
+
+    def wait() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _call(path: list[str], module: str, function: str, arguments: dict[str, Any], patch: bool) -> tuple[str, str]:
