@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.errors import ConfigError, SweepFailure, UnsupportedError
+from linrnn.origins import read_processes
 from linrnn.points import Point, Process, foresee
 from linrnn.results import same_origin
 from linrnn.run_directory import ENVIRONMENT
@@ -188,10 +188,8 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int, environment: 
     if point.refusal is not None:
         raise UnsupportedError(*point.refusal.split("; ", 1))
     if point.is_answered(retry=False):
-        made_in = point.directory / ENVIRONMENT
-        if made_in.exists() and (
-            differing := same_origin(json.loads(made_in.read_text(encoding="utf-8")), environment)
-        ):
+        made_by = read_processes(point.directory / ENVIRONMENT)
+        if differing := sorted({key for process in made_by for key in same_origin(process, environment)}):
             raise ConfigError(
                 f"the probe of {batch} sequences was made with another {', '.join(differing)} ({point.directory})",
                 "give the search another group, or move the old one away",
@@ -259,8 +257,9 @@ def _write(
         identity={**identity(run), "memory_budget_gib": config.memory_budget_gib},
         resume="auto",
     )
-    directory.open(to_yaml(run))
+    directory.open()
     try:
+        directory.begin(to_yaml(run))
         content: dict[str, Any] = {
             **names_of_run(run, name),
             "vocab_size": run.size.vocab_size or vocabulary_size(run.data),

@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from linrnn.config import settings
+from linrnn.config.schema import Config
+from linrnn.origins import Process, utc_now
+
 PACKAGES = (
     "linrnn",
     "torch",
@@ -52,6 +56,27 @@ def command_line() -> str:
     script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
     here = script.relative_to(root).as_posix() if script.is_relative_to(root) else sys.argv[0]
     return shlex.join([*starter, here, *sys.argv[1:]])
+
+
+def describe_process(config: Config, from_step: int, continues: dict[str, Any] | None) -> Process:
+    """The entry of environment.json for this process, which trains a run from `from_step` on.
+
+    Beside :func:`describe_environment`: `command`; `started` and `ended` (null: it runs, or was killed); `from_step`
+    and `to_step` (optimizer steps done; null likewise); `settings`, the operational keys; `continues`.
+
+    Args:
+        continues: the run, step and tokens whose weights and optimizer state the run began with (`continue_from`).
+    """
+    return {
+        **describe_environment(),
+        "command": command_line(),
+        "started": utc_now(),
+        "ended": None,
+        "from_step": from_step,
+        "to_step": None,
+        "settings": settings(config),
+        "continues": continues,
+    }
 
 
 def describe_environment() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,28 +75,40 @@ class Schedule:
     Args:
         optimizer: whose groups :meth:`apply` sets.
         config: peak, shape, warm-up and decay.
-        total_steps: optimizer steps of the whole run.
+        horizon: the step at which the schedule ends. A run may stop before it; beyond it, only `constant` has a rate.
 
     Raises:
-        ConfigError: the warm-up (and the WSD decay) do not fit into the run.
+        ConfigError: the warm-up (and the WSD decay) do not fit into the schedule.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, horizon: int) -> None:
         self.optimizer = optimizer
         self.config = config
-        self.total_steps = total_steps
-        self.warmup_steps = total_steps // 10 if config.warmup_steps is None else config.warmup_steps
-        self.decay_steps = round(config.decay_fraction * total_steps) if config.schedule == "wsd" else 0
-        if self.warmup_steps > total_steps:
+        self.horizon = horizon
+        self.warmup_steps = horizon // 10 if config.warmup_steps is None else config.warmup_steps
+        self.decay_steps = round(config.decay_fraction * horizon) if config.schedule == "wsd" else 0
+        if self.warmup_steps > horizon:
             raise ConfigError(
-                f"optimizer.warmup_steps={self.warmup_steps} exceeds the run's {total_steps} steps",
-                "lower optimizer.warmup_steps (null: a tenth of the run) or raise trainer.max_steps",
+                f"optimizer.warmup_steps={self.warmup_steps} exceeds the schedule's {horizon} steps",
+                "lower optimizer.warmup_steps (null: a tenth of the schedule) or raise trainer.max_steps",
             )
-        if self.warmup_steps + self.decay_steps > total_steps:
+        if self.warmup_steps + self.decay_steps > horizon:
             raise ConfigError(
-                f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed {total_steps} steps",
+                f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed {horizon} steps",
                 "lower optimizer.warmup_steps or optimizer.decay_fraction, or raise trainer.max_steps",
             )
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides the learning rate of every step, JSON-ready: what a checkpoint records."""
+        config = self.config
+        return {
+            "schedule": config.schedule,
+            "horizon": self.horizon,
+            "lr": config.lr,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "min_lr_ratio": config.min_lr_ratio,
+        }
 
     def lr_multiplier(self, step: int) -> float:
         """Learning rate of step `step` (0-based) / peak learning rate."""
@@ -103,10 +116,10 @@ class Schedule:
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if config.schedule == "cosine":
-            progress = _share(step - self.warmup_steps, self.total_steps - self.warmup_steps)
+            progress = _share(step - self.warmup_steps, self.horizon - self.warmup_steps)
             return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
         if config.schedule == "wsd":
-            progress = _share(step - (self.total_steps - self.decay_steps), self.decay_steps)
+            progress = _share(step - (self.horizon - self.decay_steps), self.decay_steps)
             return 1 - (1 - config.min_lr_ratio) * progress
         return 1.0
 
@@ -118,9 +131,9 @@ class Schedule:
         return lr
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> Schedule:
-    """The schedule that `config` names, over a run of `total_steps` optimizer steps."""
-    return Schedule(optimizer, config, total_steps)
+def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, horizon: int) -> Schedule:
+    """The schedule that `config` names, which ends at step `horizon`."""
+    return Schedule(optimizer, config, horizon)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:

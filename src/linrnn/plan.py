@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
-from linrnn import accounting, checkpoint
+from linrnn import accounting
 from linrnn.architecture import Architecture, resolve
+from linrnn.config import steps
 from linrnn.config.schema import Config, FsdpConfig, VocabConfig
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
 from linrnn.errors import ConfigError, UnsupportedError
 from linrnn.loggers import check_wandb
 from linrnn.losses import check_loss, check_vocabulary_parallel
-from linrnn.models import LanguageModel, check_supported, load_weights
+from linrnn.models import check_supported
 from linrnn.runtime import compute_dtype, resolve_device, resolve_precision
 
 
@@ -30,8 +30,7 @@ class Plan:
     @property
     def sequences_per_step(self) -> int:
         """Sequences of one optimizer step, all ranks and micro-steps."""
-        trainer = self.config.trainer
-        return trainer.batch_size * trainer.accumulation_steps * self.config.parallel.data_ranks(self.world_size)
+        return steps.sequences_per_step(self.config, self.world_size)
 
     @property
     def sequences_of_rank(self) -> int:
@@ -41,12 +40,17 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, all ranks, ignored labels included."""
-        return self.sequences_per_step * self.config.trainer.seq_len
+        return steps.tokens_per_step(self.config, self.world_size)
 
     @cached_property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return _total_steps(self.config, self.tokens_per_step)
+        return steps.last_step(self.config, self.world_size)
+
+    @cached_property
+    def horizon(self) -> int:
+        """The step at which the learning-rate schedule ends."""
+        return steps.horizon(self.config, self.world_size)
 
     @property
     def unmeasured_steps(self) -> int:
@@ -110,8 +114,8 @@ def make_training_plan(config: Config) -> Plan:
 
     Raises:
         UnsupportedError: as there, or the logger or the memory snapshot cannot run here.
-        ConfigError: as there, no limit of steps or tokens, fewer tokens than one step takes, or processes that do not
-            belong to `parallel`.
+        ConfigError: as there, no limit of steps or tokens, fewer tokens than one step takes, more steps than the
+            schedule has, two sources of weights, or processes that do not belong to `parallel`.
     """
     world_size = Launch.from_environment().world_size_of(config.parallel)
     plan = replace(make_plan(config), world_size=world_size)
@@ -122,7 +126,12 @@ def make_training_plan(config: Config) -> Plan:
             "use trainer.memory_snapshot=false or device=cuda",
         )
     _check_parallel(plan)
-    _ = plan.total_steps  # refuses a run without an end
+    _ = plan.horizon  # refuses a run without an end, and one that goes beyond its schedule's
+    if config.init_from and config.continue_from:
+        raise ConfigError(
+            "init_from and continue_from are both given",
+            "init_from takes weights alone, continue_from the optimizer's state as well: use one of them",
+        )
     return plan
 
 
@@ -145,28 +154,3 @@ def _check_parallel(plan: Plan) -> None:
                 f"parallel=vocab: {shard_ranks} ranks cannot share {batch_size} sequences out evenly",
                 f"use a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
             )
-
-
-def _total_steps(config: Config, tokens_per_step: int) -> int:
-    """Optimizer steps until the earlier of `max_steps` and `max_tokens`; a last, partial step is left out."""
-    max_steps, max_tokens = config.trainer.max_steps, config.trainer.max_tokens
-    if max_steps is None and max_tokens is None:
-        raise ConfigError(
-            "trainer.max_steps and trainer.max_tokens are both null: the run would have no end",
-            "give one of them",
-        )
-    limits = [limit for limit in (max_steps, max_tokens and max_tokens // tokens_per_step) if limit is not None]
-    if min(limits) < 1:
-        raise ConfigError(
-            f"trainer.max_tokens={max_tokens} is less than one step of {tokens_per_step} tokens",
-            "raise trainer.max_tokens, or lower trainer.batch_size, seq_len or accumulation_steps",
-        )
-    return min(limits)
-
-
-def initialise(model: LanguageModel, source: str) -> None:
-    """Start from the weights of a run, a checkpoint, or a Hugging Face model in FLA's format (`init_from=`)."""
-    if path := checkpoint.resolve(Path(source)):
-        checkpoint.load_model(path, model.hf)
-    else:
-        load_weights(model, source)

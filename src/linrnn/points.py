@@ -1,6 +1,7 @@
 """One point of a sweep: foreseen, then run in a process of its own, whose end becomes a status whatever it was."""
 
 import ctypes
+import dataclasses
 import os
 import shlex
 import signal
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
+from linrnn.config.compose import leaves
+from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.errors import ConfigError, LinrnnError, UnsupportedError
+from linrnn.metrics import read_jsonl
 from linrnn.run_directory import SUMMARY, RunDirectory
 from linrnn.summary import status_of, summary_without_figures
 
@@ -64,21 +68,32 @@ class Point:
         return self.run_directory().read_summary()
 
     def is_answered(self, retry: bool) -> bool:
-        """Whether there is nothing left to run: finished, or (without `retry`) out of memory or diverged."""
+        """Whether there is nothing left to run: finished, or (without `retry`) out of memory or diverged.
+
+        Raises:
+            ConfigError: the directory holds a run that has gone further than this point asks for.
+        """
         summary = self.summary()
         if summary is None or (summary["status"] in ANSWERS and retry):
             return False
-        finished = summary["status"] == "finished" and summary["steps"] >= (self.total_steps or 0)
+        if summary["status"] == "finished" and self.total_steps and summary["steps"] > self.total_steps:
+            raise ConfigError(
+                f"{self.directory} holds a run of {summary['steps']} steps, and {self.label} stops at "
+                f"{self.total_steps}",
+                "raise trainer.max_steps (or max_tokens), or choose another group",
+            )
+        finished = summary["status"] == "finished" and summary["steps"] == (self.total_steps or summary["steps"])
         return finished or summary["status"] in ANSWERS
 
 
 def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
-    """Name every point, estimate its memory and time, and find out whether it can run; one with the name of an
-    earlier one is dropped.
+    """Name every point, estimate its memory and time, and find out whether it can run; one that repeats the
+    configuration of an earlier one is dropped.
 
     To be called in a process of its own, which may take hold of the GPU.
 
     Raises:
+        ConfigError: two points that differ would share a directory.
         LinrnnError: an override that is wrong, whatever the machine.
     """
     found: dict[Path, Point] = {}
@@ -86,10 +101,23 @@ def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
     for overrides in points:
         config = load_config(overrides)
         directory = Path(config.results_dir) / config.group / run_name(config)
+        label = " ".join(override for override in overrides if override not in common) or directory.name
         if directory not in found:
-            label = " ".join(override for override in overrides if override not in common) or directory.name
             found[directory] = _foresee(tuple(overrides), config, directory, label)
+        elif config != found[directory].config:
+            raise _shared_directory(found[directory], config, label)
     return list(found.values())
+
+
+def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
+    there, here = (dict(leaves(dataclasses.asdict(one))) for one in (first.config, config))
+    keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    remedy = f"{', '.join(keys)} is no part of a name: leave it out of the sweep, or give each value its own group"
+    if first.config.run_name:
+        remedy = "leave run_name out, so that each point is named after what it varies"
+    elif "trainer.max_steps" in keys or "trainer.max_tokens" in keys:
+        remedy = f"leave {HORIZON}=null, so that the schedule of each ends with its steps and its name says where"
+    return ConfigError(f"the points {first.label} and {label} would share {first.directory}", remedy)
 
 
 def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str) -> Point:
@@ -189,19 +217,33 @@ class Process:
 
 
 def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
-    """Leave a summary without figures in the point's directory, unless another process uses that; return it."""
+    """Leave a summary without figures in the point's directory, unless another process uses that; return it.
+
+    The summary of a run that has trained steps stays where the point is not started at all (`unsupported`).
+    """
     command = shlex.join(["python", "train.py", *point.overrides])
     summary = summary_without_figures(point.config, point.name, status, reason, command)
     directory = point.run_directory()
     try:
-        directory.open(to_yaml(point.config))
+        directory.open()
     except LinrnnError as error:
         return {**summary, "reason": f"{reason} ({error.cause})"}
     try:
-        directory.write_json(SUMMARY, summary)
+        summary |= _trained(directory.metrics)
+        if not directory.resumed:
+            directory.begin(to_yaml(point.config))
+        if status != "unsupported" or not summary["steps"]:
+            directory.write_json(SUMMARY, summary)
     finally:
         directory.close()
     return summary
+
+
+def _trained(metrics: Path) -> dict[str, int]:
+    """Steps and tokens that a run's last record knows of; nothing where there is none."""
+    records = read_jsonl(metrics) if metrics.exists() else []
+    counts = [(record["step"], record["train/tokens"]) for record in records if record.get("train/tokens") is not None]
+    return dict(zip(("steps", "tokens"), counts[-1], strict=True)) if counts else {}
 
 
 def _end_with_parent() -> None:

@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from linrnn.config.naming import HORIZON
 from linrnn.errors import ConfigError, StorageError
+from linrnn.origins import Process, ended, read_processes, settled
 from linrnn.redaction import scrub
 
 CONFIG = "config.yaml"
@@ -23,7 +25,10 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
-    """A run's directory: checked when constructed, created (or reopened, or moved aside) and locked by :meth:`open`.
+    """A run's directory: checked when constructed, locked by :meth:`open`, written from :meth:`begin` on.
+
+    Between :meth:`open` and :meth:`begin` a process reads what is there and decides what to do: a run that is finished
+    keeps every byte.
 
     Args:
         path: the directory.
@@ -37,33 +42,60 @@ class RunDirectory:
     def __init__(self, path: Path, *, identity: dict[str, Any], resume: str) -> None:
         self.path = path
         self._identity, self._resume = identity, resume
-        self.resumed = resume != "never" and (path / IDENTITY).exists()
-        if resume == "must" and not self.resumed:
-            raise ConfigError(f"trainer.resume=must: {path} holds no run", "use trainer.resume=auto, or check the keys")
-        if self.resumed:
-            self._check_identity()
+        self._is_new = False  # made by this process
+        self._check()
 
-    def open(self, config_yaml: str) -> None:
-        """Make the directory this process's own until :meth:`close`; `config_yaml` is written for people.
+    def open(self) -> None:
+        """Make the directory this process's own until :meth:`close`; one to run again (`never`) is moved aside.
 
         Raises:
-            ConfigError: another process uses it.
-            StorageError: it cannot be written.
+            ConfigError: another process uses it, or holds another configuration by now.
+            StorageError: it cannot be made.
         """
         try:
-            self._open(config_yaml)
+            if self._resume == "never" and self.path.exists():
+                self._locked()
+                print(f"moved the existing run to {_move_aside(self.path)}")
+                os.close(self._lock)
+            self._is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._locked()
         except OSError as error:
             raise _not_written(self.path, error) from error
-
-    def _open(self, config_yaml: str) -> None:
-        if self._resume == "never" and self.path.exists():
-            self._locked()
+        try:
+            self._check()
+        except ConfigError:
             self.close()
-            print(f"moved the existing run to {_move_aside(self.path)}")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._locked()
+            raise
+
+    def begin(self, config_yaml: str) -> None:
+        """Write whose directory it is; `config_yaml` is for people.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         self.write_json(IDENTITY, self._identity)
         self.write_text(CONFIG, config_yaml)
+
+    def begin_process(self, process: Process) -> None:
+        """Record the process that goes on with the run from its `from_step`; earlier ones keep the steps before that.
+
+        Raises:
+            DataError: the record of the earlier ones is damaged.
+            StorageError: it cannot be written.
+        """
+        earlier = read_processes(self.path / ENVIRONMENT) if self.resumed else []
+        self._processes = [*settled(earlier, process["from_step"]), process]
+        self.write_json(ENVIRONMENT, {"processes": self._processes})
+
+    def end_process(self, step: int) -> None:
+        """Record that this process has ended after `step`.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        *earlier, process = self._processes
+        self.write_json(ENVIRONMENT, {"processes": [*earlier, ended(process, step)]})
 
     def in_use(self) -> bool:
         """Whether another process has it open."""
@@ -78,7 +110,10 @@ class RunDirectory:
         return False
 
     def close(self) -> None:
-        """Let others use the directory."""
+        """Let others use the directory; one that this process made and left empty is removed."""
+        if self._is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                self.path.rmdir()
         os.close(self._lock)
 
     def _locked(self) -> None:
@@ -91,10 +126,20 @@ class RunDirectory:
                 "wait for it, or give this run another run_name or group",
             ) from None
 
+    def _check(self) -> None:
+        self.resumed = self._resume != "never" and (self.path / IDENTITY).exists()
+        if self._resume == "must" and not self.resumed:
+            raise ConfigError(
+                f"trainer.resume=must: {self.path} holds no run", "use trainer.resume=auto, or check the keys"
+            )
+        if self.resumed:
+            self._check_identity()
+
     def _check_identity(self) -> None:
-        changed = differences(
-            json.loads((self.path / IDENTITY).read_text(encoding="utf-8")), json.loads(json.dumps(self._identity))
-        )
+        there, here = json.loads((self.path / IDENTITY).read_text(encoding="utf-8")), json.loads(json.dumps(self._identity))
+        changed = differences(there, here)
+        if there.keys() == here.keys() and len(changed) == 1 and there[HORIZON] != here[HORIZON]:
+            raise another_horizon(self.path, there[HORIZON], here[HORIZON])
         if changed:
             raise ConfigError(
                 f"{self.path} holds a run of another configuration ({'; '.join(changed)})",
@@ -135,6 +180,16 @@ class RunDirectory:
 
 def _not_written(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path} cannot be written ({error.strerror})", "free space or choose another results_dir")
+
+
+def another_horizon(path: Path, there: int, here: int) -> ConfigError:
+    """The refusal to continue a run under a schedule that ends at another step: its learning rate would jump."""
+    return ConfigError(
+        f"{path} holds a run whose schedule ends at step {there}, and this command's ends at step {here}: "
+        "its learning rate would jump",
+        f"{HORIZON}={there} continues the run; continue_from={path} trains on under a new schedule and another "
+        "run_name; another run_name or group begins anew",
+    )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

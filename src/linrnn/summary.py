@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config import data_for
+from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
+from linrnn.config.steps import horizon
 from linrnn.run_directory import LOG, METRICS, SUMMARY
 
 GIB = 2**30
@@ -17,6 +19,7 @@ _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 
 # What every summary has, beside what names the run; null where a run did not get that far.
 MEASURED = (
+    "continues",
     "n_parameters",
     "hidden_size",
     "world_size",
@@ -42,7 +45,7 @@ MEASURED = (
 )
 
 
-def names_of_run(config: Config, run_name: str) -> dict[str, Any]:
+def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str, Any]:
     """What tells a run from others, as every summary has it."""
     trainer = config.trainer
     return {
@@ -61,15 +64,17 @@ def names_of_run(config: Config, run_name: str) -> dict[str, Any]:
         "parallel": config.parallel.name,
         "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k != "name"},
         "memory_budget_gib": config.memory_budget_gib,
-        "training": _training(config),
+        "training": _training(config, world_size),
     }
 
 
-def _training(config: Config) -> str:
+def _training(config: Config, world_size: int) -> str:
     """What else decides how a run learns and is validated: runs that differ in it are not compared."""
     values = {f"optimizer.{key}": value for key, value in dataclasses.asdict(config.optimizer).items()}
     values |= {
+        HORIZON: horizon(config, world_size),
         "init_from": config.init_from,
+        "continue_from": config.continue_from,
         "data.reset_at_document": config.data.reset_at_document,
         "size.tie_embeddings": config.size.tie_embeddings,
         "trainer.valid_tokens": config.trainer.valid_tokens,
@@ -126,6 +131,19 @@ def memory_lines(components: dict[str, int]) -> list[str]:
     """Bytes by component as lines in GiB; `whole/part` stands indented."""
     rows = [("  " * name.count("/") + name.rsplit("/", 1)[-1], size) for name, size in components.items()]
     return [f"  {name:<24}{size / GIB:10.3f} GiB" for name, size in rows]
+
+
+def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
+    """What a command is told whose run is finished: nothing was done, and what can be."""
+    lines = [
+        f"{directory} is finished: {steps} steps; nothing was run or written",
+        "  -> trainer.resume=never moves it aside and runs it again",
+        f"  -> continue_from={directory} trains on from its state, as another run with its own schedule",
+        "  -> optimizer.schedule_steps=… trainer.max_steps=… trains under a longer schedule, from step 0",
+    ]
+    if steps < horizon:
+        lines.insert(1, f"  -> a larger trainer.max_steps continues it, to step {horizon}, where its schedule ends")
+    return lines
 
 
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:

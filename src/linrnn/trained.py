@@ -18,6 +18,7 @@ from linrnn.data.markov import END
 from linrnn.errors import ConfigError
 from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
 from linrnn.runtime import resolve_device, resolve_precision
+from linrnn.starting import check_tokens
 from linrnn.tokenizer import Tokenizer, load_tokenizer
 
 EMBEDDING = "model.embeddings.weight"
@@ -159,7 +160,7 @@ def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedDat
     """
     _check_vocabulary(directory, own, data)
     prepared = prepare(data, progress=ConsoleProgress())
-    _check_tokenizer(directory, prepared)
+    check_tokens(directory, prepared)
     return prepared
 
 
@@ -177,15 +178,6 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
         raise ConfigError(
             f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {its_own:,}",
             "leave data out for the run's own, or tokenise with the run's tokenizer.json (data.tokenizer=…)",
-        )
-
-
-def _check_tokenizer(directory: Path, data: PreparedData) -> None:
-    own = _tokenizer_in(directory.parent.parent)
-    if own is not None and data.tokenizer is not None and own.hash != data.tokenizer.hash:
-        raise ConfigError(
-            f"the data is tokenised with {data.tokenizer.name}, and {directory} was trained with another tokenizer",
-            f"use data.tokenizer={directory.parent.parent / 'tokenizer.json'}",
         )
 
 

@@ -20,22 +20,32 @@ from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
 from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare
 from linrnn.distributed import Launch, Ranks
-from linrnn.environment import command_line, describe_environment, gpu_state
-from linrnn.errors import DivergedError, InterruptedRun, LinrnnError, OutOfMemoryError, RankFailedError, StorageError
+from linrnn.environment import command_line, describe_process, gpu_state
+from linrnn.errors import (
+    ConfigError,
+    DivergedError,
+    InterruptedRun,
+    LinrnnError,
+    OutOfMemoryError,
+    RankFailedError,
+    StorageError,
+)
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
-from linrnn.interrupts import StopRequest
+from linrnn.interrupts import StopRequest, say
 from linrnn.loggers import Console, Silence, WandbMirror
 from linrnn.losses import build_loss
 from linrnn.metrics import JsonlWriter, mfu, read_jsonl
 from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
-from linrnn.plan import Plan, initialise, make_training_plan
+from linrnn.plan import Plan, make_training_plan
 from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
-from linrnn.run_directory import ENVIRONMENT, LOG, SUMMARY, RunDirectory
+from linrnn.run_directory import LOG, SUMMARY, RunDirectory, differences
 from linrnn.runtime import compute_dtype, parameter_dtype, prepare_process
+from linrnn.starting import as_continued, continue_from, find_weights
 from linrnn.summary import (
     MEAN_OF_LAST,
     final_lines,
+    finished_lines,
     memory_lines,
     names_of_run,
     progress_line,
@@ -101,6 +111,8 @@ class Trainer:
         self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
         self.data = self.ranks.first_then_others(self._prepare_data)
+        self.weights = find_weights(config.init_from, self.data) if config.init_from else None
+        self.continues: dict[str, Any] | None = None  # the run, step and tokens behind step 0
         self.architecture = self.plan.architecture(self.data.vocab_size)
         self.name = run_name(config, self.plan.world_size)
         self.identity = identity(config, self.plan.world_size)
@@ -141,8 +153,8 @@ class Trainer:
         config = self.config
         dtype = parameter_dtype(self.precision)
         self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
-        if config.init_from:
-            initialise(self.model, config.init_from)
+        if self.weights:
+            self.weights.load(self.model)
         self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
         if config.trainer.compile_blocks:
             self.model.compile_blocks()
@@ -150,7 +162,7 @@ class Trainer:
         vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
         self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
-        self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.total_steps)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.horizon)
         self.loader = BatchLoader(
             self.data.train,
             seq_len=config.trainer.seq_len,
@@ -171,23 +183,33 @@ class Trainer:
             OutOfMemoryError: with the memory by component and what to lower.
             RankFailedError: another process of the run has failed.
         """
-        if not self.ranks.is_first:
-            return self._fit()
-        self.directory.open(to_yaml(self.config))
         with contextlib.ExitStack() as closing:
-            closing.callback(self.directory.close)
-            self.directory.write_json(ENVIRONMENT, describe_environment())
-            for name, text in (self.data.tokenizer.files() if self.data.tokenizer else {}).items():
-                self.directory.write_text(name, text)
-            self.console = console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
-            closing.callback(console.close)
-            self.metrics = JsonlWriter(self.directory.metrics)
-            closing.callback(self.metrics.close)
+            if self.ranks.is_first:
+                self.directory.open()
+                closing.callback(self.directory.close)
+            if finished := self.ranks.from_first(self._finished):
+                return finished
+            where_it_begins = self._resume()
+            if self.ranks.is_first:
+                self._begin(closing)
+            if where_it_begins:
+                self.console.line(where_it_begins)
             return self._fit()
 
+    def _begin(self, closing: contextlib.ExitStack) -> None:
+        """Write the first files of this process, and open those that it goes on writing."""
+        self.directory.begin(to_yaml(self.config))
+        self.directory.begin_process(describe_process(self.config, self.step, self.continues))
+        for name, text in (self.data.tokenizer.files() if self.data.tokenizer else {}).items():
+            self.directory.write_text(name, text)
+        checkpoint.remove_partial(self.directory.checkpoints)
+        self.console = console = Console(self.directory.path / LOG, self.config.logger.console_every_seconds)
+        closing.callback(console.close)
+        self.metrics = JsonlWriter(self.directory.metrics)
+        closing.callback(self.metrics.close)
+        self.metrics.truncate_after(self.step)
+
     def _fit(self) -> dict[str, Any]:
-        if finished := self._resume():
-            return finished
         if self.ranks.is_first:
             self.wandb = WandbMirror(
                 self.config.logger.wandb,
@@ -234,6 +256,7 @@ class Trainer:
             self.ranks.end_together()
         if self.ranks.is_first:
             try:
+                self.directory.end_process(self.step)
                 self.directory.write_json(SUMMARY, summary)
             except StorageError as error:
                 failure = failure or error
@@ -410,29 +433,71 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint of a state whose loss is known to be finite; every rank writes what it holds."""
         self._flush()
-        progress = checkpoint.Progress(self.step, self.loader.state_dict(), list(self.recent_losses))
+        progress = checkpoint.Progress(
+            run=f"{self.config.group}/{self.name}",
+            step=self.step,
+            tokens=self.step * self.plan.tokens_per_step,
+            data=self.loader.state_dict(),
+            recent_losses=list(self.recent_losses),
+            schedule=self.schedule.describe(),
+            token_fingerprint=self.data.token_fingerprint,
+            continues=self.continues,
+        )
         self.saver.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Continue from the newest sound checkpoint; returns the summary of a run that is already finished."""
-        summary = self.ranks.from_first(self.directory.read_summary)
-        if summary and summary["status"] == "finished" and summary["steps"] >= self.plan.total_steps:
-            self.console.line(f"{self.directory.path} is already finished: {summary['steps']} steps")
-            self.console.line("  -> trainer.resume=never runs it again, a larger trainer.max_steps continues it")
-            return summary
-        if self.ranks.is_first:
-            checkpoint.remove_partial(self.directory.checkpoints)
+    def _finished(self) -> dict[str, Any] | None:
+        """The summary of a run that has nothing left to do; what can be done with it is printed, nothing is written."""
+        summary = self.directory.read_summary()
+        if summary is None or summary["status"] != "finished":
+            return None
+        self._check_not_beyond(summary["steps"])
+        if summary["steps"] < self.plan.total_steps:
+            return None
+        for line in finished_lines(self.directory.path, summary["steps"], self.plan.horizon):
+            say(line)
+        return summary
+
+    def _resume(self) -> str | None:
+        """Restore the newest sound checkpoint, or what `continue_from` names; returns a line that says so, or None.
+
+        Reads alone: a refusal leaves the directory as it is.
+        """
         if newest := self.ranks.from_first(lambda: checkpoint.newest(self.directory.checkpoints)):
-            progress = checkpoint.load(newest, self.model.hf, self.optimizer)
+            progress = checkpoint.read_progress(newest)
+            self._check_not_beyond(progress.step)
+            self._check_schedule(newest, progress.schedule)
             self.loader.load_state_dict(progress.data)
+            checkpoint.load(newest, self.model.hf, self.optimizer)
             self.recent_losses.extend(progress.recent_losses)
-            self.step = progress.step
-            self.console.line(f"resuming at step {self.step} from {newest}")
-        elif self.directory.resumed:
-            self.console.line("this run left no checkpoint: starting again at step 0")
-        if self.ranks.is_first:
-            self.metrics.truncate_after(self.step)
-        return None
+            self.step, self.continues = progress.step, progress.continues
+            return f"resuming at step {self.step} from {newest}"
+        if source := self.config.continue_from:
+            progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            self.continues = as_continued(progress)
+            data = (
+                "goes on where it stood" if self.loader.go_on_after(progress.data) else "begins anew, in its own order"
+            )
+            return (
+                f"continuing {progress.run} after step {progress.step}: its weights and optimizer state, under a plan "
+                f"of {self.plan.total_steps} steps; the data {data}"
+            )
+        return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None
+
+    def _check_not_beyond(self, step: int) -> None:
+        """Raises ConfigError: the run has gone further than this command asks for."""
+        if step > self.plan.total_steps:
+            raise ConfigError(
+                f"{self.directory.path} holds a run of {step} steps, and this command stops at {self.plan.total_steps}",
+                "raise trainer.max_steps (or max_tokens), or choose another run_name or group",
+            )
+
+    def _check_schedule(self, checkpoint: Path, there: dict[str, Any]) -> None:
+        """Raises ConfigError: the checkpoint's next learning rates would be others than this run's."""
+        if changed := differences(there, self.schedule.describe()):
+            raise ConfigError(
+                f"{checkpoint} was trained under another schedule ({'; '.join(changed)})",
+                "continue_from= trains on under a new schedule, in a run of its own",
+            )
 
     def _announce(self) -> None:
         arch, config = self.architecture, self.config
@@ -443,6 +508,8 @@ class Trainer:
             + (f", {self.plan.world_size} ranks" if self.plan.world_size > 1 else "")
         )
         self.console.line(f"data: {self.data.description}")
+        if self.weights and self.weights.remark:
+            self.console.line(self.weights.remark)
         groups = config.parallel.data_ranks(self.plan.world_size)
         unit = "ranks" if groups == self.plan.world_size else f"group(s) of {self.plan.world_size // groups} ranks"
         self.console.line(
@@ -451,6 +518,8 @@ class Trainer:
             + (f" x {groups} {unit}) " if self.plan.world_size > 1 else ") ")
             + f"-> {self.directory.path}"
         )
+        if self.plan.horizon != self.plan.total_steps:
+            self.console.line(f"the {config.optimizer.schedule} schedule ends at step {self.plan.horizon}")
         if self.device.type == "cuda":
             self.console.line(
                 "the first steps tune GPU kernels: minutes on a machine that has not run this model before"
@@ -472,6 +541,7 @@ class Trainer:
         if self.ranks.is_first:
             summary = summary_without_figures(self.config, self.name, "failed", failure.cause, command_line())
             summary |= {"steps": self.step, "tokens": self.step * self.plan.tokens_per_step}
+            self.directory.end_process(self.step)
             self.directory.write_json(SUMMARY, summary)
 
     def _explain_out_of_memory(self, error: BaseException) -> OutOfMemoryError:
@@ -509,7 +579,7 @@ class Trainer:
         return {
             "status": status,
             "reason": failure and first_line(failure),
-            **names_of_run(self.config, self.name),
+            **names_of_run(self.config, self.name, self.plan.world_size),
             "n_parameters": arch.n_parameters,
             "hidden_size": arch.hidden_size,
             "world_size": self.plan.world_size,
@@ -517,6 +587,7 @@ class Trainer:
             "precision": self.precision,
             "steps": self.step,
             "tokens": self.step * self.plan.tokens_per_step,
+            "continues": self.continues,
             "train_loss_nats": fmean(self.recent_losses) if self.recent_losses else None,
             "entropy_floor_nats": self.data.entropy_floor_nats,
             "valid_loss_nats": evaluation and evaluation.loss_nats,

@@ -5,14 +5,15 @@
                            `<parameter>/exp_avg` …: of each rank the part that it holds (torch.distributed.checkpoint's
                            Hugging Face format: names, offsets and values, no pickled .metadata)
     rng.safetensors        states of torch's generators
-    state.json             step, data position, latest losses, Python's and numpy's generators, sha256 of all the above
+    state.json             run, step, tokens, data position, schedule, tokenizer's fingerprint, latest losses, Python's
+                           and numpy's generators, sha256 of all the above
     config.yaml            the run's configuration, so that a checkpoint explains itself
 
 They are written in the background (`Saver`), and read by any number of ranks however their tensors are cut.
 """
 
 from linrnn.checkpoint.files import STATE, TENSORS, found, newest, read_state, remove_partial, resolve
-from linrnn.checkpoint.loading import Progress, load, load_model
+from linrnn.checkpoint.loading import Progress, load, load_model, load_optimizer, read_progress
 from linrnn.checkpoint.saving import Saver
 from linrnn.checkpoint.tensors import shapes
 
@@ -24,7 +25,9 @@ __all__ = [
     "found",
     "load",
     "load_model",
+    "load_optimizer",
     "newest",
+    "read_progress",
     "read_state",
     "remove_partial",
     "resolve",

@@ -1,7 +1,7 @@
 """From a checkpoint back to a model, an optimizer and generators, in place."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,28 @@ from linrnn.errors import DataError
 
 @dataclass
 class Progress:
-    """Where a run stands: optimizer steps done, the loader's position, the latest losses (nats per token)."""
+    """Where a run stands, and what its next steps depend on beside tensors and configuration.
 
+    Attributes:
+        run: `<group>/<run_name>`.
+        step: optimizer steps done.
+        tokens: trained on in these steps, all ranks.
+        data: the loader's position.
+        recent_losses: nats per token.
+        schedule: all that decides the learning rate of every step (`linrnn.optim.Schedule.describe`).
+        token_fingerprint: of what token ids stand for (`linrnn.data.PreparedData`).
+        continues: `run`, `step` and `tokens` of the checkpoint that step 0 took weights and optimizer state from; the
+            tokens are all those behind that checkpoint. None for a run that began otherwise.
+    """
+
+    run: str
     step: int
+    tokens: int
     data: dict[str, Any]
     recent_losses: list[float]
+    schedule: dict[str, Any]
+    token_fingerprint: str
+    continues: dict[str, Any] | None = None
 
 
 def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -33,11 +50,27 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         ConfigError: names or shapes differ from the model's.
         DataError: a file cannot be read.
     """
+    progress = read_progress(path)
     load_model(path, model)
-    _load_optimizer(path, model, optimizer)
+    load_optimizer(path, model, optimizer)
+    _restore_generators(path, read_state(path)["generators"])
+    return progress
+
+
+def read_progress(path: Path) -> Progress:
+    """The progress of a checkpoint.
+
+    Raises:
+        DataError: it cannot be read, or an earlier version wrote it.
+    """
     state = read_state(path)
-    _restore_generators(path, state["generators"])
-    return Progress(**{field: state[field] for field in ("step", "data", "recent_losses")})
+    names = [field.name for field in fields(Progress)]
+    if missing := [name for name in names if name not in state]:
+        raise DataError(
+            f"{path} was written by an earlier version (no {missing[0]})",
+            "train the run anew with this version",
+        )
+    return Progress(**{name: state[name] for name in names})
 
 
 def load_model(path: Path, model: torch.nn.Module) -> None:
@@ -54,7 +87,12 @@ def load_model(path: Path, model: torch.nn.Module) -> None:
         read(tensors, path / TENSORS)
 
 
-def _load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer's state (moments and step counts); rates and decay stay those of `optimizer`.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     parameters = dict(model.named_parameters())
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     tensors: Tensors = {

@@ -1,7 +1,7 @@
-"""Typed configuration: schema (types, bounds), compose (Hydra -> dataclasses), cli (command-line entry), naming."""
+"""Typed configuration: schema (types, bounds), compose (Hydra -> dataclasses), cli (entry), naming, steps."""
 
 from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_config, to_yaml
-from linrnn.config.naming import identity, run_name
+from linrnn.config.naming import identity, run_name, settings
 from linrnn.config.schema import Config
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "nearest",
     "read_config",
     "run_name",
+    "settings",
     "to_config",
     "to_yaml",
 ]

@@ -4,19 +4,27 @@ import dataclasses
 import functools
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
 from linrnn.config.compose import compose_config, leaves
 from linrnn.config.schema import Config
+from linrnn.config.steps import horizon, sequences_per_step
 
-# Keys that a resumed run may change; they are no part of its name.
-MAY_DIFFER = (
+# Keys that say how a run is watched and kept, and where it stops: they decide nothing of what it computes until then.
+# A resumed run may change them, and its origin records their values; they are no part of its name or identity.
+OPERATIONAL = (
     "trainer.max_steps",
+    "trainer.max_tokens",
     "trainer.resume",
     "trainer.log_every",
+    "trainer.valid_every",
+    "trainer.checkpoint_every",
+    "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",
+    "trainer.warmup_measurement_steps",
     "trainer.profile_steps",
     "trainer.memory_snapshot",
     "logger.",
@@ -29,6 +37,7 @@ MAY_DIFFER = (
     "data.verify",
     "parallel.timeout_seconds",
 )
+HORIZON = "optimizer.schedule_steps"
 _GROUPS = ("model", "size", "loss", "data", "optimizer", "parallel")
 _SHORT = {
     "trainer.batch_size": "b",
@@ -36,6 +45,7 @@ _SHORT = {
     "trainer.accumulation_steps": "a",
     "sequences_per_step": "b",
     "trainer.precision": "",
+    HORIZON: "steps",
     "optimizer.lr": "lr",
     "size.vocab_size": "v",
     "size.num_layers": "l",
@@ -45,19 +55,32 @@ _MAX_LENGTH = 80
 
 
 def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
-    """Every key that is part of a run's identity, with its value.
+    """Every key that is part of a run's identity, with its value; the schedule's end as the step that it comes to.
 
     A distributed run is one by the sequences of its steps, however they are cut over ranks and micro-steps.
+
+    Raises:
+        ConfigError: the configuration has no end, or its schedule ends before it (:func:`linrnn.config.steps.horizon`).
     """
-    values = _identity(dataclasses.asdict(config))
+    values = {key: value for key, value in _leaves(config) if not _is_operational(key)}
+    values[HORIZON] = horizon(config, world_size)
     if config.parallel.name != "none":
-        rows = values.pop("trainer.batch_size") * values.pop("trainer.accumulation_steps")
-        values["sequences_per_step"] = rows * config.parallel.data_ranks(world_size)
+        del values["trainer.batch_size"], values["trainer.accumulation_steps"]
+        values["sequences_per_step"] = sequences_per_step(config, world_size)
     return values
 
 
-def _identity(nested: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in leaves(nested) if not key.startswith(MAY_DIFFER)}
+def settings(config: Config) -> dict[str, Any]:
+    """Every operational key with its value: what two processes of one run may differ in."""
+    return {key: value for key, value in _leaves(config) if _is_operational(key)}
+
+
+def _leaves(config: Config) -> Iterator[tuple[str, Any]]:
+    return leaves(dataclasses.asdict(config))
+
+
+def _is_operational(key: str) -> bool:
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in OPERATIONAL)
 
 
 def run_name(config: Config, world_size: int = 1) -> str:
@@ -89,7 +112,10 @@ def run_name(config: Config, world_size: int = 1) -> str:
 @functools.cache
 def _defaults(*options: str) -> dict[str, Any]:
     """Every key of the identity with its default, for these options of the groups."""
-    return _identity(cast(dict[str, Any], OmegaConf.to_container(compose_config(options))))
+    values = dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(options)))))
+    if values[HORIZON] is None:
+        values[HORIZON] = values["trainer.max_steps"]
+    return values
 
 
 def _word(value: Any) -> str:

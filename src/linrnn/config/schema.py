@@ -178,6 +178,7 @@ class OptimizerConfig:
     weight_decay: float = at_least(0)
     max_grad_norm: float | None = at_least(0)
     schedule: str = one_of("cosine", "wsd", "constant")
+    schedule_steps: int | None = at_least(1)
     warmup_steps: int | None = at_least(0)
     min_lr_ratio: float = between(0, 1)
     decay_fraction: float = between(0, 1)
@@ -276,6 +277,7 @@ class Config:
     device: str = one_of("auto", "cpu", "cuda")
     memory_budget_gib: float | None = at_least(0)
     init_from: str | None
+    continue_from: str | None
     dry_run: bool
 
 

@@ -55,6 +55,8 @@ class PreparedData:
         vocab_size: every id is below it.
         eos_id: the token that ends a document, None if the tokenizer has none.
         fingerprint: hex; changes with any byte of text, tokenizer or options.
+        token_fingerprint: of what ids stand for: the tokenizer, or the chain of generated text. A model that was
+            trained on other data can read these tokens only where both have the same.
         entropy_floor_nats: the lowest mean loss that any model can reach; None where that is unknown.
         description: one line for humans.
         directory: where it all lies.
@@ -66,6 +68,7 @@ class PreparedData:
     vocab_size: int
     eos_id: int | None
     fingerprint: str
+    token_fingerprint: str
     entropy_floor_nats: float | None
     description: str
     directory: Path
@@ -150,6 +153,7 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         fingerprint=meta["fingerprint"],
+        token_fingerprint=tokenizer.hash,
         entropy_floor_nats=None,
         description=f"{source.description}: {_sizes(train, valid)}; tokenizer {tokenizer.name}, {ends}",
         directory=directory,
@@ -183,7 +187,7 @@ def _tokenizer_trained_here(
             with storage_errors(path):
                 write_json(path, json.loads(tokenizer.json))
     tokenizer = load_tokenizer(str(path))
-    tokenizer.name = f"of {tokenizer.vocab_size:,} entries trained on it"
+    tokenizer.name = f"byte-level BPE of {tokenizer.vocab_size:,} entries trained on it"
     return tokenizer
 
 
@@ -236,6 +240,7 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         vocab_size=config.vocab_size,
         eos_id=END,
         fingerprint=meta["fingerprint"],
+        token_fingerprint=_key([recipe["source"], config.vocab_size]),
         entropy_floor_nats=floor,
         description=f"generated text of {config.vocab_size:,} tokens' vocabulary: {_sizes(train, valid)}; "
         f"no model can go below {floor:.4f} nats",

@@ -4,6 +4,15 @@ from linrnn.models.build import build_model
 from linrnn.models.language_model import LanguageModel
 from linrnn.models.pretrained import open_pretrained
 from linrnn.models.support import check_supported, explain_resources
-from linrnn.models.weights import load_weights
+from linrnn.models.weights import find_pretrained, load_weights, pretrained_vocab_size
 
-__all__ = ["LanguageModel", "build_model", "check_supported", "explain_resources", "load_weights", "open_pretrained"]
+__all__ = [
+    "LanguageModel",
+    "build_model",
+    "check_supported",
+    "explain_resources",
+    "find_pretrained",
+    "load_weights",
+    "open_pretrained",
+    "pretrained_vocab_size",
+]

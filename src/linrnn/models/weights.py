@@ -11,9 +11,10 @@ from torch import Tensor
 
 from linrnn.architecture import Architecture
 from linrnn.errors import ConfigError, DataError
-from linrnn.models.fla_models import fla_classes
+from linrnn.models.fla_models import CLASSES, fla_classes
 from linrnn.models.language_model import LanguageModel
 
+FILES = ["config.json", "*.safetensors", "*.index.json", "tokenizer.json", "tokenizer_config.json"]  # of the hub's
 # Settings that change neither a parameter's shape nor what the model computes, or that `_overrides` compares
 # itself.
 NOT_COMPARED = {
@@ -44,6 +45,28 @@ NOT_COMPARED = {
 }
 
 
+def find_pretrained(source: str) -> Path:
+    """The directory of a Hugging Face model: `source` itself, or the local copy of what the hub has under this name.
+
+    Raises:
+        DataError: there is neither.
+    """
+    return Path(source) if Path(source).is_dir() else _download(source)
+
+
+def pretrained_vocab_size(directory: Path, source: str) -> int:
+    """Entries of the vocabulary of the model in `directory`.
+
+    Raises:
+        DataError: its config.json cannot be read.
+        ConfigError: it is none of the architectures here.
+    """
+    settings = _settings(directory, source)
+    if settings.get("model_type") not in CLASSES:
+        raise ConfigError(f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(CLASSES)}")
+    return int(fla_classes(settings["model_type"])[1].from_dict(settings).vocab_size)
+
+
 def load_weights(model: LanguageModel, source: str) -> None:
     """Copy the weights of a Hugging Face model into `model`, in its dtype and on its device.
 
@@ -54,7 +77,7 @@ def load_weights(model: LanguageModel, source: str) -> None:
         DataError: nothing there, no safetensors, or a damaged file.
         ConfigError: another architecture; the remedy names the overrides that give this one.
     """
-    directory = Path(source) if Path(source).is_dir() else _download(source)
+    directory = find_pretrained(source)
     _check_config(directory, source, model.arch, model.hf.config)
     expected = model.hf.state_dict()
     found: set[str] = set()
@@ -85,7 +108,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.index.json"]))
+        return Path(snapshot_download(name, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
@@ -112,13 +135,7 @@ def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
 
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
     """Compare what config.json says with the architecture here."""
-    try:
-        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"init_from={source}: {directory}/config.json cannot be read",
-            "save the model with save_pretrained",
-        ) from error
+    settings = _settings(directory, source)
     if settings.get("model_type") != arch.model:
         raise ConfigError(
             f"init_from={source}: it is a {settings.get('model_type')} and this run has model={arch.model}",
@@ -139,6 +156,17 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
                 f"init_from={source}: it has {name}={there}, and models here have {name}={here}",
                 f"start from a {arch.model} with {name}={here}",
             )
+
+
+def _settings(directory: Path, source: str) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"init_from={source}: {directory}/config.json cannot be read",
+            "save the model with save_pretrained",
+        ) from error
+    return settings
 
 
 def _overrides(theirs: Any, arch: Architecture) -> list[str]:
