@@ -136,7 +136,10 @@ class RunDirectory:
             self._check_identity()
 
     def _check_identity(self) -> None:
-        there, here = json.loads((self.path / IDENTITY).read_text(encoding="utf-8")), json.loads(json.dumps(self._identity))
+        there, here = (
+            json.loads((self.path / IDENTITY).read_text(encoding="utf-8")),
+            json.loads(json.dumps(self._identity)),
+        )
         changed = differences(there, here)
         if there.keys() == here.keys() and len(changed) == 1 and there[HORIZON] != here[HORIZON]:
             raise another_horizon(self.path, there[HORIZON], here[HORIZON])

@@ -160,7 +160,8 @@ def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedDat
     """
     _check_vocabulary(directory, own, data)
     prepared = prepare(data, progress=ConsoleProgress())
-    check_tokens(directory, prepared)
+    if prepared.tokenizer:  # a model may be asked what it makes of text that another chain has generated
+        check_tokens(directory, prepared)
     return prepared
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, to_yaml
+from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
 from linrnn.config.compose import fields_of, nearest
 from linrnn.config.schema import COMMANDS, SCHEMAS, ReadingConfig
 from linrnn.errors import ConfigError
@@ -84,11 +84,36 @@ def test_runs_of_different_identity_have_different_names() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names)
 
 
-def test_what_may_differ_is_no_part_of_the_name() -> None:
+def test_how_a_run_is_watched_and_kept_is_no_part_of_its_name() -> None:
     plain = load_config()
-    other = load_config(["trainer.max_steps=7", "device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never"])
+    changes = ["device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never", "trainer.checkpoint_every=5"]
+    changes += ["trainer.valid_every=5", "trainer.log_every=5", "trainer.warmup_measurement_steps=9"]
+    changes += ["trainer.keep_checkpoints=9", "trainer.profile_steps=1", "trainer.memory_snapshot=true"]
+    other = load_config(changes)
     assert identity(plain) == identity(other)
     assert run_name(plain) == run_name(other)
+    keys = {change.split("=")[0] for change in changes}
+    assert {key for key, value in settings(plain).items() if settings(other)[key] != value} == keys
+
+
+def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not() -> None:
+    def name(*overrides: str) -> str:
+        return run_name(load_config(overrides))
+
+    assert name() == name("optimizer.schedule_steps=200") == "gla-smoke-cce_kahan-s0"
+    assert name("trainer.max_steps=400") == name("optimizer.schedule_steps=400") == "gla-smoke-cce_kahan-steps400-s0"
+    tokens = ("trainer.max_steps=null", f"trainer.max_tokens={400 * 8 * 128 + 9}")
+    assert name(*tokens) == "gla-smoke-cce_kahan-steps400-s0"
+    assert name("optimizer.schedule=constant", "trainer.max_steps=20").count("steps20") == 1
+    assert len({name(f"trainer.max_steps={steps}") for steps in (20, 60, 100)}) == 3
+
+
+def test_a_run_does_not_go_beyond_its_schedule_unless_that_is_constant() -> None:
+    beyond = ["optimizer.schedule_steps=100", "trainer.max_steps=101"]
+    for schedule in ("cosine", "wsd"):
+        with pytest.raises(ConfigError, match=f"101 steps go beyond optimizer.schedule_steps=100, .* {schedule}"):
+            identity(load_config([*beyond, f"optimizer.schedule={schedule}"]))
+    assert identity(load_config([*beyond, "optimizer.schedule=constant"]))["optimizer.schedule_steps"] == 100
 
 
 def test_long_names_end_in_a_hash_and_stay_distinct() -> None:

@@ -200,7 +200,7 @@ def test_a_kernel_too_large_for_the_gpu_is_unsupported_with_the_chunk_size_to_lo
 
 def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:
     holder = Trainer(load_config(small()))
-    holder.directory.open("")
+    holder.directory.open()
     done = command("train.py", *small())
     assert done.returncode == 2
     assert "another process" in done.stderr

@@ -79,7 +79,11 @@ def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Pat
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(
     small: Small, tmp_path: Path
 ) -> None:
-    same = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")  # of another max_steps
+    same = (
+        "optimizer.schedule=constant",
+        "optimizer.schedule_steps=2000",
+        "optimizer.warmup_steps=0",
+    )  # of another max_steps
     distributed = (*same, "parallel=ddp", "group=ddp")
     log = tmp_path / "stopped"
     ranks = start_ranks(small(*distributed, "trainer.batch_size=1", "trainer.max_steps=2000"), 4, log)

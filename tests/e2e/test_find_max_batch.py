@@ -48,7 +48,8 @@ def test_probes_are_training_runs_and_are_not_made_again(
     assert answer["vocab_size"] == summary["vocab_size"] == 512, "the data's, where the size has none"
 
     environment = run.with_name("environment.json")
-    environment.write_text(json.dumps({**json.loads(environment.read_text()), "cuda": "99"}))
+    [process] = json.loads(environment.read_text())["processes"]
+    environment.write_text(json.dumps({"processes": [{**process, "cuda": "99"}]}))
     with pytest.raises(ConfigError, match="was made with another cuda"):  # an answer is of one origin
         search()
 

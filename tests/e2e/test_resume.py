@@ -1,5 +1,6 @@
 """A killed, interrupted or diverged run loses nothing: resumed equals never broken, bit for bit."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import ROOT, run_script, start
@@ -81,6 +84,12 @@ def test_a_stopped_run_continues_bit_for_bit(
     summary = Trainer(load_config(overrides)).fit()
     assert summary["status"] == "finished"
     assert curve(directory) == curve(unbroken)
+    *earlier, last = processes(directory)
+    assert (last["to_step"], last["ended"] is not None) == (STEPS, True)
+    for process, after in itertools.pairwise((*earlier, last)):
+        assert process["to_step"] == after["from_step"], "every step has one origin"
+        assert (process["ended"] is None) == (number == signal.SIGKILL)
+    assert (earlier[0] if earlier else last)["from_step"] == 0
     old, new = (tensors_of(found(path / "checkpoints")[-1]) for path in (unbroken, directory))
     assert old == new
     reference = json.loads((unbroken / "summary.json").read_text())
@@ -108,15 +117,59 @@ def test_a_run_outlives_the_reader_of_its_output(small: Callable[..., list[str]]
     )
 
 
-def test_a_finished_run_is_not_run_again_but_continues_when_it_may_be_longer(
-    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+def bytes_below(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Trainer(load_config(small())).fit()
-    assert Trainer(load_config(small())).fit() == first
-    assert "already finished" in capsys.readouterr().out
-    longer = Trainer(load_config(small("trainer.max_steps=5")))
-    assert longer.fit()["steps"] == 5
-    assert [step for step, _, _ in curve(longer.directory.path)] == [1, 2, 3, 4, 5]
+    first = Trainer(load_config(small("run_name=run")))
+    summary = first.fit()
+    before = bytes_below(first.directory.path)
+    monkeypatch.setenv("LINRNN_COMMIT", "0" * 40)
+    again = small("run_name=run", "logger.console_every_seconds=7", "data.verify=false")
+    assert Trainer(load_config(again)).fit() == summary
+    assert bytes_below(first.directory.path) == before
+    output = capsys.readouterr().out
+    assert f"{first.directory.path} is finished: 3 steps; nothing was run or written" in output
+    for choice in ("trainer.resume=never", f"continue_from={first.directory.path}", "optimizer.schedule_steps="):
+        assert choice in output
+
+
+def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]]) -> None:
+    run = small("run_name=run", "optimizer.schedule_steps=5")
+    trainer = Trainer(load_config(run))
+    trainer.fit()
+    before = bytes_below(trainer.directory.path)
+    fewer = Trainer(load_config([*run, "trainer.max_steps=2"]))
+    with pytest.raises(ConfigError, match=r"holds a run of 3 steps, and this command stops at 2"):
+        fewer.fit()
+    longer = Trainer(load_config([*run, "trainer.max_steps=5"]))
+    longer.data = replace(longer.data, train=longer.data.valid)
+    longer._build()  # on other data than the checkpoint's
+    with pytest.raises(DataError, match="the checkpoint's data position"):
+        longer.fit()
+    assert bytes_below(trainer.directory.path) == before
+
+
+def test_a_run_goes_on_with_other_operational_keys_and_says_which(small: Callable[..., list[str]]) -> None:
+    first = Trainer(load_config(small("optimizer.schedule_steps=6")))
+    first.fit()
+    keys = ("trainer.checkpoint_every=1", "trainer.valid_every=2", "trainer.warmup_measurement_steps=1")
+    more = small("optimizer.schedule_steps=6", "trainer.max_steps=6", *keys)
+    second = Trainer(load_config(more))
+    assert second.directory.path == first.directory.path
+    second.fit()
+    assert "resuming at step 3" in (second.directory.path / "train.log").read_text()
+    before, after = processes(second.directory.path)
+    assert [(p["from_step"], p["to_step"]) for p in (before, after)] == [(0, 3), (3, 6)]
+    changed = {key for key in after["settings"] if after["settings"][key] != before["settings"][key]}
+    assert changed == {"trainer.max_steps", *(key.split("=")[0] for key in keys)}
+
+
+def processes(directory: Path) -> list[dict[str, Any]]:
+    return json.loads((directory / "environment.json").read_text())["processes"]
 
 
 def test_a_directory_with_another_configuration_is_refused(small: Callable[..., list[str]]) -> None:
@@ -138,7 +191,8 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., l
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = Trainer(load_config(small("trainer.max_steps=4", "trainer.checkpoint_every=2")))
+    plan = ("trainer.checkpoint_every=2", "optimizer.schedule_steps=6")
+    trainer = Trainer(load_config(small(*plan, "trainer.max_steps=4")))
     trainer.fit()
     [newest] = (found(trainer.directory.checkpoints)[-1] / TENSORS).iterdir()
     with newest.open("r+b") as file:
@@ -148,7 +202,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         file.write(bytes([last ^ 1]))
     with pytest.raises(DataError, match="does not match its checksum"):
         Trainer(load_config(small(f"init_from={newest.parent.parent}", "group=other")))
-    resumed = Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2")))
+    resumed = Trainer(load_config(small(*plan, "trainer.max_steps=6")))
     resumed.fit()
     output = capsys.readouterr().out
     assert "does not match its checksum" in output

@@ -165,7 +165,12 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
 
 
 def test_a_run_continues_with_another_number_of_ranks(small: Small, tmp_path: Path) -> None:
-    same = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "size.vocab_size=515")
+    same = (
+        "optimizer.schedule=constant",
+        "optimizer.schedule_steps=4",
+        "optimizer.warmup_steps=0",
+        "size.vocab_size=515",
+    )
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
     first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4, tmp_path)
     files = {

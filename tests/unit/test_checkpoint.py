@@ -34,7 +34,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def progress(number: int) -> checkpoint.Progress:
-    return checkpoint.Progress(number, {"rows": 8 * number}, [3.0, 2.5])
+    return checkpoint.Progress(
+        run="default/run",
+        step=number,
+        tokens=100 * number,
+        data={"rows": 8 * number},
+        recent_losses=[3.0, 2.5],
+        schedule={"schedule": "cosine", "horizon": 200},
+        token_fingerprint="f00d",
+    )
 
 
 def saved(root: Path, *steps: int, keep: int = 9) -> tuple[nn.Module, torch.optim.Optimizer]:

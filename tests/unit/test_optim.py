@@ -20,6 +20,7 @@ CONFIG = OptimizerConfig(
     weight_decay=0.1,
     max_grad_norm=1.0,
     schedule="cosine",
+    schedule_steps=None,
     warmup_steps=2,
     min_lr_ratio=0.1,
     decay_fraction=0.2,

@@ -105,7 +105,7 @@ def test_more_jobs_than_gpus_are_refused_and_cpus_take_any() -> None:
 def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> None:
     point = make_points(1)[0]
     directory = point.run_directory()
-    directory.open("")
+    directory.open()
     finished_elsewhere = {"status": "finished", "steps": 3}
 
     def release() -> None:

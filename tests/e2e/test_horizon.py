@@ -1,0 +1,101 @@
+"""A learning-rate schedule ends where it was planned to end, whether a run is stopped, continued or swept over."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linrnn.checkpoint import found, read_progress
+from linrnn.config import load_config
+from linrnn.errors import ConfigError
+from linrnn.points import foresee
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+COSINE = ("optimizer.warmup_steps=2", "trainer.max_steps=8")
+
+
+def fitted(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    trainer.fit()
+    return trainer
+
+
+def records(directory: Path, key: str) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[key]) for line in lines if key in line]
+
+
+def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small: Small) -> None:
+    whole = fitted(small(*COSINE, "group=whole")).directory.path
+    early = small(*COSINE, "group=stopped", "optimizer.schedule_steps=8")
+    stopped = fitted([*early, "trainer.max_steps=4"])
+    assert stopped.directory.path.name == whole.name, "it is the same run"
+    assert stopped.directory.read_summary()["status"] == "finished"
+    assert read_progress(found(stopped.directory.checkpoints)[-1]).schedule["horizon"] == 8
+    fitted(early)
+    for key in ("train/lr", "train/loss_nats"):
+        assert records(stopped.directory.path, key) == records(whole, key)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small: Small, schedule: str) -> None:
+    run = small("run_name=run", f"optimizer.schedule={schedule}")
+    directory = fitted(run).directory.path
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"schedule ends at step 3, and this command's ends at step 9") as error:
+        Trainer(load_config([*run, "trainer.max_steps=9"]))
+    for choice in ("optimizer.schedule_steps=3", f"continue_from={directory}", "another run_name"):
+        assert choice in error.value.remedy
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+
+
+def test_a_constant_schedule_goes_on_beyond_its_horizon_without_a_jump(small: Small) -> None:
+    constant = small("optimizer.schedule=constant", "optimizer.schedule_steps=3", "optimizer.warmup_steps=1")
+    fitted(constant)
+    longer = fitted([*constant, "trainer.max_steps=6"])
+    rates = records(longer.directory.path, "train/lr")
+    assert [step for step, _ in rates] == [1, 2, 3, 4, 5, 6]
+    assert len({rate for _, rate in rates}) == 1
+
+
+def labels(points: list[Any]) -> list[str]:
+    return [point.label for point in points]
+
+
+def test_a_sweep_over_max_steps_has_a_directory_for_every_point(small: Small) -> None:
+    steps = [f"trainer.max_steps={number}" for number in (20, 60, 100)]
+    points = foresee([small(one) for one in steps])
+    assert labels(points) == steps
+    assert len({point.directory for point in points}) == 3
+    assert labels(foresee([small(steps[0]), small(steps[0], "trainer.accumulation_steps=1")])) == [steps[0]]
+
+
+@pytest.mark.parametrize(
+    ("shared", "varied", "remedy"),
+    [
+        (["optimizer.schedule_steps=100"], "trainer.max_steps", "leave optimizer.schedule_steps=null"),
+        (["run_name=run"], "optimizer.lr", "leave run_name out"),
+        ([], "trainer.log_every", "trainer.log_every is no part of a name"),
+    ],
+)
+def test_points_that_would_share_a_directory_are_refused_by_name(
+    small: Small, shared: list[str], varied: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"the points {varied}=1 and {varied}=2 would share") as error:
+        foresee([small(*shared, f"{varied}={value}") for value in (1, 2)])
+    assert remedy in error.value.remedy
+
+
+def test_a_point_that_stops_before_a_finished_run_of_its_directory_is_refused(small: Small) -> None:
+    long = small("optimizer.schedule_steps=100")
+    fitted(long)
+    [same] = foresee([long])
+    [shorter] = foresee([[*long, "trainer.max_steps=2"]])
+    [longer] = foresee([[*long, "trainer.max_steps=5"]])
+    assert same.is_answered(retry=False)
+    assert not longer.is_answered(retry=False)
+    with pytest.raises(ConfigError, match=r"holds a run of 3 steps, and .* stops at 2"):
+        shorter.is_answered(retry=False)
