@@ -70,7 +70,8 @@ def test_a_sweep_over_max_steps_has_a_directory_for_every_point(small: Small) ->
     points = foresee([small(one) for one in steps])
     assert labels(points) == steps
     assert len({point.directory for point in points}) == 3
-    assert labels(foresee([small(steps[0]), small(steps[0], "trainer.accumulation_steps=1")])) == [steps[0]]
+    repeated = foresee([small(steps[0]), small(steps[0], "trainer.accumulation_steps=1")])
+    assert len(repeated) == 1, "a point that repeats another is run once"
 
 
 @pytest.mark.parametrize(
