@@ -16,7 +16,7 @@ from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
 from linrnn.config.compose import leaves
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
-from linrnn.errors import ConfigError, LinrnnError, UnsupportedError
+from linrnn.errors import ConfigError, DataError, LinrnnError, UnsupportedError
 from linrnn.metrics import read_jsonl
 from linrnn.run_directory import SUMMARY, RunDirectory
 from linrnn.summary import status_of, summary_without_figures
@@ -240,8 +240,11 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
 
 
 def _trained(metrics: Path) -> dict[str, int]:
-    """Steps and tokens that a run's last record knows of; nothing where there is none."""
-    records = read_jsonl(metrics) if metrics.exists() else []
+    """Steps and tokens that a run's last record knows of; nothing where there is none, or it is damaged."""
+    try:
+        records = read_jsonl(metrics)
+    except DataError:
+        return {}
     counts = [(record["step"], record["train/tokens"]) for record in records if record.get("train/tokens") is not None]
     return dict(zip(("steps", "tokens"), counts[-1], strict=True)) if counts else {}
 

@@ -46,17 +46,13 @@ class RunDirectory:
         self._check()
 
     def open(self) -> None:
-        """Make the directory this process's own until :meth:`close`; one to run again (`never`) is moved aside.
+        """Make the directory this process's own until :meth:`close`.
 
         Raises:
             ConfigError: another process uses it, or holds another configuration by now.
             StorageError: it cannot be made.
         """
         try:
-            if self._resume == "never" and self.path.exists():
-                self._locked()
-                print(f"moved the existing run to {_move_aside(self.path)}")
-                os.close(self._lock)
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._locked()
@@ -69,11 +65,20 @@ class RunDirectory:
             raise
 
     def begin(self, config_yaml: str) -> None:
-        """Write whose directory it is; `config_yaml` is for people.
+        """Write whose directory it is; `config_yaml` is for people. A run to be run again (`never`) is moved aside.
 
         Raises:
+            ConfigError: another process has taken the place of the run that was moved.
             StorageError: it cannot be written.
         """
+        if self._resume == "never" and not self._is_new:
+            lock = self._lock
+            try:
+                print(f"moved the existing run to {_move_aside(self.path)}")
+            except OSError as error:
+                raise _not_written(self.path, error) from error
+            self.open()
+            os.close(lock)
         self.write_json(IDENTITY, self._identity)
         self.write_text(CONFIG, config_yaml)
 
@@ -148,6 +153,11 @@ class RunDirectory:
                 f"{self.path} holds a run of another configuration ({'; '.join(changed)})",
                 "choose another run_name or group, or trainer.resume=never to move the old run aside",
             )
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether what an earlier process left counts for nothing."""
+        return self._resume == "never"
 
     @property
     def checkpoints(self) -> Path:

@@ -447,7 +447,7 @@ class Trainer:
 
     def _finished(self) -> dict[str, Any] | None:
         """The summary of a run that has nothing left to do; what can be done with it is printed, nothing is written."""
-        summary = self.directory.read_summary()
+        summary = None if self.directory.begins_anew else self.directory.read_summary()
         if summary is None or summary["status"] != "finished":
             return None
         self._check_not_beyond(summary["steps"])
@@ -462,7 +462,7 @@ class Trainer:
 
         Reads alone: a refusal leaves the directory as it is.
         """
-        if newest := self.ranks.from_first(lambda: checkpoint.newest(self.directory.checkpoints)):
+        if newest := self.ranks.from_first(self._newest_checkpoint):
             progress = checkpoint.read_progress(newest)
             self._check_not_beyond(progress.step)
             self._check_schedule(newest, progress.schedule)
@@ -482,6 +482,9 @@ class Trainer:
                 f"of {self.plan.total_steps} steps; the data {data}"
             )
         return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None
+
+    def _newest_checkpoint(self) -> Path | None:
+        return None if self.directory.begins_anew else checkpoint.newest(self.directory.checkpoints)
 
     def _check_not_beyond(self, step: int) -> None:
         """Raises ConfigError: the run has gone further than this command asks for."""

@@ -181,9 +181,14 @@ def test_a_directory_with_another_configuration_is_refused(small: Callable[..., 
 def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., list[str]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         Trainer(load_config(small("trainer.resume=must")))
-    Trainer(load_config(small())).fit()
+    first = Trainer(load_config(small()))
+    summary = first.fit()
+    refused = Trainer(load_config(small("trainer.resume=never", "continue_from=nowhere", f"run_name={first.name}")))
+    with pytest.raises(ConfigError, match="nowhere"):
+        refused.fit()
+    assert first.directory.read_summary() == summary, "a refused process moves nothing"
     again = Trainer(load_config(small("trainer.resume=never")))
-    again.fit()
+    assert again.fit()["steps"] == 3
     aside = again.directory.path.with_name(again.directory.path.name + ".1")
     assert json.loads((aside / "summary.json").read_text())["status"] == "finished"
 
