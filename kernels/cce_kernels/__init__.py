@@ -3,13 +3,14 @@ CPUs."""
 
 from .linear_cross_entropy import PRESETS, linear_cross_entropy
 from .options import WorkspaceTooSmall
-from .patch import patch, unpatch
+from .patch import is_patched, patch, unpatch
 from .reference import reference_linear_cross_entropy
 from .vocab_parallel import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 
 __all__ = [
     "PRESETS",
     "WorkspaceTooSmall",
+    "is_patched",
     "linear_cross_entropy",
     "patch",
     "reference_linear_cross_entropy",

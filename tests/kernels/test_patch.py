@@ -1,103 +1,27 @@
 """`patch`: models of transformers and FLA with our loss give the loss and the gradients that they gave before."""
 
 import copy
+import functools
 import importlib
 import inspect
+import io
+import json
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+import types
+import warnings
 
 import cce_kernels
 import pytest
 import torch
 import torch.distributed.tensor.parallel
 import transformers
-from torch import Tensor, nn
-
-from linrnn import cpu_ops
-from linrnn.models.attention import install_sdpa
+from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, same_step, step
+from torch import nn
+from torch.nn.utils import prune
 
 patching = importlib.import_module("cce_kernels.patch")  # the package's attribute of that name is the function
-VOCAB = 96
-DENSE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL = {
-    **DENSE,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXTRA = {
-    "Gemma": {"head_dim": 8},
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 0.5},
-    "Gemma3": {"head_dim": 8, "final_logit_softcapping": 0.5},
-    "Glm4": {"head_dim": 8},
-    "Cohere": {"logit_scale": 3.0},
-    "Cohere2": {"logit_scale": 3.0},
-    "Granite": {"logits_scaling": 0.2},
-    "Qwen3": {"head_dim": 8},
-}
-MIXERS = {
-    "GLA": {"num_heads": 2},
-    "GatedDeltaNet": {"num_heads": 2, "head_dim": 16},
-    "KDA": {"num_heads": 2, "head_dim": 16},
-    "Transformer": {"num_heads": 4},
-}
-
-
-def build_hf(name: str, **options: Any) -> Any:
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **EXTRA.get(name, {}), **options})
-    return initialised(lambda: getattr(transformers, f"{name}ForCausalLM")(config))
-
-
-def build_fla(name: str, **options: Any) -> Any:
-    cpu_ops.install()
-    install_sdpa()
-    models = importlib.import_module("fla.models")
-    shared = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": VOCAB}
-    # FLA's own fused losses are Triton kernels.
-    config = getattr(models, f"{name}Config")(**{**shared, "fuse_cross_entropy": False, **MIXERS[name], **options})
-    return initialised(lambda: getattr(models, f"{name}ForCausalLM")(config))
-
-
-def initialised(build: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = build().eval()
-        for parameter in model.parameters():  # logits large enough for a softcap or a scale to show
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def batch(length: int = 20) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[0, :7] = -100
-    labels[1, -1] = -100
-    return ids, labels
-
-
-def step(model: Any, *args: Any, **call: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """Loss, gradients and output of one call."""
-    model.zero_grad()
-    output = model(*args, **call)
-    output.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return output.loss.detach(), gradients, output
-
-
-def same_step(model: Any, *args: Any, options: dict[str, Any] | None = None, **call: Any) -> None:
-    """The patched copy of a model gives the model's own loss and gradients, and no logits."""
-    want_loss, want, _ = step(model, *args, **call)
-    loss, gradients, output = step(cce_kernels.patch(copy.deepcopy(model), **(options or {})), *args, **call)
-    assert torch.isfinite(want_loss)
-    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients, want, rtol=1e-5, atol=1e-5)
-    assert "logits" not in output
-    assert getattr(output, "logits", None) is None
 
 
 # ------------------------------------------------------------------------------------------ the same as before
@@ -214,7 +138,7 @@ def test_unpatch_gives_the_class_its_forward_back():
     got = model(ids, labels=labels)
     assert torch.equal(got.logits, want.logits)
     assert torch.equal(got.loss, want.loss)
-    with pytest.raises(ValueError, match="not the one"):
+    with pytest.raises(ValueError, match="has not patched"):
         cce_kernels.unpatch(model)
 
 
@@ -237,6 +161,194 @@ def test_compiles_in_one_graph():
     loss.backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_shift_labels_and_ignore_index_of_fla():
+    ids, labels = batch()
+    model = build_fla("GLA")  # whose forward passes over both
+    same_step(model, input_ids=ids, labels=ids, ignore_index=int(ids[0, 5]), shift_labels=labels.roll(-2, 1))
+
+
+@pytest.mark.parametrize("build", [lambda: build_hf("Llama"), lambda: build_fla("GLA")])
+def test_a_batch_of_ignored_labels_alone(build):
+    ids, _ = batch()
+    model, call = build(), {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    want, got = step(copy.deepcopy(model), **call), step(cce_kernels.patch(model), **call)
+    assert want[0].isnan()
+    assert_same(got, want)
+
+
+def test_a_compiled_model_sees_what_is_done_to_it_later():
+    ids, labels = batch()
+    model = cce_kernels.patch(build_hf("Llama"))
+    compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=ids, labels=labels, use_cache=False)
+    prune.l1_unstructured(model.lm_head, "weight", amount=0.5)
+    with pytest.raises(Exception, match="forward or backward hooks"):
+        compiled(input_ids=ids, labels=labels, use_cache=False)
+    prune.remove(model.lm_head, "weight")
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    with pytest.raises(Exception, match="loss_function, criterion"):
+        compiled(input_ids=ids, labels=labels, use_cache=False)
+
+
+# ------------------------------------------------------------------------------------------ a patch lasts
+def saved(model):
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model)), saved])
+@pytest.mark.parametrize("build", [lambda: build_hf("Granite"), lambda: build_fla("GLA")])
+def test_copies_and_pickles_are_patched(copied, build):
+    ids, labels = batch()
+    model = build()
+    want = step(copy.deepcopy(model), input_ids=ids, labels=labels)
+    twin = copied(cce_kernels.patch(model, label_smoothing=0.0))
+    assert cce_kernels.is_patched(twin)
+    got = step(twin, input_ids=ids, labels=labels)
+    assert_same(got, want)
+    assert "logits" not in got[2]
+    with pytest.raises(ValueError, match="patched already"):
+        cce_kernels.patch(twin)
+    assert "logits" in cce_kernels.unpatch(twin)(ids, labels=labels)
+    assert cce_kernels.is_patched(cce_kernels.patch(twin))
+    assert cce_kernels.is_patched(model)
+
+
+def test_another_process_loads_a_patched_model(tmp_path):
+    ids, labels = batch()
+    model = cce_kernels.patch(build_hf("Llama"), label_smoothing=0.2)
+    want = model(ids, labels=labels).loss
+    torch.save((model, ids, labels), tmp_path / "model.pt")
+    code = (
+        f"import torch; model, ids, labels = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "import cce_kernels; print(cce_kernels.is_patched(model), model(ids, labels=labels).loss.item())"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert lines[0] == "True"
+    assert float(lines[1]) == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_what_transformers_reads_of_a_class_stays(tmp_path):
+    model = build_hf("Llama")
+    kind, text = type(model), repr(model)
+    cce_kernels.patch(model).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert isinstance(model, kind)
+    assert repr(model) == text
+    assert inspect.signature(model.forward) == inspect.signature(kind(model.config).forward)
+    model.set_attn_implementation("eager")  # reads the source of the class's module
+    loaded = kind.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_new_model_of_a_patched_class_is_not_patched():
+    ids, labels = batch()
+    model = cce_kernels.patch(build_hf("Llama"))
+    other = type(model)(model.config)
+    assert not cce_kernels.is_patched(other)
+    assert "logits" in other(ids, labels=labels)
+    assert "logits" not in cce_kernels.patch(other)(ids, labels=labels)
+
+
+def as_accelerate_prepares(model):
+    """Accelerator.prepare_model with mixed_precision="bf16" (accelerate 1.15)."""
+    model._original_forward = model.forward
+    autocast = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+
+    def forward(*args, **kwargs):
+        return autocast(*args, **kwargs)
+
+    forward.__wrapped__ = autocast
+    model.forward = types.MethodType(as_of("accelerate.utils.operations", forward), model)
+    return model
+
+
+def as_accelerate_unwraps(model):
+    """Accelerator.unwrap_model with keep_fp32_wrapper=False: takes off all that has __wrapped__."""
+    forward, original = model.forward, model.__dict__.pop("_original_forward")
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+        if forward == original:
+            break
+    model.forward = types.MethodType(forward, model)
+
+
+def as_of(module, function):
+    """The function as one that `module` defines."""
+    there = types.FunctionType(function.__code__, {"__name__": module}, closure=function.__closure__)
+    there.__dict__.update(function.__dict__)
+    return there
+
+
+def test_mixed_precision_of_accelerate():
+    ids, labels = batch()
+    call = {"input_ids": ids, "labels": labels}
+    model = build_hf("Granite")
+    own = as_accelerate_prepares(copy.deepcopy(model))
+    want = step(own, **call)
+    model = as_accelerate_prepares(cce_kernels.patch(model))
+    for twin in (model, copy.deepcopy(model)):
+        assert cce_kernels.is_patched(twin)
+        got = step(twin, **call)
+        assert "logits" not in got[2]
+        torch.testing.assert_close(got[0], want[0], rtol=1e-3, atol=1e-3)
+    assert cce_kernels.is_patched(pickle.loads(pickle.dumps(model)))
+    cce_kernels.unpatch(model)
+    undone = step(model, **call)  # under accelerate's wrapper still
+    assert torch.equal(undone[0], want[0])
+    assert undone[2].logits.dtype == torch.bfloat16
+    cce_kernels.patch(model)
+    assert torch.equal(step(model, **call)[0], got[0])
+    as_accelerate_unwraps(model)
+    assert cce_kernels.is_patched(model)
+    assert "logits" not in model(**call)
+    with pytest.raises(ValueError, match=r"replaced already, by accelerate.utils.operations.*patch first"):
+        cce_kernels.patch(own)
+    assert torch.equal(step(own, **call)[0], want[0])
+
+
+@pytest.mark.parametrize("wrapped", ["TRL's", "accelerate's over TRL's"])
+def test_a_forward_over_patchs_is_told(wrapped):
+    ids, labels = batch()
+    model = cce_kernels.patch(build_hf("Llama"))
+
+    @functools.wraps(type(model).forward)  # as TRL's add_fused_lm_head, which calls the decoder
+    def fused(self, *args, **call):
+        return self.model(*args, **call)
+
+    with pytest.warns(UserWarning, match=r"fused replaces the forward of a model patched by cce_kernels"):
+        model.forward = types.MethodType(fused, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        if wrapped == "accelerate's over TRL's":
+            as_accelerate_prepares(model)
+    assert not cce_kernels.is_patched(model)
+    cce_kernels.unpatch(model)
+    with pytest.raises(ValueError, match="forward is replaced already"):
+        cce_kernels.patch(model)
+    assert not cce_kernels.is_patched(model)
+    del model.forward
+    assert "logits" not in cce_kernels.patch(model)(ids, labels=labels)
+
+
+def test_a_sharded_patched_model_is_patched_and_not_unpatched():
+    model = cce_kernels.patch(build_hf("Llama"))
+    model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {})  # as FSDP2's fully_shard
+    assert cce_kernels.is_patched(model)
+    with pytest.raises(ValueError, match="unpatch first"):
+        cce_kernels.unpatch(model)
+    with pytest.raises(ValueError, match="patched already"):
+        cce_kernels.patch(model)
+
+
+def test_is_patched_of_anything():
+    assert not cce_kernels.is_patched(build_hf("Llama"))
+    assert not cce_kernels.is_patched(nn.Linear(2, 2))
+    assert not cce_kernels.is_patched(None)
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -284,7 +396,7 @@ def test_wrong_options_fail_when_patching(options, message):
     model = build_hf("Llama")
     with pytest.raises(ValueError, match=message):
         cce_kernels.patch(model, **options)
-    assert "forward" not in vars(model)
+    assert not cce_kernels.is_patched(model)
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -336,31 +448,8 @@ def test_other_models_are_refused_by_name():
 
 def test_patching_twice_is_refused():
     model = cce_kernels.patch(build_hf("Llama"))
-    with pytest.raises(ValueError, match=r"replaced already.*unpatch"):
+    with pytest.raises(ValueError, match=r"patched already.*unpatch"):
         cce_kernels.patch(model, preset="cce_filter")
-
-
-def test_losses_of_the_users_own_are_refused():
-    llama, gla = build_hf("Llama"), build_fla("GLA")
-    llama.loss_function = lambda logits, labels, **_: logits.sum()
-    gla.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    for model in (llama, gla, build_fla("GLA", use_l2warp=True)):
-        with pytest.raises(ValueError, match="of its own, which patch"):
-            cce_kernels.patch(model)
-
-
-def test_heads_that_are_more_than_a_weight_are_refused_also_later():
-    class Adapted(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    ids, labels = batch()
-    model = cce_kernels.patch(build_hf("Llama"))
-    model.set_output_embeddings(Adapted(32, VOCAB, bias=False))
-    with pytest.raises(ValueError, match="Adapted"):
-        model(ids, labels=labels)
-    with pytest.raises(ValueError, match="Adapted"):
-        cce_kernels.patch(cce_kernels.unpatch(model))
 
 
 def test_a_sharded_head_is_refused():

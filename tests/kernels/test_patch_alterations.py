@@ -1,0 +1,234 @@
+"""`patch` and what users and libraries do to a model: a patched model gives the loss and the gradients of the unpatched
+one, or refuses in one line. A new alteration belongs into ALTERATIONS.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cce_kernels
+import pytest
+import torch
+import transformers
+from patch_models import assert_same, batch, build_fla, build_hf, step
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+HOOKS = "head has forward or backward hooks"
+LOSS = "loss_function, criterion or use_l2warp of its own"
+NOT_LINEAR = "its head is a .*, not a torch.nn.Linear"
+REPLACED = "the forward of its head was replaced by"
+EQUAL = None  # in place of an error's words
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def new_head(kind: type = nn.Linear, bias: bool = True) -> Callable[[Any], None]:
+    """A head of another kind with the model's weight; of one with a bias, a large one."""
+
+    def alter(model: Any) -> None:
+        old, head = model.lm_head, kind(model.lm_head.in_features, model.lm_head.out_features, bias=bias)
+        head.weight = old.weight
+        if bias:
+            head.bias.data = torch.linspace(-3, 3, old.out_features)
+        model.lm_head = head
+
+    return alter
+
+
+def sets(path: str, value: Any) -> Callable[[Any], None]:
+    def alter(model: Any) -> None:
+        *places, name = path.split(".")
+        setattr(functools.reduce(getattr, places, model), name, value)
+
+    return alter
+
+
+def double(_: Any, __: Any, output: Any) -> Any:
+    return 2 * output
+
+
+def on_head(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], None]:
+    return lambda model: function(model.lm_head, *args, **options)
+
+
+def head_method(name: str, *args: Any) -> Callable[[Any], None]:
+    return lambda model: getattr(model.lm_head, name)(*args)
+
+
+def replaced_forward(model: Any) -> None:
+    head = model.lm_head
+    head.forward = lambda x: 2 * nn.functional.linear(x, head.weight)
+
+
+def normed(model: Any) -> None:
+    """Legacy spectral_norm computes its weight anew in training mode only."""
+    spectral_norm(model.lm_head)
+    model.train()
+
+
+def pruned_for_good(model: Any) -> None:
+    prune.l1_unstructured(model.lm_head, "weight", amount=0.5)
+    prune.remove(model.lm_head, "weight")
+
+
+def wrapped_loss(model: Any) -> None:
+    original = model.loss_function
+    model.loss_function = functools.wraps(original)(lambda *args, **call: 2 * original(*args, **call))
+
+
+def partial_loss(model: Any) -> None:
+    model.loss_function = functools.partial(model.loss_function, num_items_in_batch=7)
+
+
+def class_forward(_: Any) -> None:
+    """A wrapper that says that it is the class's own."""
+    kind = transformers.LlamaForCausalLM
+    original = kind.forward
+
+    @functools.wraps(original)
+    def forward(self, *args, **call):
+        output = original(self, *args, **call)
+        output.loss = 2 * output.loss
+        return output
+
+    kind.forward = forward
+
+
+def every_linear(_: Any) -> None:
+    nn.Linear.forward = lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+def every_module(_: Any) -> None:
+    nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: 2 * out if isinstance(module, nn.Linear) else None
+    )
+
+
+def learned_scale(model: Any) -> None:
+    del model.logit_scale
+    model.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+
+def own_logits(model: Any) -> None:
+    def double(hidden_states, *args, **call):
+        return type(model)._compute_logits_and_loss(model, 2 * hidden_states, *args, **call)
+
+    model._compute_logits_and_loss = double
+
+
+def llama(**options: Any) -> Any:
+    return build_hf("Llama", **options)
+
+
+def gla() -> Any:
+    return build_fla("GLA")
+
+
+def model_of(name: str) -> Callable[[], Any]:
+    return lambda: build_hf(name)
+
+
+# name: the model, what is done to it, the words it is refused with or EQUAL.
+ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None]] = {
+    # the head's parts
+    **{
+        f"bias, {name}": (model_of(name), new_head(), EQUAL)
+        for name in ("Llama", "Gemma2", "Cohere", "Cohere2", "Granite")
+    },
+    "bias, FLA": (gla, new_head(), EQUAL),
+    "weight set": (llama, lambda model: model.lm_head.weight.data.mul_(2), EQUAL),
+    "weight replaced": (
+        llama,
+        sets("lm_head.weight", nn.Parameter(torch.linspace(-1, 1, 96 * 32).view(96, 32))),
+        EQUAL,
+    ),
+    "weight's own hook": (llama, lambda model: model.lm_head.weight.register_hook(lambda grad: 3 * grad), EQUAL),
+    "head frozen": (llama, lambda model: model.lm_head.requires_grad_(False), EQUAL),
+    "pruned for good": (llama, pruned_for_good, EQUAL),
+    # between the decoder and the logits
+    "decoder's hook": (llama, lambda m: m.model.norm.register_forward_hook(double), EQUAL),
+    "softcap set": (model_of("Gemma2"), sets("config.final_logit_softcapping", 2.0), EQUAL),
+    "softcap off": (model_of("Gemma3"), sets("config.final_logit_softcapping", None), EQUAL),
+    "scale set": (model_of("Cohere"), sets("logit_scale", 0.5), EQUAL),
+    "scaling set": (model_of("Granite"), sets("config.logits_scaling", 3.0), EQUAL),
+    "scale learned": (model_of("Cohere"), learned_scale, "logit_scale: must be a number"),
+    # the head itself
+    "forward hook": (llama, head_method("register_forward_hook", double), HOOKS),
+    "forward hook, FLA": (gla, head_method("register_forward_hook", double), HOOKS),
+    "forward pre-hook": (llama, head_method("register_forward_pre_hook", lambda _, x: (2 * x[0],)), HOOKS),
+    "backward hook": (llama, head_method("register_full_backward_hook", lambda _, dx, __: (2 * dx[0],)), HOOKS),
+    "backward pre-hook": (llama, head_method("register_full_backward_pre_hook", lambda _, dy: (2 * dy[0],)), HOOKS),
+    "hooks of every module": (llama, every_module, HOOKS),
+    "replaced forward": (llama, replaced_forward, REPLACED),
+    "replaced forward of nn.Linear": (llama, every_linear, REPLACED),
+    "subclass": (llama, new_head(Adapted), NOT_LINEAR),
+    "sequence": (llama, lambda m: sets("lm_head", nn.Sequential(m.lm_head, nn.Softplus()))(m), NOT_LINEAR),
+    "compiled": (llama, lambda m: sets("lm_head", torch.compile(m.lm_head, backend="eager"))(m), NOT_LINEAR),
+    "spectral_norm": (llama, normed, HOOKS),
+    "weight_norm": (llama, lambda m: (weight_norm(m.lm_head), m.lm_head.weight_g.data.mul_(2)), HOOKS),
+    "parametrized spectral_norm": (llama, on_head(parametrizations.spectral_norm), NOT_LINEAR),
+    "parametrized weight_norm": (llama, on_head(parametrizations.weight_norm), NOT_LINEAR),
+    "pruned": (llama, on_head(prune.l1_unstructured, "weight", amount=0.5), HOOKS),
+    # the loss
+    "loss_function": (llama, sets("loss_function", lambda logits, labels, **_: logits.square().mean()), LOSS),
+    "loss_function, wrapped": (llama, wrapped_loss, LOSS),
+    "loss_function, partial": (llama, partial_loss, LOSS),
+    "loss_type": (llama, sets("loss_type", "ForMaskedLM"), LOSS),
+    "criterion": (gla, sets("criterion", nn.CrossEntropyLoss(label_smoothing=0.3)), LOSS),
+    "use_l2warp": (gla, sets("config.use_l2warp", True), LOSS),
+    "FLA's loss": (gla, own_logits, LOSS),
+    "the class's forward": (llama, class_forward, r"LlamaForCausalLM.forward was replaced by .*class_forward"),
+}
+
+
+FORWARDS = {kind: kind.forward for kind in (nn.Linear, transformers.LlamaForCausalLM)}
+
+
+@contextmanager
+def classes_restored() -> Iterator[None]:
+    """Undoes what alterations do to classes and to every module."""
+    try:
+        yield
+    finally:
+        for kind, forward in FORWARDS.items():
+            kind.forward = forward
+        nn.modules.module._global_forward_hooks.clear()
+
+
+def altered_step(model: Any, alter: Callable[[Any], Any], call: dict[str, Any]) -> Any:
+    with classes_restored():
+        alter(model)
+        return step(model, **call)
+
+
+def patched_and_altered(model: Any, alter: Callable[[Any], Any], call: dict[str, Any]) -> Any:
+    return altered_step(cce_kernels.patch(model), alter, call)
+
+
+def altered_and_patched(model: Any, alter: Callable[[Any], Any], call: dict[str, Any]) -> Any:
+    with classes_restored():
+        alter(model)
+        return step(cce_kernels.patch(model), **call)
+
+
+@pytest.mark.parametrize("patched_step", [patched_and_altered, altered_and_patched])
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_an_altered_model_is_equal_or_refused(name, patched_step):
+    build, alter, words = ALTERATIONS[name]
+    ids, labels = batch()
+    model, call = build(), {"input_ids": ids, "labels": labels}
+    want = altered_step(copy.deepcopy(model), alter, call)
+    with pytest.raises(AssertionError):  # an alteration that alters nothing would test nothing
+        assert_same(want, step(copy.deepcopy(model), **call))
+    if words is EQUAL:
+        assert_same(patched_step(model, alter, call), want)
+    else:
+        with pytest.raises((ValueError, TypeError), match=words) as error:
+            patched_step(model, alter, call)
+        assert "\n" not in str(error.value)
