@@ -129,12 +129,12 @@ def is_patched(model: Any) -> bool:
 class _Patched:
     """What the class of a patched model has before its model's class; `_patched_class` makes one of both."""
 
-    _cce_kind: type
+    _cce_kind: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles: an instance made by `_rebuild` in place of a class that cannot be imported."""
-        _, _, *state = super().__reduce_ex__(protocol)
-        return (_rebuild, (self._cce_kind,), *state)
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_rebuild, (self._cce_kind,), *reduced[2:])
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Setting a forward that hides patch's warns: patch's own is never called again to say so."""
@@ -148,13 +148,13 @@ class _Patched:
             )
 
 
-def _rebuild(kind: type) -> Any:
+def _rebuild(kind: Any) -> Any:
     patched = _patched_class(kind)
     return patched.__new__(patched)
 
 
 @cache
-def _patched_class(kind: type) -> Any:
+def _patched_class(kind: Any) -> Any:
     """A subclass of kind whose forward has our loss where the model has options, and is kind's where it has none.
 
     Name and module are kind's: transformers writes the one into config.json and reads the source of the other.
@@ -175,7 +175,7 @@ def _patched_class(kind: type) -> Any:
             check_class(kind)
         return output_class(**_loss_and_states(call, logit_options(self), options))
 
-    forward.__signature__ = signature  # Trainer reads it
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # Trainer reads it
     del forward.__wrapped__  # accelerate's unwrap_model takes off whatever has this attribute
     return type(kind.__name__, (_Patched, kind), {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,

@@ -20,7 +20,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in _HOOKS]  # for every module
 
 
-def check_class(kind: type) -> None:
+def check_class(kind: Any) -> None:
     """ValueError if a model class's forward is no longer its package's own, as Liger's kernels replace it."""
     own = (kind.__module__.split(".")[0], "transformers", "torch")
     function: Any = kind.forward
