@@ -31,14 +31,14 @@ class Probe:
         fits: whether all its steps ran within the budget.
         peak_bytes: most memory at once; of a probe that does not fit, what it had when it ran out, or None.
         tokens_per_second: None of a probe that does not fit.
-        foreseen_bytes: the memory model's figure before it ran.
+        foreseen_bytes: the memory model's figure before it ran; None where no formulas know the model or the loss.
     """
 
     batch: int
     fits: bool
     peak_bytes: int | None
     tokens_per_second: float | None
-    foreseen_bytes: int
+    foreseen_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Answer:
     Attributes:
         batch: the largest that was seen to fit; 0 if none was.
         too_large: the smallest that was seen not to fit; None if none was.
-        foreseen: the largest batch that the memory model lets fit, before any probe.
+        foreseen: the largest batch that the memory model lets fit, before any probe; None without a memory model.
         probes: in the order in which they ran.
     """
 
     batch: int
     too_large: int | None
-    foreseen: int
+    foreseen: int | None
     probes: tuple[Probe, ...]
 
     @property
@@ -64,32 +64,38 @@ class Answer:
 
 
 def search(
-    probe: Callable[[int], Probe], memory_model: Callable[[int], float], budget_bytes: float, max_probes: int
+    probe: Callable[[int], Probe], memory_model: Callable[[int], float] | None, budget_bytes: float, max_probes: int
 ) -> Answer:
     """The largest batch for which `probe` fits, in at most `max_probes` probes.
 
     The first probe is the batch that the model foresees. Each further one corrects the model by what was measured:
     scaled to one measured peak, or the line through two. Without a batch that failed the search grows, with one it
-    halves the interval where the corrected model has nothing better to say.
+    halves the interval where the corrected model has nothing better to say. Without a memory model the first probe is
+    one sequence, and what was measured takes its place: memory in proportion to the batch, then the line through two.
 
     Args:
         probe: runs a batch.
-        memory_model: bytes that a batch should need, rising with it.
+        memory_model: bytes that a batch should need, rising with it; None: unknown.
     """
-    foreseen = _largest(memory_model, budget_bytes)
+    foreseen = None if memory_model is None else _largest(memory_model, budget_bytes)
     probes: list[Probe] = []
-    fitting, failing, batch = 0, None, max(foreseen, 1)
+    fitting, failing, batch = 0, None, max(foreseen or 1, 1)
     while len(probes) < max_probes and failing != fitting + 1:
         probes.append(probe(batch))
         if probes[-1].fits:
             fitting = batch
         else:
             failing = batch
-        guess = _largest(_corrected(memory_model, probes), budget_bytes)
+        measured = any(one.fits and one.peak_bytes is not None for one in probes)
+        guess = (
+            0
+            if memory_model is None and not measured
+            else _largest(_corrected(memory_model or float, probes), budget_bytes)
+        )
         if failing is None:
             batch = max(guess, fitting + 1)
         elif fitting == 0:  # nothing measured: back by an eighth, then a quarter, a half …
-            batch = max(failing - max(foreseen >> max(4 - len(probes), 1), 1), 1)
+            batch = max(failing - max((foreseen or 1) >> max(4 - len(probes), 1), 1), 1)
         elif fitting <= guess < failing:
             batch = max(guess, fitting + 1)
         else:
@@ -147,26 +153,28 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
 
     def foreseen(batch: int) -> float:
+        assert model is not None
         step = model[-1] - model[-2]
         return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
 
     def probe(batch: int) -> Probe:
         point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={batch}"]])[0]
-        result = _probe(point, batch, budget, int(foreseen(batch)), environment)
+        result = _probe(point, batch, budget, None if model is None else int(foreseen(batch)), environment)
         say(f"  {_line(result)}")
         return result
 
-    say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {_largest(foreseen, budget)} sequences")
-    answer = search(probe, foreseen, budget, config.max_probes)
+    expected = "unknown, hence measured" if model is None else f"{_largest(foreseen, budget)} sequences"
+    say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {expected}")
+    answer = search(probe, None if model is None else foreseen, budget, config.max_probes)
     for line in report(answer, on_gpu):
         say(line)
     _write(config, overrides, answer, environment, say)
     return answer
 
 
-def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int], dict[str, Any]]:
-    """Whether the runs are on a GPU, the foreseen peak of 1, 2, 3 … sequences until twice the budget, and the
-    environment: all from one process, which takes seconds to come up."""
+def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int] | None, dict[str, Any]]:
+    """Whether the runs are on a GPU, the foreseen peak of 1, 2, 3 … sequences until twice the budget (None: unknown),
+    and the environment: all from one process, which takes seconds to come up."""
     from linrnn.config import load_config
     from linrnn.data import vocabulary_size
     from linrnn.environment import describe_environment
@@ -175,15 +183,18 @@ def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int
     config: Config = load_config(overrides)
     plan = make_training_plan(config)
     arch = plan.architecture(vocabulary_size(config.data))
+    on_gpu = plan.device.type == "cuda"
     table: list[int] = []
     while len(table) < 2 or (table[-1] <= 2 * budget and len(table) < 4096):
         trainer = dataclasses.replace(config.trainer, batch_size=len(table) + 1)
         larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
-        table.append(larger.memory_estimate(arch).peak)
-    return plan.device.type == "cuda", table, describe_environment()
+        if (estimate := larger.memory_estimate(arch)) is None:
+            return on_gpu, None, describe_environment()
+        table.append(estimate.peak)
+    return on_gpu, table, describe_environment()
 
 
-def _probe(point: Point, batch: int, budget: float, foreseen: int, environment: dict[str, Any]) -> Probe:
+def _probe(point: Point, batch: int, budget: float, foreseen: int | None, environment: dict[str, Any]) -> Probe:
     """A training run, or its summary if it was made before, in the same `environment`."""
     if point.refusal is not None:
         raise UnsupportedError(*point.refusal.split("; ", 1))
@@ -215,11 +226,12 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int, environment: 
 
 
 def _line(probe: Probe) -> str:
+    foreseen = "unknown" if probe.foreseen_bytes is None else f"{probe.foreseen_bytes / GIB:.2f}"
     words = [f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}"]
     if probe.fits and probe.peak_bytes is not None:
-        words.append(f"{probe.peak_bytes / GIB:.2f} GiB (foreseen {probe.foreseen_bytes / GIB:.2f})")
+        words.append(f"{probe.peak_bytes / GIB:.2f} GiB (foreseen {foreseen})")
     else:
-        words.append(f"foreseen {probe.foreseen_bytes / GIB:.2f} GiB")
+        words.append(f"foreseen {foreseen} GiB")
     if probe.tokens_per_second:
         words.append(f"{probe.tokens_per_second:,.0f} tokens/s")
     return ", ".join(words)
@@ -229,7 +241,9 @@ def report(answer: Answer, on_gpu: bool) -> list[str]:
     """The answer for people."""
     best = next((probe for probe in answer.probes if probe.batch == answer.batch), None)
     bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
-    lines = [f"largest batch: {answer.batch} sequences{bound}, foreseen {answer.foreseen}, {len(answer.probes)} probes"]
+    foreseen = "unknown" if answer.foreseen is None else answer.foreseen
+    found = f"largest batch: {answer.batch} sequences{bound}"
+    lines = [f"{found}, foreseen {foreseen}, {len(answer.probes)} probes"]
     if best is not None:
         lines.append(f"  {_line(best)}")
     if answer.batch == 0 and answer.exact:

@@ -11,7 +11,7 @@ from torch import Tensor
 from linrnn import accounting
 from linrnn.architecture import Architecture
 from linrnn.environment import describe_environment
-from linrnn.forecast import step_flops
+from linrnn.forecast import kernel_flops
 from linrnn.losses import LossOutput
 from linrnn.parts import PartClock, SavedActivations
 from linrnn.plan import Plan
@@ -33,10 +33,11 @@ class Breakdown:
         environment: versions, hardware, commit.
         memory: component -> {"measured", "formula"}; activations/… are what the graph saves, by the part that saves it.
         time: part -> {"forward", "backward", "recomputed"} seconds, medians; step and optimizer have "total".
-        flops: component -> {"forward", "backward", "recomputed"}.
+        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; null: no formulas.
         traffic: part -> {"forward", "backward"} bytes of HBM by formula.
         proposal: the proposal's memory, FLOPs and traffic for the same dimensions.
-        mfu, hardware_utilisation: share of the device's peak, by the model's FLOPs and by all that it computes.
+        mfu, mfu_6n: see :mod:`linrnn.accounting.flops`.
+        hardware_utilisation: share of the device's peak, by all that its kernels compute.
         peak_flops_per_second: of the device; null where unknown.
     """
 
@@ -44,10 +45,11 @@ class Breakdown:
     environment: dict[str, Any]
     memory: dict[str, dict[str, int | None]]
     time: dict[str, dict[str, float | None]]
-    flops: dict[str, dict[str, int]]
+    flops: dict[str, dict[str, int]] | None
     traffic: dict[str, dict[str, int] | None]
-    proposal: dict[str, dict[str, int]]
+    proposal: dict[str, dict[str, int] | None]
     mfu: float | None
+    mfu_6n: float | None
     hardware_utilisation: float | None
     peak_flops_per_second: float | None
 
@@ -110,7 +112,7 @@ def assemble(
     compute = compute_dtype(plan.precision).itemsize
     n_tokens = trainer.batch_size * trainer.seq_len
     step = median(times, "step")
-    flops = step_flops(plan, arch)
+    flops = kernel_flops(plan, arch)
     device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
     peak = accounting.peak_flops_per_second(device, plan.precision)
     traffic = accounting.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
@@ -129,7 +131,9 @@ def assemble(
             "optimizer": {"total": median(times, "optimizer")},
             "step": {"total": step},
         },
-        flops={
+        flops=None
+        if flops is None
+        else {
             component: {
                 "forward": flops.forward[component],
                 "backward": flops.backward[component],
@@ -147,8 +151,14 @@ def assemble(
             "flops": accounting.proposal_flops(arch, trainer.seq_len),
             "traffic": accounting.proposal_traffic(arch, n_tokens),
         },
-        mfu=flops.model / (step * peak) if step and peak else None,
-        hardware_utilisation=flops.hardware / (step * peak) if step and peak else None,
+        **accounting.mfu(
+            arch,
+            seq_len=trainer.seq_len,
+            tokens_per_second=step and plan.sequences_of_rank * trainer.accumulation_steps * trainer.seq_len / step,
+            device_name=device,
+            precision=plan.precision,
+        ),
+        hardware_utilisation=flops.total / (step * peak) if flops and step and peak else None,
         peak_flops_per_second=peak,
     )
 
@@ -163,25 +173,26 @@ def _memory(
     plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int], compute: int
 ) -> dict[str, dict[str, int | None]]:
     estimate, trainer = plan.memory_estimate(arch), plan.config.trainer
-    formula = estimate.components()
+    formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
     per_layer = accounting.recurrent_state_bytes(arch, trainer.batch_size, trainer.seq_len, compute)
     rows: dict[str, tuple[int | None, int | None]] = {
-        name: (measured.get(name), formula[name]) for name in ("parameters", "gradients", "optimizer", "activations")
+        name: (measured.get(name), formula.get(name))
+        for name in ("parameters", "gradients", "optimizer", "activations")
     }
     residual = saved.get("norms", 0) + saved.get("other", 0)
     rows |= {
-        "activations/workspaces": (None, formula["activations/workspaces"]),
-        "activations/weight_copies": (saved.get("weight_copies", 0), formula["activations/weight_copies"]),
+        "activations/workspaces": (None, formula.get("activations/workspaces")),
+        "activations/weight_copies": (saved.get("weight_copies", 0), formula.get("activations/weight_copies")),
         "activations/embedding": (saved.get("embedding", 0), None),
-        "activations/mixer": (saved.get("mixer", 0), formula["activations/mixer"]),
-        "activations/mlp": (saved.get("mlp", 0), formula["activations/mlp"]),
-        "activations/norms_and_residual": (residual, formula["activations/residual"]),
-        "activations/loss_inputs": (None, formula["activations/loss_inputs"]),
+        "activations/mixer": (saved.get("mixer", 0), formula.get("activations/mixer")),
+        "activations/mlp": (saved.get("mlp", 0), formula.get("activations/mlp")),
+        "activations/norms_and_residual": (residual, formula.get("activations/residual")),
+        "activations/loss_inputs": (None, formula.get("activations/loss_inputs")),
         "recurrent_states/one_layer": (None, per_layer),
         "loss_saved": (saved.get("loss", 0), None),
-        "loss_forward": (measured.get("loss_forward"), formula["loss_forward"]),
-        "loss_backward": (measured.get("loss_backward"), formula["loss_backward"]),
-        "peak": (measured.get("peak"), formula["peak"]),
+        "loss_forward": (measured.get("loss_forward"), formula.get("loss_forward")),
+        "loss_backward": (measured.get("loss_backward"), formula.get("loss_backward")),
+        "peak": (measured.get("peak"), formula.get("peak")),
         "peak/without_loss_layer": (measured.get("without_loss_layer"), None),
     }
     if "resident_peak" in measured:
@@ -251,24 +262,29 @@ def _time_lines(b: Breakdown) -> list[str]:
     return [
         *lines,
         "",
-        f"MFU {_show(b.mfu, '.1%')} (every matrix product of the model), {_show(b.hardware_utilisation, '.1%')} with "
-        "what is computed again. A part's time is the device's between entering and leaving it, gaps included.",
+        f"MFU {_show(b.mfu, '.1%')} (the products that the model's definition needs), {_show(b.mfu_6n, '.1%')} by 6N, "
+        f"{_show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
+        "A part's time is the device's between entering and leaving it, gaps included.",
         "",
     ]
 
 
 def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
-    total_flops = sum(sum(row.values()) for row in b.flops.values())
+    of_parts = b.flops or {}
+    total_flops = sum(sum(row.values()) for row in of_parts.values())
     lines = [
-        "| FLOPs of a step | forward | backward | computed again | share |",
+        "| FLOPs of a step that the kernels compute | forward | backward | computed again | share |",
         "|---|--:|--:|--:|--:|",
     ]
-    for component, flops in b.flops.items():
+    for component, flops in of_parts.items():
         cells = [f"{flops[pass_]:.3e}" for pass_ in PASSES]
         lines.append(f"| {component} | {' | '.join(cells)} | {sum(flops.values()) / total_flops:.1%} |")
+    if b.flops is None:
+        lines.append("| unknown: no formulas for this model or loss | | | | |")
     lines += ["", "| HBM traffic by formula | forward, GB | backward, GB |", "|---|--:|--:|"]
     loss = b.traffic["loss"]
-    cells = [_digits(loss[pass_] / 1e9) if loss else "depends on the data" for pass_ in PASSES[:2]]
+    unknown = "depends on the data" if b.run["loss"] in accounting.FORMULAS_OF_LOSSES else "unknown: no formulas"
+    cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
     return [
         *lines,
         f"| loss | {' | '.join(cells)} |",
@@ -286,6 +302,8 @@ def _digits(value: float) -> str:
 
 def _proposal_lines(b: Breakdown) -> list[str]:
     memory, flops, traffic = b.proposal["memory"], b.proposal["flops"], b.proposal["traffic"]
+    if memory is None or flops is None or traffic is None or b.flops is None:
+        return ["The proposal's own account has no formulas for this model."]
     vocabulary = b.flops["vocabulary"]["forward"] / sum(row["forward"] for row in b.flops.values())
     rows = [
         *(
@@ -312,7 +330,7 @@ def to_json(b: Breakdown) -> dict[str, Any]:
 
 def _rate(b: Breakdown, part: str, seconds: float) -> float | None:
     """FLOP/s of a part, what it computes again included."""
-    if part not in FLOPS_OF or not seconds:
+    if b.flops is None or part not in FLOPS_OF or not seconds:
         return None
     return sum(sum(b.flops[component].values()) for component in FLOPS_OF[part]) / seconds
 

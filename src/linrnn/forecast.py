@@ -15,6 +15,8 @@ from linrnn.profiling import matmul_rate
 from linrnn.runtime import compute_dtype
 from linrnn.summary import duration, memory_lines
 
+UNKNOWN = "unknown: linrnn.accounting has no formulas for this model or loss"
+
 
 def print_forecast(config: Config) -> None:
     """Print parameters, memory by component, FLOPs and time of the run that `config` describes.
@@ -52,11 +54,13 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def _memory(plan: Plan, arch: Architecture) -> list[str]:
-    components = plan.memory_estimate(arch).components()
     heading = "memory of one step, on a GPU" + (
         " (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else ""
     )
-    lines = memory_lines(components)
+    estimate = plan.memory_estimate(arch)
+    if estimate is None:
+        return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {UNKNOWN}"]
+    lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
 
 
@@ -74,20 +78,27 @@ def _communication(plan: Plan, arch: Architecture) -> list[str]:
         loss=plan.config.loss,
         micro_steps=trainer.accumulation_steps,
     )
+    heading = f"sent by each of {plan.world_size} ranks in a step"
+    if sent is None:
+        return ["", f"{heading}: {UNKNOWN}"]
     parts = {"sent": sent.total, **{f"sent/{name}": size for name, size in sent.within.items()}}
     parts |= {f"sent/across, {name}": size for name, size in sent.across.items() if size}
-    return ["", f"sent by each of {plan.world_size} ranks in a step", *memory_lines(parts)]
+    return ["", heading, *memory_lines(parts)]
 
 
 def _time(plan: Plan, arch: Architecture) -> list[str]:
-    flops = step_flops(plan, arch)
+    trainer, computed = plan.config.trainer, kernel_flops(plan, arch)
+    needed = accounting.model_flops(arch, plan.sequences_of_rank * trainer.accumulation_steps, trainer.seq_len)
     lines = [
         "",
-        f"time  {flops.model:.3e} FLOPs of the model per step{' and rank' * (plan.world_size > 1)}, "
-        f"{flops.hardware:.3e} with recomputation",
+        f"FLOPs per step{' and rank' * (plan.world_size > 1)}",
+        f"  by the model's definition (MFU)        {UNKNOWN if needed is None else f'{needed:.3e}'}",
+        f"  that the kernels compute (for the time) {UNKNOWN if computed is None else f'{computed.total:.3e}'}",
     ]
+    if computed is None:
+        return lines
     name, share, rate = _assumed_rate(plan)
-    seconds = accounting.time_estimate(flops.hardware, rate, share)
+    seconds = accounting.time_estimate(computed.total, rate, share)
     if rate is None or seconds is None:
         return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
     basis = (
@@ -100,10 +111,10 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     return [*lines, f"  {each} a step, {total} in all, if {name} reaches {basis}"]
 
 
-def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:
-    """FLOPs of one optimizer step on each rank, all its micro-steps."""
+def kernel_flops(plan: Plan, arch: Architecture) -> accounting.KernelFlops | None:
+    """FLOPs that each rank computes in one optimizer step, all its micro-steps; None: no formulas."""
     trainer = plan.config.trainer
-    return accounting.step_flops(
+    return accounting.kernel_flops(
         arch,
         plan.sequences_of_rank * trainer.accumulation_steps,
         trainer.seq_len,
@@ -114,9 +125,11 @@ def step_flops(plan: Plan, arch: Architecture) -> accounting.StepFlops:
 
 
 def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
-    """Seconds that all steps are foreseen to take; None where the device's peak rate is not known."""
+    """Seconds that all steps are foreseen to take; None where FLOPs or the device's peak rate are not known."""
+    if (flops := kernel_flops(plan, arch)) is None:
+        return None
     _, share, rate = _assumed_rate(plan)
-    seconds = accounting.time_estimate(step_flops(plan, arch).hardware, rate, share)
+    seconds = accounting.time_estimate(flops.total, rate, share)
     return None if seconds is None else seconds * plan.total_steps
 
 

@@ -19,7 +19,8 @@ METRICS: dict[str, str] = {
     "train/epoch": "passes over the training data, fractional",
     "speed/tokens_per_second": "tokens of a step / its time, all ranks",
     "speed/step_ms": "time of an optimizer step, all its micro-steps, milliseconds",
-    "speed/mfu": "the model's matrix-product FLOPs per second / the device's peak, share of 1",
+    "speed/mfu": "FLOPs per second that the model's definition needs / the devices' peak, share of 1",
+    "speed/mfu_6n": "the same by 6 FLOPs per parameter and token, attention without causality; share of 1",
     "memory/peak_gib": "most memory allocated at once since the warm-up (as all of these: of the rank with most), GiB",
     "memory/parameters_gib": "parameters, GiB",
     "memory/gradients_gib": "gradients, GiB",
@@ -51,19 +52,6 @@ def bits_per_byte(nats: float, n_bytes: float) -> float:
     if not n_bytes > 0:
         raise ValueError(f"n_bytes must be positive, got {n_bytes}")
     return nats / (math.log(2) * n_bytes)
-
-
-def mfu(
-    flops_per_step: float, step_seconds: float, peak_flops_per_second: float | None, n_devices: int = 1
-) -> float | None:
-    """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a share of the peak.
-
-    `flops_per_step` counts the model's matrix products on all devices, without recomputation. None where the
-    peak is unknown.
-    """
-    if peak_flops_per_second is None:
-        return None
-    return flops_per_step / (step_seconds * peak_flops_per_second * n_devices)
 
 
 class JsonlWriter:

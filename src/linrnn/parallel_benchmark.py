@@ -105,7 +105,7 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig
     sent = accounting.vocabulary_loss_bytes(loss_config, shape.n, shape.d, shape.v, dtype.itemsize, world)
     return LossRow(
         name, shape.n, shape.d, shape.v, world, ms["together"], ms["alone"], ms["shard"], memory["together"],
-        memory["alone"], sent / MIB, ms["alone"] / (world * ms["together"]), *errors,
+        memory["alone"], sent and sent / MIB, ms["alone"] / (world * ms["together"]), *errors,
     )  # fmt: skip
 
 
@@ -206,15 +206,13 @@ def _measure_mode(
 
     ms = statistics.median(_slowest(ranks, several, device) / config.steps for _ in range(3))
     peak = (torch.cuda.max_memory_allocated(device) - beside) / GIB if device.type == "cuda" else 0.0
-    flops = accounting.model_flops(arch, sequences, config.seq_len)
-    rate = accounting.peak_flops_per_second(_device_name(device), precision)
     sent = accounting.communication(
         arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision,
         loss=run.loss,
     )  # fmt: skip
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
-        tokens / ms * 1e3, None, rate and flops / (ms / 1e3) / rate, ranks.largest(peak)[0] or None, sent.total / GIB,
+        tokens / ms * 1e3, None, ranks.largest(peak)[0] or None, None if sent is None else sent.total / GIB,
         gib_is_own=True,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.errors import DataError
+from linrnn.utilisation import mfu_of_summary
 
 UNITS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # (W − 1) / W of the whole, so many times, a rank sends
 
@@ -51,7 +52,7 @@ class LossRow:
     ms_shard: float
     mib: float | None
     mib_alone: float | None
-    sent_mib: float
+    sent_mib: float | None
     efficiency: float
     error_hidden: float
     error_weight: float
@@ -82,9 +83,8 @@ class StepRow:
     step_ms: float
     tokens_per_second: float
     efficiency: float | None
-    mfu: float | None
     gib: float | None
-    sent_gib: float
+    sent_gib: float | None
     gib_is_own: bool = False
 
     @property
@@ -182,7 +182,7 @@ def markdown(runs: list[Measured]) -> str:
                 (
                     f"{r.tokens} × {r.width} × {r.vocabulary}", r.ranks, f"{r.ms:.2f}", f"{r.ms_alone:.2f}",
                     f"{r.ms_shard:.2f}", f"{r.efficiency:.3f}", _number(r.mib, ".0f"), _number(r.mib_alone, ".0f"),
-                    f"{r.sent_mib:.0f}", f"{r.error_hidden:.1e}", f"{r.error_weight:.1e}", number,
+                    _number(r.sent_mib, ".0f"), f"{r.error_hidden:.1e}", f"{r.error_weight:.1e}", number,
                 )
                 for r, number in losses
             ],
@@ -194,19 +194,26 @@ def markdown(runs: list[Measured]) -> str:
             "`loss=cce_kahan`, AdamW. Efficiency: tokens/s against as many GPUs alone, each with the B of the row "
             "`alone`. GiB with ≥: less what NCCL still held of the gradients of DDP's row before.",
             (
-                "model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "GiB",
-                "GiB sent", "run",
+                "model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "by 6N",
+                "GiB", "GiB sent", "run",
             ),
             [
                 (
                     f"{r.model} {r.size}", r.parallel, r.scaling, r.ranks, r.sequences_of_rank, f"{r.step_ms:.1f}",
-                    f"{r.tokens_per_second:,.0f}", _number(r.efficiency, ".3f"), _number(r.mfu, ".3f"),
-                    r.memory, f"{r.sent_gib:.2f}", number,
+                    f"{r.tokens_per_second:,.0f}", _number(r.efficiency, ".3f"),
+                    *(_number(share, ".3f") for share in _mfu_of_rank(r, runs[0].device).values()),
+                    r.memory, _number(r.sent_gib, ".2f"), number,
                 )
                 for r, number in steps
             ],
         )  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _mfu_of_rank(row: StepRow, device: str) -> dict[str, float | None]:
+    """`mfu` and `mfu_6n` of each rank's GPU."""
+    speed = row.sequences_of_rank * row.seq_len / row.step_ms * 1e3
+    return mfu_of_summary({**vars(row), "device": device, "tokens_per_second": speed, "world_size": 1})
 
 
 def _table(title: str, text: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> list[str]:

@@ -75,10 +75,19 @@ class Plan:
             )
         return resolve(self.config.model, self.config.size, vocab_size)
 
-    def memory_estimate(self, arch: Architecture) -> accounting.MemoryEstimate:
-        """Memory that a step is foreseen to need on each rank."""
-        trainer, parallel = self.config.trainer, self.config.parallel
-        shard_ranks = (parallel.shard_ranks or self.world_size) if isinstance(parallel, FsdpConfig) else 1
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that hold one model between them."""
+        parallel = self.config.parallel
+        return (parallel.shard_ranks or self.world_size) if isinstance(parallel, FsdpConfig) else 1
+
+    def training_state(self, arch: Architecture) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state on each rank."""
+        return accounting.training_state(arch, self.precision, shard_ranks=self.shard_ranks)
+
+    def memory_estimate(self, arch: Architecture) -> accounting.MemoryEstimate | None:
+        """Memory that a step is foreseen to need on each rank; None for a model or a loss without formulas."""
+        trainer, parallel, shard_ranks = self.config.trainer, self.config.parallel, self.shard_ranks
         return accounting.memory_estimate(
             arch,
             batch_size=self.sequences_of_rank,

@@ -136,11 +136,12 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
         device = resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device))
         arch = plan.architecture(vocabulary_size(config.data))
-        memory, steps, seconds = plan.memory_estimate(arch).peak, plan.total_steps, seconds_of_run(plan, arch)
+        estimate, steps, seconds = plan.memory_estimate(arch), plan.total_steps, seconds_of_run(plan, arch)
     except (UnsupportedError, ConfigError):
         if refusal is None:
             raise
         return Point(overrides, config, directory, label, refusal=refusal)
+    memory = None if estimate is None else estimate.peak
     return Point(overrides, config, directory, label, steps, memory, seconds, refusal)
 
 

@@ -14,11 +14,13 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 from linrnn import accounting
 from linrnn.architecture import Architecture, resolve
 from linrnn.config import load_config
 from linrnn.config.schema import Config, FsdpConfig, ParallelConfig, VocabConfig
+from linrnn.errors import DataError
 from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow
 
 GIB, MIB, GB = 2**30, 2**20, 1e9
@@ -73,6 +75,7 @@ class Rates:
 
 
 ASSUMED = Rates()
+Figure = TypeVar("Figure")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,16 @@ def _config(setting: Setting, way: str) -> Config:
     return load_config([f"model={setting.model}", f"size={setting.size}", "loss=cce_kahan", *WAYS[way]])
 
 
+def _known(figure: Figure | None) -> Figure:
+    """Raises DataError: the page cannot be written without it."""
+    if figure is None:
+        raise DataError(
+            "results/scale_out.md foresees a model or a loss that linrnn.accounting has no formulas for",
+            "register its formulas, or take its measurements out of the page",
+        )
+    return figure
+
+
 @lru_cache
 def foresee(
     setting: Setting, way: str, gpus: int, rates: Rates = ASSUMED, precision: str = "bf16_autocast"
@@ -123,30 +136,31 @@ def foresee(
     sequences = math.gcd(of_gpu, MICRO_BATCH)
     micro_steps = of_gpu // sequences
     shard_ranks = (parallel.shard_ranks or gpus) if isinstance(parallel, FsdpConfig) else 1
-    memory = accounting.memory_estimate(
+    memory = _known(accounting.memory_estimate(
         arch, batch_size=sequences, seq_len=SEQ_LEN, precision=precision, loss=config.loss,
         activation_checkpointing="none", accumulation_steps=max(micro_steps, 2 if shard_ranks == 1 else 1),
         shard_ranks=shard_ranks, by_vocabulary=isinstance(parallel, VocabConfig),
-    )  # fmt: skip
-    sent = accounting.communication(
+    ))  # fmt: skip
+    sent = _known(accounting.communication(
         arch, parallel, world_size=gpus, sequences=sequences, seq_len=SEQ_LEN, precision=precision, loss=config.loss,
         micro_steps=micro_steps,
-    )  # fmt: skip
-    flops = accounting.step_flops(arch, of_gpu, SEQ_LEN, config.loss, "none")
-    peak = accounting.peak_flops_per_second(GPU, precision)
-    assert peak is not None
-    compute = flops.hardware / (peak * rates.share(setting.model, setting.size))
+    ))  # fmt: skip
+    flops = _known(accounting.kernel_flops(arch, of_gpu, SEQ_LEN, config.loss, "none"))
+    needed = _known(accounting.model_flops(arch, of_gpu, SEQ_LEN))
+    peak = _known(accounting.peak_flops_per_second(GPU, precision))
+    compute = flops.total / (peak * rates.share(setting.model, setting.size))
     exposed = _exposed(arch, parallel, sent, gpus, shard_ranks, micro_steps, _body(flops) * compute, rates)
     launches = micro_steps * rates.floor(setting.model, setting.size, parallel)
     return Foreseen(
         way, gpus, sequences, micro_steps, memory.peak, sum(sent.within.values()), sum(sent.across.values()), compute,
-        exposed, launches, flops.model / max(compute + exposed, launches) / peak,
+        exposed, launches, needed / max(compute + exposed, launches) / peak,
     )  # fmt: skip
 
 
-def _body(flops: accounting.StepFlops) -> float:
-    """The share of a step's FLOPs that is not the loss layer's."""
-    return 1 - sum(part["vocabulary"] for part in (flops.forward, flops.backward)) / flops.model
+def _body(flops: accounting.KernelFlops) -> float:
+    """The share of a step's FLOPs that is not the loss layer's, without what is computed again."""
+    parts = (flops.forward, flops.backward)
+    return 1 - sum(part["vocabulary"] for part in parts) / sum(sum(part.values()) for part in parts)
 
 
 def _exposed(
@@ -223,10 +237,9 @@ def _latency(rows: list[CollectiveRow]) -> tuple[float, float]:
 
 
 def _share_of_peak(row: StepRow) -> float:
-    peak = accounting.peak_flops_per_second(GPU, row.precision)
-    assert peak is not None
-    flops = accounting.step_flops(_arch(row), row.sequences_of_rank, row.seq_len, _run(row).loss, "none")
-    return flops.hardware / (row.step_ms / 1e3) / peak
+    peak = _known(accounting.peak_flops_per_second(GPU, row.precision))
+    flops = _known(accounting.kernel_flops(_arch(row), row.sequences_of_rank, row.seq_len, _run(row).loss, "none"))
+    return flops.total / (row.step_ms / 1e3) / peak
 
 
 def _run(row: StepRow) -> Config:
@@ -251,12 +264,12 @@ class Compared:
 def step_memory(row: StepRow) -> accounting.MemoryEstimate:
     """A rank's memory in that step. Of DDP with the gradients all the time: they are views of its buckets."""
     config = _run(row)
-    return accounting.memory_estimate(
+    return _known(accounting.memory_estimate(
         _arch(row), batch_size=row.sequences_of_rank, seq_len=row.seq_len, precision=row.precision, loss=config.loss,
         activation_checkpointing="none", accumulation_steps=2 if row.parallel == "ddp" else 1,
         shard_ranks=row.ranks if isinstance(config.parallel, FsdpConfig) else 1,
         by_vocabulary=isinstance(config.parallel, VocabConfig),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def compare(run: Measured, rates: Rates) -> list[Compared]:
@@ -269,12 +282,12 @@ def compare(run: Measured, rates: Rates) -> list[Compared]:
             continue
         arch, config = _arch(row), _run(row)
         compute = one.step_ms / 1e3 * row.sequences_of_rank / one.sequences_of_rank
-        sent = accounting.communication(
+        sent = _known(accounting.communication(
             arch, config.parallel, world_size=row.ranks, sequences=row.sequences_of_rank, seq_len=row.seq_len,
             precision=row.precision, loss=config.loss,
-        )  # fmt: skip
+        ))  # fmt: skip
         shard_ranks = row.ranks if isinstance(config.parallel, FsdpConfig) else 1
-        flops = accounting.step_flops(arch, row.sequences_of_rank, row.seq_len, config.loss, "none")
+        flops = _known(accounting.kernel_flops(arch, row.sequences_of_rank, row.seq_len, config.loss, "none"))
         exposed = _exposed(arch, config.parallel, sent, row.ranks, shard_ranks, 1, _body(flops) * compute, rates)
         found.append(Compared(row, (compute + exposed) * 1e3, exposed * 1e3, step_memory(row).peak / GIB))
     return found
@@ -325,7 +338,9 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
 
 def _sending_ms(row: LossRow, rates: Rates) -> float:
     """Hidden states, numbers and gradients, each a ring."""
-    return (row.sent_mib * MIB / rates.of_ring(row.ranks) + 3 * (rates.call + (row.ranks - 1) * rates.hop)) * 1e3
+    return (
+        _known(row.sent_mib) * MIB / rates.of_ring(row.ranks) + 3 * (rates.call + (row.ranks - 1) * rates.hop)
+    ) * 1e3
 
 
 def _measurements(runs: list[Measured]) -> str:

@@ -38,6 +38,7 @@ MEASURED = (
     "loss_layer_ms",
     "measured_steps",
     "mfu",
+    "mfu_6n",
     "wall_seconds",
     "device",
     "gpu_state",
@@ -166,6 +167,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         "step time": show(summary["step_time_ms_median"], ".1f", " ms (median)")
         + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
         "MFU": show(summary["mfu"], ".1%"),
+        "MFU by 6N": show(summary["mfu_6n"], ".1%"),
         "peak memory": show(
             summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB,
             ".3f",

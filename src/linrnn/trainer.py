@@ -34,7 +34,7 @@ from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.interrupts import StopRequest, say
 from linrnn.loggers import Console, Silence, WandbMirror
 from linrnn.losses import build_loss
-from linrnn.metrics import JsonlWriter, mfu, read_jsonl
+from linrnn.metrics import JsonlWriter, read_jsonl
 from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, make_training_plan
@@ -365,7 +365,7 @@ class Trainer:
                     "speed/step_ms": 1e3 * seconds,
                     "speed/tokens_per_second": self.plan.tokens_per_step / seconds,
                 }
-                metrics["speed/mfu"] = self._mfu(seconds)
+                metrics |= {f"speed/{name}": share for name, share in self._mfu(seconds).items()}
             self._log(record.step, metrics)
 
     def _seconds_of(self, record: StepRecord) -> float | None:
@@ -528,10 +528,16 @@ class Trainer:
                 "the first steps tune GPU kernels: minutes on a machine that has not run this model before"
             )
 
-    def _mfu(self, step_seconds: float) -> float | None:
-        flops = accounting.model_flops(self.architecture, self.plan.sequences_per_step, self.config.trainer.seq_len)
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        return mfu(flops, step_seconds, accounting.peak_flops_per_second(name, self.precision), self.plan.world_size)
+    def _mfu(self, step_seconds: float | None) -> dict[str, float | None]:
+        """`mfu` and `mfu_6n`; null before anything is measured."""
+        return accounting.mfu(
+            self.architecture,
+            seq_len=self.config.trainer.seq_len,
+            tokens_per_second=step_seconds and self.plan.tokens_per_step / step_seconds,
+            device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            precision=self.precision,
+            n_devices=self.plan.world_size,
+        )
 
     def _memory_of_ranks(self) -> dict[str, int]:
         """Bytes by component: of each, those of the rank that has most."""
@@ -554,7 +560,9 @@ class Trainer:
         for line in memory_lines(self.memory.report()):
             self.console.line(line)
         self.console.line("memory that a whole step was foreseen to need:")
-        for line in memory_lines(self.plan.memory_estimate(self.architecture).components()):
+        estimate = self.plan.memory_estimate(self.architecture)
+        foreseen = self.plan.training_state(self.architecture) if estimate is None else estimate.components()
+        for line in memory_lines(foreseen) if estimate else [*memory_lines(foreseen), "  all else: unknown"]:
             self.console.line(line)
         trainer = self.config.trainer
         options = [
@@ -603,7 +611,7 @@ class Trainer:
             "step_time_ms_median": seconds and 1e3 * seconds,
             "loss_layer_ms": of_loss and {name: 1e3 * value for name, value in of_loss.items()},
             "measured_steps": len(self.timer.seconds),
-            "mfu": seconds and self._mfu(seconds),
+            **self._mfu(seconds),
             "wall_seconds": wall_seconds,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "gpu_state": self.gpu_state,

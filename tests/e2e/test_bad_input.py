@@ -239,6 +239,6 @@ def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None
     promised = (
         "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats "
         "valid_loss_nats valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second "
-        "step_time_ms_median loss_layer_ms mfu device"
+        "step_time_ms_median loss_layer_ms mfu mfu_6n device"
     )
     assert set(promised.split()) <= summary.keys()

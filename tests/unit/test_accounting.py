@@ -13,16 +13,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn.accounting import (
     MemoryEstimate,
+    kernel_flops,
     loss_memory,
     memory_estimate,
+    mfu,
     model_flops,
+    model_flops_6n,
     peak_flops_per_second,
-    step_flops,
     time_estimate,
     vocabulary_loss_bytes,
 )
 from linrnn.accounting.cce import cce_scheme
-from linrnn.accounting.flops import forward_flops, projection_shapes
+from linrnn.accounting.flops import forward_flops
+from linrnn.accounting.mixers import FLOPS_OF_MIXERS
 from linrnn.architecture import MODELS, Architecture, resolve
 from linrnn.config import load_config
 from linrnn.config.schema import (
@@ -35,6 +38,7 @@ from linrnn.config.schema import (
     TorchNativeLossConfig,
 )
 from linrnn.models import build_model
+from linrnn.utilisation import mfu_of_summary
 
 GIB, MIB = 2**30, 2**20
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "summaries"
@@ -70,24 +74,64 @@ def test_gla_forward_flops_of_a_tiny_model_by_hand():
     tokens = 256
     # q, k: 64 x 64; v, g: 64 x 128; o: 128 x 64; gate: 64 x 16, 16 x 64
     assert flops["mixer_projections"] == 2 * tokens * 3 * (2 * 4096 + 3 * 8192 + 2 * 1024)
-    # per head and token, chunks of 64: scores 2·64·16, scores x values 2·64·32, state and reading 4·16·32
-    assert flops["mixer_scan"] == tokens * 3 * 4 * (2048 + 4096 + 2048)
+    # per head and token: the state's update 2·16·32, its reading 2·16·32
+    assert flops["mixer_scan"] == tokens * 3 * 4 * (1024 + 1024)
     assert flops["mlp"] == 2 * tokens * 3 * 3 * 64 * 96
     assert flops["vocabulary"] == 2 * tokens * 64 * 500
     assert model_flops(tiny("gla"), 2, 128) == 3 * sum(flops.values())
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda"])
-def test_delta_rule_scan_flops_by_hand(model):
-    flops = forward_flops(tiny(model, chunk_size=32), n_sequences=1, seq_len=128)
-    # C = 32, K = 16, V = 32: 6CK + 4CV + 6KV + C²/3 per head and token
-    assert flops["mixer_scan"] == 128 * 3 * 4 * (6 * 32 * 16 + 4 * 32 * 32 + 6 * 16 * 32 + 341)
+def test_delta_rule_flops_by_hand(model):
+    arch = tiny(model, chunk_size=32)
+    # K = 16, V = 32: what the state holds for the key, its update and its reading, 2KV each
+    assert forward_flops(arch, n_sequences=1, seq_len=128)["mixer_scan"] == 128 * 3 * 4 * 3 * 2 * 16 * 32
+    # C = 32: 6CK + 4CV + 6KV + C²/3 per head and token in the kernel
+    kernel = kernel_flops(arch, 1, 128, STANDARD, "none")
+    assert kernel.forward["mixer_scan"] == 128 * 3 * 4 * (6 * 32 * 16 + 4 * 32 * 32 + 6 * 16 * 32 + 341)
 
 
-def test_causal_attention_is_half_of_the_scores_and_quadratic_in_length():
-    short, long = (forward_flops(tiny("transformer"), 1, length)["mixer_scan"] for length in (128, 256))
-    assert short == 3 * 4 * (128 * 128 // 2) * (2 * 16 + 2 * 16)
-    assert long == 4 * short
+@pytest.mark.parametrize("model", MODELS)
+def test_mfu_does_not_depend_on_how_a_kernel_works(model):
+    """Chunk sizes, losses and activation checkpointing change what the kernels compute, not what the model needs."""
+    small, large = tiny(model, chunk_size=16), tiny(model, chunk_size=64)
+    for count in (model_flops, model_flops_6n):
+        assert count(small, 2, 128) == count(large, 2, 128)
+    computed = {kernel_flops(arch, 2, 128, STANDARD, "none").total for arch in (small, large)}
+    assert len(computed) == (1 if model == "transformer" else 2)
+
+
+def test_causal_attention_counts_the_pairs_of_query_and_key_that_the_definition_needs():
+    pairs = sum(1 for query in range(128) for key in range(128) if key <= query)
+    assert forward_flops(tiny("transformer"), 1, 128)["mixer_scan"] == 3 * 4 * pairs * (2 * 16 + 2 * 16)
+
+
+@pytest.mark.parametrize(("model", "products"), [("gla", 2), ("gated_deltanet", 3), ("kda", 3)])
+def test_6n_counts_a_recurrence_as_torchtitan_does(model, products):
+    """6 FLOPs a parameter and token, and the products of the state's recurrence; an untied table is only read."""
+    per_token = {tied: model_flops_6n(tiny(model, tie_embeddings=tied), 1, 128) / 128 for tied in (True, False)}
+    parameters = tiny(model, tie_embeddings=True).n_parameters  # the table is the head: once
+    assert per_token[True] == per_token[False] == 6 * parameters + 6 * products * 3 * 4 * 16 * 32
+
+
+def test_6n_counts_attention_as_torchtitan_does():
+    parameters = tiny("transformer").n_parameters
+    layers, heads, head_dim, seq_len = 3, 4, 16, 128
+    assert model_flops_6n(tiny("transformer"), 1, seq_len) / seq_len == (
+        6 * parameters + 12 * layers * heads * head_dim * seq_len
+    )
+
+
+def test_mfu_is_the_share_of_all_devices_peak():
+    arch, speed = tiny("gla"), 1e6
+    options = {"seq_len": 128, "device_name": "NVIDIA H200", "precision": "bf16"}
+    one = mfu(arch, tokens_per_second=speed, **options)
+    assert one["mfu"] == pytest.approx(model_flops(arch, 1, 128) / 128 * speed / 989e12)
+    assert one["mfu_6n"] == pytest.approx(model_flops_6n(arch, 1, 128) / 128 * speed / 989e12)
+    assert mfu(arch, tokens_per_second=speed, n_devices=2, **options)["mfu"] == pytest.approx(one["mfu"] / 2)
+    nothing = {"mfu": None, "mfu_6n": None}
+    assert mfu(arch, tokens_per_second=None, **options) == nothing
+    assert mfu(arch, tokens_per_second=speed, **options | {"device_name": "cpu"}) == nothing
 
 
 def test_a_linear_scan_is_linear_in_length():
@@ -103,7 +147,9 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
     linears = {
         name: module for name, module in language_model.blocks[0].attn.named_modules() if isinstance(module, nn.Linear)
     }
-    assert sorted(projection_shapes(arch)) == sorted((m.in_features, m.out_features) for m in linears.values())
+    assert sorted(FLOPS_OF_MIXERS[model].projections(arch)) == sorted(
+        (m.in_features, m.out_features) for m in linears.values()
+    )
 
     with FlopCounterMode(display=False) as counter:
         hidden = language_model(torch.randint(0, 500, (2, 65)))
@@ -125,7 +171,7 @@ def test_the_backward_pass_of_the_projections_is_counted_as_torch_counts_it(mode
     out = mlp(hidden).sum()
     with FlopCounterMode(display=False) as counter:
         out.backward()
-    assert counter.get_total_flops() == step_flops(arch, 2, 65, STANDARD, "none").backward["mlp"]
+    assert counter.get_total_flops() == kernel_flops(arch, 2, 65, STANDARD, "none").backward["mlp"]
 
 
 @pytest.mark.parametrize(
@@ -142,19 +188,17 @@ def test_the_backward_pass_of_the_projections_is_counted_as_torch_counts_it(mode
         (TorchNativeLossConfig("torch_native", "none"), 4),
     ],
 )
-def test_vocabulary_products_of_each_loss_on_the_device_while_mfu_counts_three(loss, products):
-    flops = step_flops(tiny("gla"), 2, 128, loss, "none")
+def test_vocabulary_products_of_each_loss_on_the_device(loss, products):
+    flops = kernel_flops(tiny("gla"), 2, 128, loss, "none")
     parts = (flops.forward, flops.backward, flops.recomputed)
     assert sum(part.get("vocabulary", 0) for part in parts) == products * 2 * 256 * 64 * 500
-    assert flops.model == model_flops(tiny("gla"), 2, 128)
 
 
 def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks():
-    plain, checkpointed = (step_flops(tiny("kda"), 2, 128, STANDARD, mode) for mode in ("none", "full"))
+    plain, checkpointed = (kernel_flops(tiny("kda"), 2, 128, STANDARD, mode) for mode in ("none", "full"))
     forward = plain.forward
     blocks = forward["mixer_projections"] + forward["mixer_scan"] + forward["mlp"]
-    assert checkpointed.hardware - plain.hardware == blocks
-    assert checkpointed.model == plain.model
+    assert checkpointed.total - plain.total == blocks
 
 
 def test_the_vocabulary_is_a_sixth_of_a_1_2b_models_forward_pass():
@@ -307,7 +351,7 @@ def test_nothing_is_left_out_where_nothing_is_rounded_up():
 
 
 def test_formulas_agree_with_every_committed_run():
-    """Peak and loss layer within one per cent; tokens/s and MFU exactly."""
+    """Peak and loss layer within one per cent; tokens/s exactly."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
     for run in committed_runs():
         memory, measured = foreseen(run), run["memory_bytes"]
@@ -321,8 +365,20 @@ def test_formulas_agree_with_every_committed_run():
                 assert getattr(memory, part) == pytest.approx(measured[part], rel=0.01, abs=8 * MIB), (name, part)
         sequences, seconds = run["batch_size"] * run["accumulation_steps"], run["step_time_ms_median"] / 1e3
         assert run["tokens_per_second"] == pytest.approx(sequences * run["seq_len"] / seconds)
-        flops = model_flops(architecture(run), sequences, run["seq_len"])
-        assert run["mfu"] == pytest.approx(flops / seconds / peak_flops_per_second(run["device"], run["precision"]))
+
+
+def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
+    for path in sorted(COMMITTED.glob("*/runs.json")):
+        for run in json.loads(path.read_text())["runs"]:
+            expected, name = mfu_of_summary(run), f"{path.parent.name}/{run['run_name']}"
+            assert (expected["mfu"] is None) == (run["tokens_per_second"] is None), name
+            assert {key: run[key] for key in expected} == pytest.approx(expected), name
+
+
+def test_a_row_whose_parameters_are_of_other_dimensions_has_no_mfu():
+    run = json.loads((COMMITTED / "mve" / "runs.json").read_text())["runs"][0]
+    assert mfu_of_summary(run | {"n_parameters": run["n_parameters"] + 1}) == {"mfu": None, "mfu_6n": None}
+    assert mfu_of_summary(run | {"model": "gone"}) == {"mfu": None, "mfu_6n": None}
 
 
 def test_formulas_agree_with_every_probe_of_a_largest_batch_that_fitted():
@@ -342,7 +398,7 @@ def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds()
     batch_size, seq_len, vocab_size = 8, 1024, 2048
     script = Path(__file__).with_name("step_without_kernels.py")
     sizes = (str(size) for size in (batch_size, seq_len, vocab_size))
-    run = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert {case.partition("/")[0] for case in found} == set(MODELS)
@@ -396,9 +452,9 @@ def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabul
 def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not():
     arch = tiny("gla", hidden_size=256, vocab_size=32000)
     for loss, again in ((KAHAN, 0), (replace(KAHAN, workspace_mib=8), 1)):
-        flops = step_flops(arch, 8, 1024, loss, "none")
+        flops = kernel_flops(arch, 8, 1024, loss, "none")
         assert flops.recomputed.get("vocabulary", 0) == again * flops.forward["vocabulary"]
-    assert step_flops(arch, 8, 1024, KAHAN, "none", compute=4).recomputed["vocabulary"] > 0
+    assert kernel_flops(arch, 8, 1024, KAHAN, "none", compute=4).recomputed["vocabulary"] > 0
 
 
 def test_a_filter_that_may_drop_nothing_is_none():

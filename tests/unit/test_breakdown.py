@@ -1,5 +1,6 @@
 """Memory and time by part against what the tensors add up to; the proposal's account against its own numbers."""
 
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +18,14 @@ from linrnn.accounting import (
     recurrent_state_bytes,
 )
 from linrnn.architecture import resolve
-from linrnn.breakdown import markdown, measure, sum_of_inputs
+from linrnn.breakdown import Breakdown, markdown, measure, sum_of_inputs
 from linrnn.config import load_config
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LigerLossConfig, LossConfig
 from linrnn.parts import PartClock, SavedActivations
 from linrnn.trainer import Trainer
+from linrnn.utilisation import mfu_of_summary
 
+ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
 N, D, V, LAYERS = 160, 128, 512, 2  # of the small run: B = 2, T = 80
 
@@ -203,3 +206,13 @@ def test_what_the_loss_got_is_gone_when_the_blocks_backward_pass_begins(small: S
     first_in_backward.register_hook(lambda _: alive.append([storage() is not None for storage in storages]))
     run.train_step()
     assert alive == [[True, True], [False, False]]
+
+
+def test_the_committed_breakdowns_are_what_their_figures_say() -> None:
+    for path in sorted((ROOT / "results" / "summaries" / "breakdown").glob("*.json")):
+        content = json.loads(path.read_text())
+        run, seconds = content["run"], content["time"]["step"]["total"]
+        tokens = run["batch_size"] * run["accumulation_steps"] * run["seq_len"]
+        expected = mfu_of_summary({**run, "tokens_per_second": tokens / seconds})
+        assert {key: content[key] for key in expected} == pytest.approx(expected)
+        assert path.with_suffix(".md").read_text() == markdown(Breakdown(**content))

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from linrnn.errors import DataError, StorageError
-from linrnn.metrics import METRICS, JsonlWriter, bits_per_byte, mfu, perplexity, read_jsonl
+from linrnn.metrics import METRICS, JsonlWriter, bits_per_byte, perplexity, read_jsonl
 
 
 def write(path, *steps):
@@ -32,12 +32,6 @@ def test_bits_per_byte_of_a_uniform_byte_model_is_eight_whatever_the_tokenizer()
     assert bits_per_byte(4 * math.log(256), 4) == pytest.approx(8)
     with pytest.raises(ValueError, match="n_bytes"):
         bits_per_byte(1.0, 0)
-
-
-def test_mfu_is_the_share_of_all_devices_peak():
-    assert mfu(4e12, 0.5, 16e12) == pytest.approx(0.5)
-    assert mfu(4e12, 0.5, 16e12, n_devices=2) == pytest.approx(0.25)
-    assert mfu(4e12, 0.5, None) is None
 
 
 def test_every_metric_has_a_group_and_names_its_unit_or_meaning():

@@ -38,7 +38,7 @@ def steps(parallel: str, ranks: int, sequences: int, ms: float) -> StepRow:
     scaling = {"none": "alone"}.get(parallel, "weak")
     return StepRow(
         "gla", "1b3", 128256, "bf16_autocast", parallel, scaling, ranks, sequences, 2048, ms,
-        ranks * sequences * 2048 / ms * 1e3, None, None, 60.0, 0.0,
+        ranks * sequences * 2048 / ms * 1e3, None, 60.0, 0.0,
     )  # fmt: skip
 
 

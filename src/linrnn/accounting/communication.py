@@ -19,7 +19,8 @@ from linrnn.config.schema import (
 )
 
 ID = 8  # bytes of a token id or label
-KEEPS_FP32 = ("gated_deltanet", "kda")  # models some of whose parameters FLA's kernels need in fp32
+# Whether FLA's kernels need some of a model's parameters in fp32: FSDP then gathers its blocks in fp32 under autocast.
+KEEPS_FP32 = {"gla": False, "gated_deltanet": True, "kda": True, "transformer": False}
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Communication:
         return sum(self.within.values()) + sum(self.across.values())
 
 
-def gathered_bytes(model: str, precision: str) -> int:
-    """Bytes of an element in which FSDP gathers the blocks' weights."""
-    if precision == "bf16" or (precision == "bf16_autocast" and model not in KEEPS_FP32):
-        return BF16
-    return FP32
+def gathered_bytes(model: str, precision: str) -> int | None:
+    """Bytes of an element in which FSDP gathers the blocks' weights; None where nothing is known of the model."""
+    if precision != "bf16_autocast":
+        return BF16 if precision == "bf16" else FP32
+    return {True: FP32, False: BF16, None: None}[KEEPS_FP32.get(model)]
 
 
 def communication(
@@ -56,8 +57,10 @@ def communication(
     precision: str,
     loss: LossConfig,
     micro_steps: int = 1,
-) -> Communication:
+) -> Communication | None:
     """What each of `world_size` ranks sends in a step of `micro_steps`, of `sequences` of its own each.
+
+    None for a model, or with VocabConfig a loss, that the formulas do not know.
 
     Args:
         loss: counts with VocabConfig alone.
@@ -70,7 +73,8 @@ def communication(
     ranks = parallel.shard_ranks or world_size
     replicas = world_size // ranks
     body, matrix = arch.body_parameters, arch.embedding_parameters
-    gathered = gathered_bytes(arch.model, precision)
+    if (gathered := gathered_bytes(arch.model, precision)) is None:
+        return None
     within = {
         "blocks gathered": 2 * _gathered(gathered * body, ranks),  # forward and backward
         "blocks reduced": _gathered(FP32 * body, ranks),
@@ -84,22 +88,28 @@ def communication(
         tokens = ranks * sequences * seq_len  # of all ranks of the group
         hidden = tokens * arch.hidden_size
         within["embedding"] = _gathered(tokens * ID + 2 * hidden * kept, ranks)  # vectors and their gradients
-        within["loss"] = vocabulary_loss_bytes(loss, tokens, arch.hidden_size, arch.vocab_size, compute, ranks)
+        loss_bytes = vocabulary_loss_bytes(loss, tokens, arch.hidden_size, arch.vocab_size, compute, ranks)
+        if loss_bytes is None:
+            return None
+        within["loss"] = loss_bytes
     else:
         within["embedding"] = _gathered((kept + FP32) * matrix, ranks)
         within["head"] = _gathered((compute + FP32) * matrix, ranks)
     return Communication({name: micro_steps * size for name, size in within.items()}, across)
 
 
-def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int:
+def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
     """Of the vocabulary-parallel loss over `tokens` of all ranks: labels, hidden states of `compute` bytes an element,
     their gradients in fp32, two numbers of every rank for every token.
 
     Where logits are made again, the gradient of every token's loss as well. A filter's statistics are sums over the
     ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with. The unbiased
     rule ranks all entries by their logit from the mean hidden state.
+    None for a loss without formulas.
     """
-    assert isinstance(loss, CceKahanLossConfig)  # as no other can be cut by vocabulary
+    if loss.name not in ("cce_kahan", "cce_filter"):
+        return None
+    assert isinstance(loss, CceKahanLossConfig)
     sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
     shard = -(-vocab // ranks)
     if cce_scheme(loss, tokens, d, shard, compute).rows:

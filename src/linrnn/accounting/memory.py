@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from linrnn.accounting.communication import ID, gathered_bytes
 from linrnn.accounting.layer_memory import layer_memory
-from linrnn.accounting.loss_memory import BF16, FP32, loss_memory
+from linrnn.accounting.loss_memory import BF16, FP32
+from linrnn.accounting.losses import FORMULAS_OF_LOSSES, loss_memory
 from linrnn.architecture import Architecture
 from linrnn.config.schema import LossConfig
 
@@ -92,6 +93,19 @@ class MemoryEstimate:
         }
 
 
+def training_state(
+    arch: Architecture, precision: str, *, shard_ranks: int = 1, optimizer: bool = True
+) -> dict[str, int]:
+    """Bytes of parameters, gradients and AdamW's two moments of each rank: known of every model, whatever its mixer.
+
+    Args:
+        precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
+        shard_ranks: ranks that hold one model between them.
+    """
+    parameters = (BF16 if precision == "bf16" else FP32) * arch.n_parameters // shard_ranks
+    return {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters if optimizer else 0}
+
+
 def memory_estimate(
     arch: Architecture,
     *,
@@ -104,8 +118,10 @@ def memory_estimate(
     optimizer: bool = True,
     shard_ranks: int = 1,
     by_vocabulary: bool = False,
-) -> MemoryEstimate:
+) -> MemoryEstimate | None:
     """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens.
+
+    None for a model or a loss without formulas.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
@@ -126,13 +142,17 @@ def memory_estimate(
     by_vocabulary = by_vocabulary and sharded
     d, layers, tied = arch.hidden_size, arch.num_layers, arch.tie_embeddings
 
-    parameters = kept * arch.n_parameters // shard_ranks
-    state = 2 * parameters if optimizer else 0
+    parameters, _, state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer).values()
     earlier_gradients = parameters if accumulation_steps > 1 else 0
+    layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
     weights = _weights(arch, precision, compute, shard_ranks, by_vocabulary)
+    rows = -(-arch.vocab_size // shard_ranks) if by_vocabulary else arch.vocab_size
+    loss_tokens = shard_ranks * tokens if by_vocabulary else tokens
+    of_loss = loss_memory(loss, loss_tokens, d, rows, compute)
+    if layer is None or weights is None or of_loss is None:
+        return None
     copies = 0 if checkpointed else layers * weights.block
 
-    layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
     block_saves = tokens * (layer.mixer + layer.mlp + 2 * layer.norm)
     block_input = tokens * kept * d  # which its first norm saves
     final_norm = tokens * layer.norm
@@ -158,14 +178,12 @@ def memory_estimate(
         tokens * layer.mixer_backward + mlp_gradients - mlp_copies,
     )
 
-    rows = -(-arch.vocab_size // shard_ranks) if by_vocabulary else arch.vocab_size
-    loss_tokens = shard_ranks * tokens if by_vocabulary else tokens
-    loss_forward, loss_backward = loss_memory(loss, loss_tokens, d, rows, compute)
+    loss_forward, loss_backward = of_loss
     hidden = tokens * d * compute
     loss_inputs = hidden + weights.head
     # Of its inputs, which nobody else holds: the compiled loss lets go of hidden states before it makes their gradient;
     # two losses have the gradients alone by then.
-    loss_backward -= {"compiled": hidden, "liger": loss_inputs, "fla": loss_inputs}.get(loss.name, 0)
+    loss_backward -= {"nothing": 0, "hidden": hidden, "inputs": loss_inputs}[FORMULAS_OF_LOSSES[loss.name].freed]
     if by_vocabulary:  # the gathered hidden states; their gradient in fp32, before it is cut
         gathered_hidden = loss_tokens * d * compute
         loss_forward += gathered_hidden
@@ -216,7 +234,9 @@ class _Weights:
     head: int
 
 
-def _weights(arch: Architecture, precision: str, compute: int, shard_ranks: int, by_vocabulary: bool) -> _Weights:
+def _weights(
+    arch: Architecture, precision: str, compute: int, shard_ranks: int, by_vocabulary: bool
+) -> _Weights | None:
     autocast = precision == "bf16_autocast"
     # Of the MLP's three projections two: the last one's is made again in the backward pass.
     copied = arch.mixer_parameters + 2 * arch.hidden_size * arch.intermediate_size
@@ -225,7 +245,8 @@ def _weights(arch: Architecture, precision: str, compute: int, shard_ranks: int,
     if shard_ranks == 1:
         return _Weights(block, 0, head if autocast else 0)
     # A block gathered while another is computed. Where it is gathered in fp32, autocast's copies stay.
-    dtype = gathered_bytes(arch.model, precision)
+    if (dtype := gathered_bytes(arch.model, precision)) is None:
+        return None
     gathered = 2 * dtype * (arch.mixer_parameters + arch.mlp_parameters)
     if by_vocabulary:
         head = head // shard_ranks if autocast else 0
