@@ -199,12 +199,7 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
     if point.refusal is not None:
         raise UnsupportedError(*point.refusal.split("; ", 1))
     if point.is_answered(retry=False):
-        made_by = read_processes(point.directory / ENVIRONMENT)
-        if differing := sorted({key for process in made_by for key in same_origin(process, environment)}):
-            raise ConfigError(
-                f"the probe of {batch} sequences was made with another {', '.join(differing)} ({point.directory})",
-                "give the search another group, or move the old one away",
-            )
+        _check_origin(point, batch, environment)
         summary = point.summary()
     else:
         process = Process(point, {})
@@ -223,6 +218,21 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
     peak = summary["peak_memory_bytes"]
     fits = summary["status"] == "finished" and peak <= budget
     return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None, foreseen)
+
+
+def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:
+    """Refuse a probe that was made elsewhere, or measured after another warm-up."""
+    warmup = "trainer.warmup_measurement_steps"
+    differing: set[str] = set()
+    for process in read_processes(point.directory / ENVIRONMENT):
+        differing |= set(same_origin(process, environment))
+        if process["settings"][warmup] != point.config.trainer.warmup_measurement_steps:
+            differing.add(warmup)
+    if differing:
+        raise ConfigError(
+            f"the probe of {batch} sequences was made with another {', '.join(sorted(differing))} ({point.directory})",
+            "give the search another group, or move the old one away",
+        )
 
 
 def _line(probe: Probe) -> str:

@@ -52,6 +52,10 @@ def test_probes_are_training_runs_and_are_not_made_again(
     environment.write_text(json.dumps({"processes": [{**process, "cuda": "99"}]}))
     with pytest.raises(ConfigError, match="was made with another cuda"):  # an answer is of one origin
         search()
+    environment.write_text(json.dumps({"processes": [process]}))
+    own[own.index("warmup_steps=1")] = "warmup_steps=2"
+    with pytest.raises(ConfigError, match=r"was made with another trainer\.warmup_measurement_steps"):
+        search()
 
 
 def test_what_cannot_be_searched_is_refused(small: Small, command: Command) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from linrnn.config import load_config
 from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.metrics import JsonlWriter
 from linrnn.points import Point, foresee, write_summary
 from linrnn.run_directory import SUMMARY
 from linrnn.sweeps import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of
@@ -78,6 +79,22 @@ def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
     with pytest.raises(SweepFailure) as failure:
         _judge(points[:2], print)
     assert failure.value.exit_code == 5
+
+
+def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points) -> None:
+    [point] = make_points(1)
+    directory = point.run_directory()
+    directory.open()
+    directory.begin("of its own process")
+    with JsonlWriter(directory.metrics) as metrics:
+        metrics.write({"step": 2, "train/tokens": 320})
+    directory.close()
+    before = {path: path.read_bytes() for path in point.directory.iterdir()}
+    killed = write_summary(point, "failed", "killed by SIGKILL")
+    assert (killed["steps"], killed["tokens"]) == (2, 320)
+    assert {path: path.read_bytes() for path in before} == before
+    assert write_summary(point, "unsupported", "no GPU")["status"] == "unsupported"
+    assert statuses([point]) == ["failed"], "a machine that cannot run it takes nothing from what it did"
 
 
 def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_points) -> None:
