@@ -191,7 +191,7 @@ class Process:
 
     def conclude(self) -> dict[str, Any]:
         """The summary once it has ended: its own, or one that says how it died."""
-        if self._stamp() != self._summary_before:
+        if self._stamp() not in (None, self._summary_before):
             summary = self.point.summary()
             assert summary is not None
             return summary

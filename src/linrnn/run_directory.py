@@ -67,6 +67,8 @@ class RunDirectory:
     def begin(self, config_yaml: str) -> None:
         """Write whose directory it is; `config_yaml` is for people. A run to be run again (`never`) is moved aside.
 
+        The summary of an earlier process goes: it would not be true of what this one does, should that be killed.
+
         Raises:
             ConfigError: another process has taken the place of the run that was moved.
             StorageError: it cannot be written.
@@ -81,6 +83,7 @@ class RunDirectory:
             os.close(lock)
         self.write_json(IDENTITY, self._identity)
         self.write_text(CONFIG, config_yaml)
+        (self.path / SUMMARY).unlink(missing_ok=True)
 
     def begin_process(self, process: Process) -> None:
         """Record the process that goes on with the run from its `from_step`; earlier ones keep the steps before that.

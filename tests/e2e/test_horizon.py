@@ -40,6 +40,37 @@ def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small: Small) 
         assert records(stopped.directory.path, key) == records(whole, key)
 
 
+def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = small(*COSINE, "optimizer.schedule_steps=8", "trainer.checkpoint_every=5")
+    stopped = fitted([*early, "trainer.max_steps=4"])
+    longer = Trainer(load_config(early))
+    saved = longer._save
+
+    def killed_after_the_checkpoint() -> None:
+        saved()
+        longer.saver.wait()
+        raise Killed
+
+    monkeypatch.setattr(longer, "_save", killed_after_the_checkpoint)
+    monkeypatch.setattr(longer, "_summarise", Killed.now)  # a killed process writes nothing more
+    with pytest.raises(Killed):
+        longer.fit()
+    assert found(longer.directory.checkpoints)[-1].name == "step_00000005"
+    assert stopped.directory.read_summary() is None
+    with pytest.raises(ConfigError, match="holds a run of 5 steps, and this command stops at 4"):
+        Trainer(load_config([*early, "trainer.max_steps=4"])).fit()
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+    @classmethod
+    def now(cls, *_: object) -> None:
+        raise cls
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small: Small, schedule: str) -> None:
     run = small("run_name=run", f"optimizer.schedule={schedule}")
