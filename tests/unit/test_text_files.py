@@ -25,7 +25,8 @@ def opens_text(call: ast.Call) -> bool:
     owner = ast.unparse(function.value)
     if function.attr in ("read_text", "write_text"):
         return len(call.args) < 2  # RunDirectory's own write_text takes a name and the text
-    return function.attr == "open" and owner not in ("lzma", "gzip", "os", "directory") and _text_mode(call.args[:1])
+    ours = owner == "self" or owner.endswith("directory")  # RunDirectory.open takes a lock
+    return function.attr == "open" and not ours and owner not in ("lzma", "gzip", "os") and _text_mode(call.args[:1])
 
 
 def _text_mode(mode: list[ast.expr]) -> bool:
