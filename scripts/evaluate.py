@@ -10,12 +10,14 @@ from linrnn.config.schema import EvaluateConfig
 
 def main(config: EvaluateConfig) -> None:
     from linrnn import checkpoint
+    from linrnn.accounting import loss_memory
     from linrnn.errors import ConfigError
     from linrnn.evaluation import evaluate
     from linrnn.losses import build_loss
     from linrnn.models import build_model
     from linrnn.plan import make_plan
-    from linrnn.runtime import parameter_dtype
+    from linrnn.room import check_reading_fits
+    from linrnn.runtime import compute_dtype, parameter_dtype
     from linrnn.trained import open_data, vocab_size
 
     directory = checkpoint.resolve(Path(config.checkpoint))
@@ -39,10 +41,12 @@ def main(config: EvaluateConfig) -> None:
         device=config.device,
     )
     plan = make_plan(here)
+    arch = plan.architecture(vocab_size(directory))
+    shape = (trainer.batch_size * trainer.seq_len, arch.hidden_size, arch.vocab_size)
+    of_loss = loss_memory(here.loss, *shape, compute_dtype(plan.precision).itemsize)
+    check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0)
     data = open_data(directory, trained.data, here.data)
-    model = build_model(
-        plan.architecture(vocab_size(directory)), device=plan.device, dtype=parameter_dtype(plan.precision), seed=0
-    )
+    model = build_model(arch, device=plan.device, dtype=parameter_dtype(plan.precision), seed=0)
     checkpoint.load_model(directory, model.hf)
     shards = data.valid if config.split == "valid" else data.train
     evaluation = evaluate(

@@ -6,7 +6,7 @@ width fills the rest, rounded to the nearest multiple of d / 16 (in steps of 8, 
 3/16 d² parameters, so that at 12 d² per layer the bodies are within 1.6 % of each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from linrnn.config.schema import ModelConfig, SizeConfig
@@ -54,20 +54,9 @@ class Architecture:
     @property
     def mixer_parameters(self) -> int:
         """Of one layer's mixer, its inner norm, gates and convolutions included."""
-        d, heads, keys, values = self.hidden_size, self.num_heads, self.key_dim, self.value_dim
-        projections = d * (2 * keys + 2 * values)  # q, k, v, output
-        convolutions = CONV_SIZE * (2 * keys + values)
-        match self.model:
-            case "gla":  # output gate; low-rank forget gate with bias; norm
-                return projections + d * values + GLA_GATE_RANK * (d + keys) + keys + self.head_v_dim
-            case "gated_deltanet":  # output gate; decay and beta; A_log and dt_bias; norm
-                return projections + d * values + convolutions + 2 * d * heads + 2 * heads + self.head_v_dim
-            case "kda":  # low-rank decay and output gate (with bias); beta; A_log and dt_bias; norm
-                low_rank = self.head_v_dim * (2 * d + keys + values) + values
-                return projections + convolutions + low_rank + d * heads + heads + keys + self.head_v_dim
-            case "transformer":
-                return projections
-        raise ConfigError(f"model.name={self.model}: there is no such model", f"use one of {', '.join(MODELS)}")
+        if (formula := MIXER_PARAMETERS.get(self.model)) is None:
+            raise ConfigError(f"model.name={self.model}: there is no such model", f"use one of {', '.join(MODELS)}")
+        return formula(self)
 
     @property
     def mlp_parameters(self) -> int:
@@ -95,7 +84,45 @@ class Architecture:
         return self.body_parameters + self.embedding_parameters * (1 if self.tie_embeddings else 2)
 
 
-MODELS = ("gla", "gated_deltanet", "kda", "transformer")
+# ----------------------------------------------------------------------------------------- parameters of one mixer
+def _projections(arch: Architecture) -> int:
+    """Queries, keys, values, output."""
+    return arch.hidden_size * (2 * arch.key_dim + 2 * arch.value_dim)
+
+
+def _convolutions(arch: Architecture) -> int:
+    return CONV_SIZE * (2 * arch.key_dim + arch.value_dim)
+
+
+def _gla(arch: Architecture) -> int:
+    """Output gate; low-rank forget gate with bias; norm."""
+    d, keys = arch.hidden_size, arch.key_dim
+    return _projections(arch) + d * arch.value_dim + GLA_GATE_RANK * (d + keys) + keys + arch.head_v_dim
+
+
+def _gated_deltanet(arch: Architecture) -> int:
+    """Output gate; decay and beta; A_log and dt_bias; norm."""
+    d, heads = arch.hidden_size, arch.num_heads
+    gates = d * arch.value_dim + 2 * d * heads
+    return _projections(arch) + _convolutions(arch) + gates + 2 * heads + arch.head_v_dim
+
+
+def _kda(arch: Architecture) -> int:
+    """Low-rank decay and output gate (with bias); beta; A_log and dt_bias; norm."""
+    d, heads, keys, values = arch.hidden_size, arch.num_heads, arch.key_dim, arch.value_dim
+    low_rank = arch.head_v_dim * (2 * d + keys + values) + values
+    return _projections(arch) + _convolutions(arch) + low_rank + d * heads + heads + keys + arch.head_v_dim
+
+
+# Parameters of one mixer: without them a layer's MLP cannot be given its width. A new model has its entry here, its
+# class in linrnn.models.fla_models, and may have formulas of its FLOPs and memory in linrnn.accounting.
+MIXER_PARAMETERS: dict[str, Callable[[Architecture], int]] = {
+    "gla": _gla,
+    "gated_deltanet": _gated_deltanet,
+    "kda": _kda,
+    "transformer": _projections,
+}
+MODELS = tuple(MIXER_PARAMETERS)
 
 
 def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architecture:

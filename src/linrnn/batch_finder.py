@@ -178,12 +178,21 @@ def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int
     from linrnn.config import load_config
     from linrnn.data import vocabulary_size
     from linrnn.environment import describe_environment
+    from linrnn.machine import available_memory
     from linrnn.plan import make_training_plan
+    from linrnn.room import check_step_fits
 
     config: Config = load_config(overrides)
     plan = make_training_plan(config)
     arch = plan.architecture(vocabulary_size(config.data))
     on_gpu = plan.device.type == "cuda"
+    check_step_fits(plan, arch)
+    there = available_memory()
+    if not on_gpu and there is not None and budget > there:
+        raise ConfigError(
+            f"memory_budget_gib={budget / GIB:g} is more than the {there / GIB:.1f} GiB of memory that are free here",
+            f"use memory_budget_gib={there * 0.9 / GIB:.1f} or less, or a machine with a GPU",
+        )
     table: list[int] = []
     while len(table) < 2 or (table[-1] <= 2 * budget and len(table) < 4096):
         trainer = dataclasses.replace(config.trainer, batch_size=len(table) + 1)

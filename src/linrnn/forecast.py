@@ -10,8 +10,10 @@ from linrnn.architecture import Architecture
 from linrnn.config import run_name
 from linrnn.config.schema import Config
 from linrnn.data import vocabulary_size
+from linrnn.errors import LinrnnError
 from linrnn.plan import Plan, make_training_plan
 from linrnn.profiling import matmul_rate
+from linrnn.room import check_step_fits
 from linrnn.runtime import compute_dtype
 from linrnn.summary import duration, memory_lines
 
@@ -29,6 +31,7 @@ def print_forecast(config: Config) -> None:
     for line in [
         *_run(plan, arch),
         *_memory(plan, arch),
+        *_room(plan, arch),
         *_communication(plan, arch),
         *_time(plan, arch),
         "",
@@ -62,6 +65,15 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
         return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {UNKNOWN}"]
     lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
+
+
+def _room(plan: Plan, arch: Architecture) -> list[str]:
+    """What this machine says to that."""
+    try:
+        note = check_step_fits(plan, arch)
+    except LinrnnError as error:
+        return [f"  cannot run here: {error.cause}", f"    -> {error.remedy}"]
+    return [f"  {note}"] if note else []
 
 
 def _communication(plan: Plan, arch: Architecture) -> list[str]:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from linrnn import loss_timing as timing
+from linrnn.accounting import loss_memory
 from linrnn.config.schema import BenchLossConfig, LossConfig
 from linrnn.environment import describe_environment
 from linrnn.errors import LinrnnError, UnsupportedError
-from linrnn.loss_problems import Problem, Solution, fp32_logits_of, relative_error, truth_of
+from linrnn.loss_problems import Problem, Solution, bytes_of_truth, fp32_logits_of, relative_error, truth_of
 from linrnn.loss_report import table, write_report
 from linrnn.loss_rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_for, rows_path
 from linrnn.loss_sets import (
@@ -41,6 +42,8 @@ from linrnn.loss_sets import (
 from linrnn.loss_trained import KIND as TRAINED
 from linrnn.loss_trained import read_trained
 from linrnn.losses import LossBackend, build_loss
+from linrnn.machine import GIB
+from linrnn.room import check_memory
 from linrnn.runtime import resolve_device
 
 _MIB = 2**20
@@ -81,6 +84,9 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
     losses = entries_of(chosen)
     trained = None if config.checkpoint is None else read_trained(config, chosen.batches)
     settings = settings_of(config, chosen, trained)
+    if device.type == "cpu":
+        for setting in settings:
+            _check_memory(setting, list(losses.values()))
     now = datetime.datetime.now(datetime.UTC)
     run_id = f"{now:%Y%m%dT%H%M%S.%f}"
     run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
@@ -103,6 +109,23 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
             measured += bench.measure()
             say(table(bench.rows))
     return measured
+
+
+def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
+    """Refuse on a CPU a shape that cannot be held: its tensors with their gradients, and what stands beside them.
+
+    Beside them stand the fp64 truth, or what a loss holds, as far as formulas know it: whichever is more.
+
+    Raises:
+        UnsupportedError: the figures, and smaller shapes.
+    """
+    shape, compute = setting.shape, 4 if setting.dtype == "fp32" else 2
+    elements = (shape.n + shape.v) * shape.d
+    held = [memory for loss in losses if (memory := loss_memory(loss, shape.n, shape.d, shape.v, compute))]
+    beside = max([bytes_of_truth(shape), *(max(memory) for memory in held)])
+    needed = 2 * elements * (4 if setting.gradients == "fp32" else compute) + beside
+    what = f"shape {shape.name} ({shape.n} x {shape.d} x {shape.v}) needs {needed / GIB:.1f} GiB or more"
+    check_memory(needed, what, "smaller shapes, as in shapes=[1024x256x8192]")
 
 
 def report_set(config: BenchLossConfig) -> list[Path]:

@@ -16,7 +16,7 @@ from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
 from linrnn.config.compose import leaves
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
-from linrnn.errors import ConfigError, DataError, LinrnnError, UnsupportedError
+from linrnn.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.metrics import read_jsonl
 from linrnn.run_directory import SUMMARY, RunDirectory
 from linrnn.summary import status_of, summary_without_figures
@@ -124,6 +124,7 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
     from linrnn.data import vocabulary_size
     from linrnn.forecast import seconds_of_run
     from linrnn.plan import Plan, make_training_plan
+    from linrnn.room import check_step_fits
     from linrnn.runtime import check_memory_budget, resolve_device, resolve_precision
 
     refusal = None
@@ -142,6 +143,13 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
             raise
         return Point(overrides, config, directory, label, refusal=refusal)
     memory = None if estimate is None else estimate.peak
+    if refusal is None:
+        try:
+            check_step_fits(plan, arch)
+        except UnsupportedError as error:
+            refusal = f"{error.cause}; {error.remedy}"
+        except OutOfMemoryError:  # the run itself gives that result
+            pass
     return Point(overrides, config, directory, label, steps, memory, seconds, refusal)
 
 

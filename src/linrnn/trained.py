@@ -17,6 +17,7 @@ from linrnn.data import Batch, ConsoleProgress, PreparedData, prepare, vocabular
 from linrnn.data.markov import END
 from linrnn.errors import ConfigError
 from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
+from linrnn.room import check_reading_fits
 from linrnn.runtime import resolve_device, resolve_precision
 from linrnn.starting import check_tokens
 from linrnn.tokenizer import Tokenizer, load_tokenizer
@@ -77,6 +78,7 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
 def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
     """The model of a checkpoint, in fp32. Its chunk size, a matter of speed in training, is FLA's own."""
     arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size(directory))
+    check_reading_fits(arch, device)
     model = build_model(arch, device=device, seed=0)
     checkpoint.load_model(directory, model.hf)
     return model

@@ -18,7 +18,7 @@ import torch
 from linrnn import accounting, checkpoint
 from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
-from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare
+from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.environment import command_line, describe_process, gpu_state
 from linrnn.errors import (
@@ -39,6 +39,7 @@ from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, make_training_plan
 from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
+from linrnn.room import check_step_fits
 from linrnn.run_directory import LOG, SUMMARY, RunDirectory, differences
 from linrnn.runtime import compute_dtype, parameter_dtype, prepare_process
 from linrnn.starting import as_continued, continue_from, find_weights
@@ -110,6 +111,8 @@ class Trainer:
             raise ValueError(f"{self.plan.world_size} processes, and ranks of {self.ranks.world_size}")
         self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
+        # The data's vocabulary may turn out smaller than it is known to be here: never larger.
+        self.memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
         self.data = self.ranks.first_then_others(self._prepare_data)
         self.weights = find_weights(config.init_from, self.data) if config.init_from else None
         self.continues: dict[str, Any] | None = None  # the run, step and tokens behind step 0
@@ -523,6 +526,8 @@ class Trainer:
         )
         if self.plan.horizon != self.plan.total_steps:
             self.console.line(f"the {config.optimizer.schedule} schedule ends at step {self.plan.horizon}")
+        if self.memory_note:
+            self.console.line(self.memory_note)
         if self.device.type == "cuda":
             self.console.line(
                 "the first steps tune GPU kernels: minutes on a machine that has not run this model before"

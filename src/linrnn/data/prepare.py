@@ -9,13 +9,9 @@ k = round(1 / data.valid_fraction). `data.max_tokens` bounds the training tokens
 document that reaches it. Documents end with the tokenizer's end token, where it has one.
 """
 
-import fcntl
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +19,20 @@ from typing import Any
 import numpy as np
 
 from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
+from linrnn.data.cache import check_disk, key_of, locked, write_once
 from linrnn.data.markov import END, MarkovChain
 from linrnn.data.progress import Meter, Progress, ProgressCallback
 from linrnn.data.shards import (
-    FORMAT_VERSION,
-    META,
     SPLITS,
     ShardSet,
     SplitWriter,
     open_split,
-    read_meta,
     storage_errors,
     token_dtype,
     write_json,
-    write_meta,
 )
 from linrnn.data.sources import Source, make_source
-from linrnn.data.tokenise import RECORD, Tokenisation, split_of
+from linrnn.data.tokenise import Tokenisation, split_of
 from linrnn.errors import ConfigError, DataError
 from linrnn.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -131,6 +124,10 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
         "eos_id": tokenizer.eos_id,
     }
 
+    def check_room(cache: Path) -> None:
+        if (least := _least_bytes(config, source, tokenizer)) is not None:
+            check_disk(cache, least, f"the text of {source.description}, tokenised,", "lower data.max_tokens")
+
     def write_shards(directory: Path) -> dict[str, Any]:
         try:
             splits = Tokenisation(
@@ -144,7 +141,7 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
             (directory / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
         return splits
 
-    directory, meta = _write_once(config, recipe, write_shards, progress)
+    directory, meta = write_once(config, recipe, check_room, write_shards, progress)
     train, valid = (open_split(directory, meta, split) for split in SPLITS)
     ends = "no end token" if tokenizer.eos_id is None else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
     return PreparedData(
@@ -159,6 +156,17 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
         directory=directory,
         tokenizer=tokenizer,
     )
+
+
+def _least_bytes(config: TokenizedDataConfig, source: Source, tokenizer: Tokenizer) -> int | None:
+    """The least that tokenised text will take on disk; None where nobody knows how much text there is.
+
+    A token of a large vocabulary stands for 4 to 5 bytes of text on average: not for 8.
+    """
+    if source.text_bytes is None:
+        return None
+    tokens = min(source.text_bytes // 8, config.max_tokens or source.text_bytes)
+    return tokens * token_dtype(tokenizer.vocab_size).itemsize
 
 
 def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
@@ -177,9 +185,9 @@ def _tokenizer_trained_here(
     config: TokenizedDataConfig, source: Source, period: int | None, progress: ProgressCallback | None
 ) -> Tokenizer:
     """A BPE trained on the first part of the training text, kept in the cache directory."""
-    key = _key([source.identity, period, config.tokenizer_vocab_size, TOKENIZER_SAMPLE_BYTES])
+    key = key_of([source.identity, period, config.tokenizer_vocab_size, TOKENIZER_SAMPLE_BYTES])
     path = Path(config.cache_dir).expanduser() / f"tokenizer-{config.tokenizer_vocab_size}-{key}.json"
-    with _locked(path, progress):
+    with locked(path, progress):
         if not path.is_file():
             if progress:
                 progress(Progress(f"training a tokenizer of {config.tokenizer_vocab_size:,} entries", finished=True))
@@ -212,6 +220,11 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         "eos_id": END,
     }
 
+    def check_room(cache: Path) -> None:
+        total = config.n_tokens + config.n_valid_tokens
+        n_bytes = total * token_dtype(config.vocab_size).itemsize
+        check_disk(cache, n_bytes, f"data=markov of {total:,} tokens", "lower data.n_tokens")
+
     def write_shards(directory: Path) -> dict[str, Any]:
         meter = Meter("generating", progress)
         n_documents, n_tokens, total = 0, 0, config.n_tokens + config.n_valid_tokens
@@ -231,7 +244,7 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
                 splits[split] = [asdict(shard) for shard in writer.finished]
         return splits
 
-    directory, meta = _write_once(config, recipe, write_shards, progress)
+    directory, meta = write_once(config, recipe, check_room, write_shards, progress)
     train, valid = (open_split(directory, meta, split) for split in SPLITS)
     floor = chain.entropy_rate(reset_at_document=config.reset_at_document)
     return PreparedData(
@@ -240,59 +253,13 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         vocab_size=config.vocab_size,
         eos_id=END,
         fingerprint=meta["fingerprint"],
-        token_fingerprint=_key([recipe["source"], config.vocab_size]),
+        token_fingerprint=key_of([recipe["source"], config.vocab_size]),
         entropy_floor_nats=floor,
         description=f"generated text of {config.vocab_size:,} tokens' vocabulary: {_sizes(train, valid)}; "
         f"no model can go below {floor:.4f} nats",
         directory=directory,
         tokenizer=None,
     )
-
-
-# ---------------------------------------------------------------------------------------- the cache directory
-def _write_once(
-    config: DataConfig,
-    recipe: dict[str, Any],
-    write_shards: Callable[[Path], dict[str, Any]],
-    progress: ProgressCallback | None,
-) -> tuple[Path, dict[str, Any]]:
-    """The directory for `recipe` and its meta.json; written by one process alone if it is not there."""
-    directory = Path(config.cache_dir).expanduser() / f"{config.name}-{_key([FORMAT_VERSION, recipe])}"
-    if not directory.is_dir():
-        with _locked(directory, progress):
-            if not directory.is_dir():
-                partial = directory.with_name(directory.name + ".partial")
-                with storage_errors(partial):
-                    partial.mkdir(exist_ok=True)
-                if not (partial / META).is_file():  # it is the last file to be written
-                    meta = {"format": FORMAT_VERSION, **recipe, "splits": write_shards(partial)}
-                    with storage_errors(partial):
-                        write_meta(partial, meta)
-                with storage_errors(partial):
-                    for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp"), *partial.glob(RECORD)]:
-                        leftover.unlink()
-                    os.rename(partial, directory)
-    return directory, read_meta(directory)
-
-
-@contextmanager
-def _locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
-    """Hold the lock of `path`; the system releases it when the process ends, however it ends."""
-    with storage_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_name(path.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                progress(Progress("waiting for another process that prepares it", finished=True))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _key(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sizes(train: ShardSet, valid: ShardSet) -> str:

@@ -38,6 +38,11 @@ class Source(Protocol):
     has_validation: bool
     remote: bool
 
+    @property
+    def text_bytes(self) -> int | None:
+        """Of all documents as plain text; None where only reading would tell."""
+        ...
+
     def documents(self, split: str) -> Iterator[Document]:
         """The documents of "train", or of "valid" where the source has its own."""
         ...
@@ -72,6 +77,9 @@ class TextSource:
             **{split: [[file.name, hashes.of(file)] for file in files] for split, files in self._files.items()},
         }
         hashes.save()
+        files = [file for of_split in self._files.values() for file in of_split]
+        plain = all(file.suffix == ".txt" for file in files)
+        self.text_bytes = sum(file.stat().st_size for file in files) if plain else None
         self.description = f"{config.path} ({_count(len(self._files['train']), 'file')})"
 
     def documents(self, split: str) -> Iterator[Document]:
@@ -91,6 +99,7 @@ class StdlibSource:
         self._texts = {name: text for name, text in texts if text is not None}
         if not self._texts:
             raise DataError(f"{root} holds no Python sources", "use data=markov or data=text")
+        self.text_bytes = sum(map(len, self._texts.values()))
         digest = hashlib.sha256(json.dumps(self._texts).encode()).hexdigest()
         self.identity = {"source": "stdlib", "files": len(self._texts), "sha256": digest}
         version = ".".join(map(str, sys.version_info[:3]))
@@ -105,6 +114,7 @@ class HubSource:
     """`data=wikitext103` and `data=fineweb_edu`: a hub data set, or a local directory of the same layout."""
 
     remote = True
+    text_bytes = None
 
     def __init__(self, config: HubDataConfig) -> None:
         self._config = config

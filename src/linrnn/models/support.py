@@ -51,7 +51,8 @@ def _check_chunk_size(model: ModelConfig) -> None:
         return
     if model.name not in KERNELS:
         raise ConfigError(
-            f"model.chunk_size={model.chunk_size}: {model.name} has no chunks", "use model.chunk_size=null"
+            f"model.chunk_size={model.chunk_size}: {model.name} has no chunks whose size can be set",
+            "use model.chunk_size=null",
         )
     sizes = KERNELS[model.name][2]
     if model.chunk_size not in sizes:

@@ -1,0 +1,75 @@
+"""What this machine has free: memory for a process, and disk. None stands for what cannot be known."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+GIB = 2**30
+NO_LIMIT = 1 << 60  # cgroup v1 writes a number about 2^63 where there is no limit
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process and its children can still take without swapping.
+
+    The kernel's estimate (`MemAvailable`, which counts caches that it can drop), or what the cgroups of this process
+    leave of their limits, whichever is less: a container has less than its machine. Where there is no /proc/meminfo
+    (macOS): the machine's physical memory.
+
+    Args:
+        root: where /proc and /sys are mounted.
+    """
+    return min((size for size in (_of_machine(root), *_left_by_cgroups(root)) if size is not None), default=None)
+
+
+def free_disk(path: Path) -> int:
+    """Bytes that this user can still write under `path`, which need not exist yet."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def _of_machine(root: Path) -> int | None:
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found:
+        return int(found[1]) * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _left_by_cgroups(root: Path) -> list[int]:
+    """Bytes left by every limit from this process's cgroups up to their roots (version 1's memory controller, 2)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = Path(place.lstrip("/"))
+        left += [size for part in (group, *group.parents) if (size := _left(base / part, *names)) is not None]
+    return left
+
+
+def _left(directory: Path, limit: str, used: str, inactive: str) -> int | None:
+    """The limit less what is used; file pages that were not read lately can be dropped and do not count as used."""
+    try:
+        most = int((directory / limit).read_text())  # version 2 writes "max" where there is none
+        taken = int((directory / used).read_text())
+        droppable = re.search(rf"^{inactive} (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return None
+    return None if most >= NO_LIMIT else max(0, most - taken + (int(droppable[1]) if droppable else 0))

@@ -1,0 +1,294 @@
+"""What is foreseen is compared with what the machine has, before anything is built or written."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from linrnn import accounting, architecture, machine, room
+from linrnn.architecture import resolve
+from linrnn.config import load_config
+from linrnn.config.schema import LossConfig, MarkovDataConfig
+from linrnn.data import prepare
+from linrnn.data.cache import KEPT_SECONDS, sweep
+from linrnn.errors import ConfigError, OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.machine import GIB, available_memory, free_disk
+from linrnn.plan import Plan, make_training_plan
+
+Small = Callable[..., list[str]]
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+def linux(root: Path, available_kib: int, cgroup: str, **files: str) -> Path:
+    """A root with /proc and /sys as Linux fills them; `files` by path, `__` for `/`."""
+    contents = {
+        "proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n",
+        "proc/self/cgroup": cgroup,
+        **{name.replace("__", "/"): text for name, text in files.items()},
+    }
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def test_a_machine_without_limits_has_what_its_kernel_says(tmp_path: Path) -> None:
+    assert available_memory(linux(tmp_path, 1000, "0::/\n")) == 1000 * 1024
+
+
+def test_a_container_has_what_its_limit_leaves_with_droppable_file_pages(tmp_path: Path) -> None:
+    files = {"memory.max": "500000", "memory.current": "300000", "memory.stat": "anon 1\ninactive_file 50000\n"}
+    root = linux(tmp_path, 1000, "0::/box/job\n", **{f"sys/fs/cgroup/box/{k}": v for k, v in files.items()})
+    assert available_memory(root) == 250000, "the limit of a parent holds"
+
+
+def test_a_cgroup_without_a_limit_says_nothing(tmp_path: Path) -> None:
+    two = {"memory.max": "max\n", "memory.current": "1", "memory.stat": "inactive_file 0\n"}
+    one = {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "1", "memory.stat": ""}
+    files = {f"sys/fs/cgroup/a/{k}": v for k, v in two.items()}
+    files |= {f"sys/fs/cgroup/memory/b/{k}": v for k, v in one.items()}
+    assert available_memory(linux(tmp_path, 1000, "4:memory:/b\n0::/a\n", **files)) == 1000 * 1024
+
+
+def test_version_one_of_cgroups_counts_as_well(tmp_path: Path) -> None:
+    one = {"limit_in_bytes": "9000", "usage_in_bytes": "8000", "stat": "total_inactive_file 500\n"}
+    files = {f"sys/fs/cgroup/memory/b/memory.{k}": v for k, v in one.items()}
+    assert available_memory(linux(tmp_path, 1000, "4:cpu,memory:/b\n", **files)) == 1500
+
+
+def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    monkeypatch.setattr(room, "available_memory", lambda: int(gib * GIB))
+    monkeypatch.setattr(machine, "available_memory", lambda: int(gib * GIB))
+
+
+def plan_of(*overrides: str) -> tuple[Plan, architecture.Architecture]:
+    plan = make_training_plan(load_config([*overrides, "device=cpu", "trainer.max_steps=1"]))
+    return plan, plan.architecture(512)
+
+
+def test_a_step_that_cannot_fit_on_a_cpu_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, arch = plan_of("model=gla", "size=1b3", "data=markov", "loss=cce_kahan")
+    has(monkeypatch, 8)
+    with pytest.raises(UnsupportedError) as refused:
+        room.check_step_fits(plan, arch)
+    foreseen = plan.memory_estimate(arch)
+    assert foreseen is not None
+    assert f"{foreseen.peak / GIB:.1f} GiB" in refused.value.cause
+    assert "8.0 GiB of memory are free" in refused.value.cause
+    has(monkeypatch, 10 * foreseen.peak / GIB)
+    assert room.check_step_fits(plan, arch) is None
+
+
+def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, arch = plan_of("model=gla", "size=smoke", "data=markov")
+    estimate = plan.memory_estimate(arch)
+    assert estimate is not None
+    has(monkeypatch, 2.5 * estimate.peak / GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    room.check_step_fits(plan, arch)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(UnsupportedError, match="each of 3 processes"):
+        room.check_step_fits(plan, arch)
+
+
+def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, arch = plan_of("model=gla", "size=1b3", "data=markov")
+    plan = replace(plan, device=torch.device("cuda"))
+    estimate, state = plan.memory_estimate(arch), sum(plan.training_state(arch).values())
+    assert estimate is not None
+
+    def gpu(size: float) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=int(size)))
+
+    gpu(state - 1)
+    with pytest.raises(OutOfMemoryError, match="parameters, gradients and optimizer state alone"):
+        room.check_step_fits(plan, arch)
+    gpu(estimate.peak - 1)
+    note = room.check_step_fits(plan, arch)
+    assert note is not None
+    assert "tried all the same" in note
+    gpu(estimate.peak + 1)
+    assert room.check_step_fits(plan, arch) is None
+    budget = replace(plan, config=replace(plan.config, memory_budget_gib=(state - 1) / GIB))
+    with pytest.raises(OutOfMemoryError, match="memory_budget_gib has"):
+        room.check_step_fits(budget, arch)
+
+
+def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linrnn.trainer import Trainer
+
+    has(monkeypatch, 1e-6)
+    cache, results = tmp_path / "cache", tmp_path / "results"
+    with pytest.raises(UnsupportedError, match="a training step needs"):
+        Trainer(load_config(small(f"data.cache_dir={cache}", f"results_dir={results}")))
+    assert not cache.exists()
+    assert not results.exists()
+
+
+def test_the_search_for_the_largest_batch_refuses_a_budget_that_the_machine_lacks(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linrnn.batch_finder import _look_ahead
+
+    has(monkeypatch, 2)
+    with pytest.raises(ConfigError, match="memory_budget_gib=80 is more than"):
+        _look_ahead(small(), 80 * GIB)
+
+
+def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, arch = plan_of("model=gla", "size=1b3", "data=markov")
+    has(monkeypatch, 2)
+    with pytest.raises(UnsupportedError, match=r"parameters need \d"):
+        room.check_reading_fits(arch, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------------ disk
+def markov(cache: Path, **changes: Any) -> MarkovDataConfig:
+    config = load_config(["data=markov", f"data.cache_dir={cache}", "data.n_tokens=2000", "data.n_valid_tokens=200"])
+    assert isinstance(config.data, MarkovDataConfig)
+    return replace(config.data, **changes)
+
+
+@pytest.mark.parametrize("n_tokens", [10**15, 2**63, 10**30])
+def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: Path, n_tokens: int) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(StorageError, match="GiB are free there"):
+        prepare(markov(cache, n_tokens=n_tokens))
+    assert not list(cache.glob("markov*"))
+
+
+def test_text_is_compared_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("words and more words\n" * 1000, encoding="utf-8")
+    text = load_config(["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]).data
+    text = replace(text, tokenizer_vocab_size=257)
+    monkeypatch.setattr("linrnn.data.cache.free_disk", lambda path: 1000)
+    with pytest.raises(StorageError, match="tokenised, needs"):
+        prepare(text)
+
+
+def test_free_space_is_that_of_the_nearest_directory_that_exists(tmp_path: Path) -> None:
+    assert abs(free_disk(tmp_path / "not" / "yet") - free_disk(tmp_path)) < GIB
+
+
+def test_the_next_preparation_sweeps_up_what_killed_ones_left(tmp_path: Path) -> None:
+    for name in ("markov-1", "text-2", "text-3"):
+        (tmp_path / f"{name}.partial").mkdir()
+        (tmp_path / f"{name}.partial" / "train-00000.bin.part").write_bytes(b"x")
+        (tmp_path / f"{name}.lock").touch()
+    for name in ("text-2", "text-3"):
+        (tmp_path / f"{name}.partial" / "progress.json").touch()
+    long_ago = time.time() - KEPT_SECONDS - 1
+    os.utime(tmp_path / "text-3.partial" / "progress.json", (long_ago, long_ago))
+    (tmp_path / "tokenizer-512-a.json.lock").touch()
+    prepare(markov(tmp_path))
+    assert [path.name for path in tmp_path.glob("*.partial")] == ["text-2.partial"], "that one can be continued"
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_what_a_living_process_holds_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "markov-1.partial").mkdir()
+    with open(tmp_path / "markov-1.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep(tmp_path, None)
+        assert (tmp_path / "markov-1.partial").is_dir()
+        assert (tmp_path / "markov-1.lock").is_file()
+    sweep(tmp_path, None)
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------- unknown is unknown
+@pytest.fixture
+def fifth_model(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of FLA's that nobody wrote formulas for, but those of its parameters, by which it is built."""
+    monkeypatch.setitem(architecture.MIXER_PARAMETERS, "retnet", architecture.MIXER_PARAMETERS["transformer"])
+    return "retnet"
+
+
+def test_a_model_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
+    fifth_model: str, small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(small("trainer.max_steps=2"))
+    mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
+    config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
+    plan = Plan(config, torch.device("cpu"), "fp32")
+    arch = resolve(config.model, config.size, 512)
+    sharded = {"world_size": 2, "sequences": 1, "seq_len": 64, "precision": "bf16_autocast", "loss": config.loss}
+    for unknown in (
+        plan.memory_estimate(arch),
+        accounting.model_flops(arch, 1, 64),
+        accounting.model_flops_6n(arch, 1, 64),
+        accounting.kernel_flops(arch, 1, 64, config.loss, "none"),
+        accounting.communication(arch, load_config(["parallel=fsdp"]).parallel, **sharded),
+        accounting.proposal_flops(arch, 64),
+        accounting.proposal_memory(arch, 1, 64),
+        accounting.recurrent_state_bytes(arch, 1, 64, 2),
+    ):
+        assert unknown is None
+    h200 = {"seq_len": 64, "tokens_per_second": 1e6, "device_name": "NVIDIA H200", "precision": "bf16"}
+    assert accounting.mfu(arch, **h200) == {"mfu": None, "mfu_6n": None}
+    assert plan.training_state(arch)["parameters"] == 4 * arch.n_parameters
+    _says_unknown(plan, arch, monkeypatch, capsys)
+
+
+def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(small("trainer.max_steps=2", "loss=cce_kahan"))
+    for loss in (LossConfig("focal"), replace(config.loss, name="focal")):  # options like another's change nothing
+        plan = Plan(replace(config, loss=loss), torch.device("cpu"), "fp32")
+        arch = plan.architecture(512)
+        for unknown in (
+            plan.memory_estimate(arch),
+            accounting.loss_memory(loss, 64, 64, 512, 4),
+            accounting.loss_traffic(loss, 64, 64, 512, 4),
+            accounting.kernel_flops(arch, 1, 64, loss, "none"),
+            accounting.vocabulary_loss_bytes(loss, 64, 64, 512, 4, 2),
+        ):
+            assert unknown is None
+        assert accounting.model_flops(arch, 1, 64) is not None, "MFU does not depend on the loss"
+        _says_unknown(plan, arch, monkeypatch, capsys)
+
+
+def _says_unknown(
+    plan: Plan,
+    arch: architecture.Architecture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """dry_run, a sweep's listing, the search for the largest batch."""
+    from linrnn import batch_finder, forecast, points
+
+    monkeypatch.setattr(forecast, "make_training_plan", lambda config: plan)
+    monkeypatch.setattr(forecast, "run_name", lambda config, world_size: "name")  # which YAML files decide
+    monkeypatch.setattr("linrnn.plan.make_training_plan", lambda config: plan)
+    monkeypatch.setattr(Plan, "architecture", lambda self, vocab_size: arch)
+    forecast.print_forecast(plan.config)
+    printed = capsys.readouterr().out
+    assert printed.count("unknown") >= 2
+    assert "a step," not in printed, "no time is foreseen"
+    assert forecast.seconds_of_run(plan, arch) is None
+    point = points._foresee((), plan.config, Path("nowhere"), "label")
+    assert (point.memory_bytes, point.seconds, point.refusal) == (None, None, None)
+    monkeypatch.setattr("linrnn.config.load_config", lambda overrides: plan.config)
+    assert batch_finder._look_ahead([], GIB)[1] is None
+
+
+def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linrnn.loss_benchmark import run_benchmark
+
+    config = load_config(["device=cpu", "shapes=[gemma2_2b]", f"output_dir={tmp_path / 'rows'}"], "bench_loss")
+    has(monkeypatch, 8)
+    with pytest.raises(UnsupportedError, match=r"shape gemma2_2b \(8192 x 2304 x 256000\) needs \d+"):
+        run_benchmark(config, "command", print)
+    assert not (tmp_path / "rows").exists()
