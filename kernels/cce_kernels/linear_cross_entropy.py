@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import as_integer, check_option, check_tensor
 from .filtered import FilterStats
 from .operators import cross_entropy
 from .options import Options
@@ -113,7 +114,9 @@ def linear_cross_entropy(
         loss (fp32); a tuple of it and of lse, metrics and stats as far as they are asked for, in this order.
 
     Raises:
-        ValueError: an argument has the wrong shape, dtype, device or value; the message starts with its name.
+        TypeError: an argument is no tensor, number, integer or bool where it must be one; the message starts with its
+            name.
+        ValueError: an argument has the wrong shape, dtype, layout, device or value; likewise.
         WorkspaceTooSmall: that of workspace_mib; its least_mib would do.
     """
     options = make_options(preset, {
@@ -165,6 +168,7 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
     """The options of a call by name, and those that a preset stands for.
 
     Raises:
+        TypeError: an option of the wrong type.
         ValueError: an unknown preset, an option that is given in both ways, or a value out of range or in a tensor.
     """
     for name, value in options.items():
@@ -173,8 +177,9 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
                 f"{name}: must be a number, as no gradient reaches it, got a tensor; give .item() of it, or e "
                 "multiplied by a scale that is learned"
             )
+        check_option(name, value)
     if preset is not None:
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
         for name, default in _PRESET_DEFAULTS.items():
             if options.get(name, default) != default:
@@ -196,10 +201,14 @@ def check_inputs(
     shift: int,
     vocab: int | None = None,
 ) -> tuple[Tensor, int]:
-    """Targets in int64 and ignore_index as a plain number; or the ValueErrors that `linear_cross_entropy` promises.
+    """Targets in int64 and ignore_index as a plain number; or the errors that `linear_cross_entropy` promises.
 
     vocab: what the targets lie in; None: c's rows.
     """
+    for name, x in (("e", e), ("c", c), ("targets", targets), ("bias", bias), ("main_grad_c", main_grad_c)):
+        if x is not None or name in ("e", "c", "targets"):
+            check_tensor(name, x)
+    ignore_index, shift = as_integer("ignore_index", ignore_index), as_integer("shift", shift)
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and hasattr(x, "__tensor_flatten__"):
             raise ValueError(
@@ -231,7 +240,7 @@ def check_inputs(
         last = targets.shape[-1] if targets.dim() else 0
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
     # In 64 bits before anything is compared with ignore_index, which a narrower type may not hold.
-    targets, ignore_index = targets.long(), int(ignore_index)
+    targets = targets.long()
     if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         vocab = c.shape[0] if vocab is None else vocab
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))

@@ -159,6 +159,7 @@ def _patched_class(kind: Any) -> Any:
 
     Name and module are kind's: transformers writes the one into config.json and reads the source of the other.
     """
+    check_class(kind)
     original, signature = kind.forward, inspect.signature(kind.forward)
     package, name = kind.__module__.split(".")[0], kind.__name__.removesuffix("ForCausalLM")
     logit_options, output_class = SUPPORTED[package][name], _output_class()

@@ -1,0 +1,76 @@
+"""Arguments of a wrong type or layout: one clear line that starts with the argument's name."""
+
+import pytest
+import torch
+from cce_kernels import linear_cross_entropy, patch
+from patch_models import build_hf
+from torch import nn
+
+E, C, TARGETS = torch.randn(6, 8), torch.randn(11, 8), torch.arange(6)
+
+WRONG_TYPES = [
+    *((name, value, "must be a tensor") for name in ("e", "c", "targets") for value in ([1.0], None, 3, E.numpy())),
+    *((name, nn.Linear(8, 11), "must be a tensor, got Linear; give its weight") for name in ("e", "c", "bias")),
+    *((name, [1.0], "must be a tensor, got list") for name in ("bias", "main_grad_c")),
+    *((name, value, "must be an integer") for name in ("ignore_index", "shift") for value in (None, 2.0, "1", True)),
+    *(
+        (name, value, "must be a number or None, got")
+        for name in ("softcap", "filter_eps", "filter_mass", "workspace_mib")
+        for value in ("30", [30.0], 30j, True, {}, nn.Tanh())
+    ),
+    *(
+        (name, value, "must be a number, got")
+        for name in ("logit_scale", "label_smoothing", "z_loss")
+        for value in ("1", [1.0], None, False)
+    ),
+    *(
+        (name, value, "must be True or False")
+        for name in ("filter_unbiased", "filter_e", "filter_c")
+        for value in (None, 1, 0.5, "yes")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_TYPES, ids=lambda x: str(x)[:20])
+def test_a_wrong_type(name, value, message):
+    with pytest.raises(TypeError, match=f"^{name}: {message}") as error:
+        linear_cross_entropy(**{"e": E, "c": C, "targets": TARGETS, name: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["preset", "reduction", "accumulate"])
+@pytest.mark.parametrize("value", [["cce_kahan"], 3, {}, nn.Tanh()])
+def test_a_name_that_is_no_text(option, value):
+    with pytest.raises(ValueError, match=f"^{option}: must be one of"):
+        linear_cross_entropy(E, C, TARGETS, **{option: value})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, on sparse and nested tensors
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
+@pytest.mark.parametrize("name", ["e", "c"])
+def test_a_layout_that_is_not_dense(name, make):
+    arguments = {"e": E, "c": C, "targets": TARGETS}
+    with pytest.raises(ValueError, match=f"^{name}: must be a dense tensor, got one of layout"):
+        linear_cross_entropy(**{**arguments, name: make(arguments[name])})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    with pytest.raises(ValueError, match=r"^e: is a nested tensor"):
+        linear_cross_entropy(torch.nested.nested_tensor([E, E], layout=layout), C, TARGETS)
+
+
+def test_numbers_of_other_types_are_as_they_were():
+    want = linear_cross_entropy(E, C, TARGETS, softcap=3.0, logit_scale=2.0, ignore_index=2)
+    numpy = pytest.importorskip("numpy")
+    got = linear_cross_entropy(E, C, TARGETS, softcap=3, logit_scale=numpy.float32(2), ignore_index=numpy.int64(2))
+    assert torch.equal(got, want)
+    assert torch.equal(
+        linear_cross_entropy(E, C, TARGETS, softcap=3, logit_scale=2, ignore_index=torch.tensor(2)), want
+    )
+
+
+def test_an_option_of_a_wrong_type_fails_when_patching():
+    with pytest.raises(TypeError, match="workspace_mib: must be a number or None, got '100'"):
+        patch(build_hf("Llama"), workspace_mib="100")
