@@ -88,7 +88,7 @@ def patch(model: Any, **options: Any) -> Any:
     row, target = torch.zeros(1, 8, device="cpu"), torch.zeros(1, device="cpu", dtype=torch.long)
     linear_cross_entropy(row, row, target, **options)  # a wrong option fails here, not at the first step
     check_class(kind)
-    check_model(model)
+    check_model(model, kind)
 
     model.__class__ = _patched_class(kind)
     vars(model)[_STATE] = options
@@ -171,7 +171,7 @@ def _patched_class(kind: Any) -> Any:
         call.update(call.pop("kwargs", {}))
         if options is None or call.get("labels") is None:
             return original(self, *args, **kwargs)
-        check_model(self)
+        check_model(self, kind)
         if kind.forward is not original:
             check_class(kind)
         return output_class(**_loss_and_states(call, logit_options(self), options))

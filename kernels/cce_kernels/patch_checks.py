@@ -32,10 +32,13 @@ def check_class(kind: Any) -> None:
         function = getattr(function, "__wrapped__", None)
 
 
-def check_model(model: Any) -> None:
-    """ValueError if the model's head is more than a product with its weight, or its loss is not its class's."""
+def check_model(model: Any, kind: Any) -> None:
+    """ValueError if the model's head is more than a product with its weight, or its loss is not that of its class.
+
+    kind: its class before patch; FSDP2 gives it yet another one.
+    """
     _check_head(model.lm_head)
-    if type(model).__module__.startswith("fla."):
+    if kind.__module__.startswith("fla."):
         own = model.criterion is None and not getattr(model.config, "use_l2warp", False)
         own = own and "_compute_logits_and_loss" not in vars(model)
     else:

@@ -19,6 +19,7 @@ import torch.distributed.tensor.parallel
 import transformers
 from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, same_step, step
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 patching = importlib.import_module("cce_kernels.patch")  # the package's attribute of that name is the function
@@ -335,14 +336,33 @@ def test_a_forward_over_patchs_is_told(wrapped):
     assert "logits" not in cce_kernels.patch(model)(ids, labels=labels)
 
 
-def test_a_sharded_patched_model_is_patched_and_not_unpatched():
-    model = cce_kernels.patch(build_hf("Llama"))
-    model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {})  # as FSDP2's fully_shard
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("build", [lambda: build_hf("Llama"), lambda: build_fla("GLA")])
+def test_a_model_that_fsdp2_has_sharded(one_rank, build):
+    ids, labels = batch()
+    model = build()
+    want, _, _ = step(copy.deepcopy(model), input_ids=ids, labels=labels)
+    cce_kernels.patch(model)
+    for layer in (*model.model.layers, model):  # the head belongs to the last group
+        fully_shard(layer, mesh=one_rank)
+    assert type(model).__name__.startswith("FSDP")
+    got, _, output = step(model, input_ids=ids, labels=labels)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert "logits" not in output
     assert cce_kernels.is_patched(model)
     with pytest.raises(ValueError, match="unpatch first"):
         cce_kernels.unpatch(model)
     with pytest.raises(ValueError, match="patched already"):
         cce_kernels.patch(model)
+    model.criterion = model.loss_function = nn.CrossEntropyLoss(label_smoothing=0.3)
+    with pytest.raises(ValueError, match="of its own, which patch"):
+        model(input_ids=ids, labels=labels)
 
 
 def test_is_patched_of_anything():
@@ -452,18 +472,11 @@ def test_patching_twice_is_refused():
         cce_kernels.patch(model, preset="cce_filter")
 
 
-def test_a_sharded_head_is_refused():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        model = build_hf("Llama")
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        torch.distributed.tensor.parallel.parallelize_module(
-            model, mesh, {"lm_head": torch.distributed.tensor.parallel.ColwiseParallel()}
-        )
-        with pytest.raises(ValueError, match=r"DTensor.*sharding"):
-            cce_kernels.patch(model)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_sharded_head_is_refused(one_rank):
+    model, column = build_hf("Llama"), torch.distributed.tensor.parallel.ColwiseParallel()
+    torch.distributed.tensor.parallel.parallelize_module(model, one_rank, {"lm_head": column})
+    with pytest.raises(ValueError, match=r"DTensor.*sharding"):
+        cce_kernels.patch(model)
 
 
 def test_the_package_imports_neither_transformers_nor_fla():

@@ -15,6 +15,7 @@ import transformers
 from patch_models import assert_same, batch, build_fla, build_hf, step
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from transformers.loss import loss_utils
 
 HOOKS = "head has forward or backward hooks"
 LOSS = "loss_function, criterion or use_l2warp of its own"
@@ -110,6 +111,10 @@ def every_module(_: Any) -> None:
     )
 
 
+def every_cross_entropy(_: Any) -> None:
+    loss_utils.fixed_cross_entropy = lambda *args, **call: 2 * CROSS_ENTROPY(*args, **call)
+
+
 def learned_scale(model: Any) -> None:
     del model.logit_scale
     model.logit_scale = nn.Parameter(torch.tensor(2.0))
@@ -180,6 +185,7 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     "loss_function, wrapped": (llama, wrapped_loss, LOSS),
     "loss_function, partial": (llama, partial_loss, LOSS),
     "loss_type": (llama, sets("loss_type", "ForMaskedLM"), LOSS),
+    "transformers' cross-entropy": (llama, every_cross_entropy, LOSS),
     "criterion": (gla, sets("criterion", nn.CrossEntropyLoss(label_smoothing=0.3)), LOSS),
     "use_l2warp": (gla, sets("config.use_l2warp", True), LOSS),
     "FLA's loss": (gla, own_logits, LOSS),
@@ -187,6 +193,7 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
 }
 
 
+CROSS_ENTROPY = loss_utils.fixed_cross_entropy
 FORWARDS = {kind: kind.forward for kind in (nn.Linear, transformers.LlamaForCausalLM)}
 
 
@@ -199,6 +206,7 @@ def classes_restored() -> Iterator[None]:
         for kind, forward in FORWARDS.items():
             kind.forward = forward
         nn.modules.module._global_forward_hooks.clear()
+        loss_utils.fixed_cross_entropy = CROSS_ENTROPY
 
 
 def altered_step(model: Any, alter: Callable[[Any], Any], call: dict[str, Any]) -> Any:
