@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from linrnn.checkpoint import found, read_progress
+from linrnn.checkpoint import found, read_progress, read_state
+from linrnn.checkpoint.files import write_state
 from linrnn.config import load_config
 from linrnn.errors import ConfigError
 from linrnn.points import foresee
@@ -61,6 +62,16 @@ def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
     assert stopped.directory.read_summary() is None
     with pytest.raises(ConfigError, match="holds a run of 5 steps, and this command stops at 4"):
         Trainer(load_config([*early, "trainer.max_steps=4"])).fit()
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(small: Small) -> None:
+    run = small("optimizer.schedule_steps=5")
+    [newest] = found(fitted(run).directory.checkpoints)
+    state = read_state(newest)
+    state["schedule"]["horizon"] = 9
+    write_state(newest, state)
+    with pytest.raises(ConfigError, match=r"was trained under another schedule \(horizon: 9 -> 5\)"):
+        Trainer(load_config([*run, "trainer.max_steps=5"])).fit()
 
 
 class Killed(BaseException):
