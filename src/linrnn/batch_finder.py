@@ -12,9 +12,9 @@ from typing import Any
 
 from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.errors import ConfigError, SweepFailure, UnsupportedError
+from linrnn.mixtures import same_origin
 from linrnn.origins import read_processes
 from linrnn.points import Point, Process, foresee
-from linrnn.results import same_origin
 from linrnn.run_directory import ENVIRONMENT
 from linrnn.summary import GIB
 from linrnn.sweeps import in_another_process
@@ -31,6 +31,7 @@ class Probe:
         fits: whether all its steps ran within the budget.
         peak_bytes: most memory at once; of a probe that does not fit, what it had when it ran out, or None.
         tokens_per_second: None of a probe that does not fit.
+        tokens_per_second_is: what they come from, as its summary says.
         foreseen_bytes: the memory model's figure before it ran; None where no formulas know the model or the loss.
     """
 
@@ -39,6 +40,7 @@ class Probe:
     peak_bytes: int | None
     tokens_per_second: float | None
     foreseen_bytes: int | None
+    tokens_per_second_is: str | None = None
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
         )
     peak = summary["peak_memory_bytes"]
     fits = summary["status"] == "finished" and peak <= budget
-    return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None, foreseen)
+    speed = summary["tokens_per_second"] if fits else None
+    return Probe(batch, fits, peak, speed, foreseen, summary.get("tokens_per_second_is"))
 
 
 def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:

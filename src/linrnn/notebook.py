@@ -53,9 +53,13 @@ def load(*groups: str) -> list[Run]:
 
 def _loaded(runs: list[Run], directory: Path) -> list[Run]:
     check_origin(runs, directory.name)
-    environment = next((run.environment for run in runs if run.environment), {})
+    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
     commit = (environment.get("git") or {}).get("commit")
+    for run in (run for run in runs if run.mixture):
+        print(
+            f"{run.name} is a mixture ({', '.join(run.mixture)} of its processes differ): it takes part in no verdict"
+        )
     print(f"{len(runs)} runs of {directory.relative_to(results_dir())}, made on {gpus} at commit {str(commit)[:9]}")
     return runs
 

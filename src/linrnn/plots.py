@@ -6,11 +6,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from linrnn.curves import SMOOTHED_STEPS, difference
+from linrnn.intervals import LEAST_PAIRS
 from linrnn.loss_rows import crossovers
-from linrnn.results import SETTING, Run, backend_names, loss_time_share
-from linrnn.verdicts import BASELINES, SMOOTHED_STEPS, curve_difference
+from linrnn.results import SETTING, WALL_CLOCK, Run, alike, backend_names, loss_time_share
+from linrnn.verdicts import BASELINES
 
 GIB = 2**30
+DEVICE_TIME = "device time"  # of a step: what tokens/s of before come from
 # Okabe and Ito's colours, readable with any colour vision; a loss with other options takes the next free one.
 COLOURS = {
     "compiled": "#000000",
@@ -40,7 +43,7 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
     Of each model the setting that most runs share is drawn: curves of others cannot be laid over each other. Seeds of a
     loss have its colour, and a dash each.
     """
-    runs = _one_setting(runs)
+    runs = _one_course(runs)
     models = list(dict.fromkeys(run.summary["model"] for run in runs))
     figure, grid = subplots(
         2, len(models), figsize=(3 + 4 * len(models), 7.5), sharex="col", height_ratios=(2, 1), squeeze=False
@@ -57,8 +60,8 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
         label = f"{name}, seed {run.summary['seed']}" if len(seeds) > 1 else name
         [lines[label]] = top.plot(*zip(*run.losses, strict=True), **style)
         base = bases.get((run.course, run.summary["seed"]))
-        if base is not None and base is not run and (difference := curve_difference(run, base)):
-            bottom.plot(*zip(*difference, strict=True), **style)
+        if base is not None and base is not run and (above := difference(run.losses, base.losses)):
+            bottom.plot(*zip(*above, strict=True), **style)
     for (top, bottom), model in zip(grid.T, models, strict=True):
         top.set_title(model)
         bottom.set_xlabel("optimizer step")
@@ -68,7 +71,8 @@ def loss_curves(runs: Sequence[Run], title: str) -> Any:
             bottom.set_yticks([])
             bottom.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=bottom.transAxes)
     grid[0][0].set_ylabel("training loss, nats per token")
-    grid[1][0].set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps; grey: ±0.01)")
+    some = "; of a thinned curve" if any(run.thinned for run in runs) else ""
+    grid[1][0].set_ylabel(f"loss - {baseline}'s, nats\n(mean of {SMOOTHED_STEPS} steps{some}; grey: ±0.01)")
     figure.suptitle(title)
     _legend_below(figure, lines)
     return figure
@@ -231,8 +235,10 @@ def crossover_lines(runs: Sequence[Run]) -> list[str]:
             f"{'faster' if found.faster_above else 'slower'} than {baseline}'s above about {found.size:,.0f}"
             for found in crossovers(sizes, ratios)
         ]
+        n = min(len(side[size]) for size in sizes for side in (own_times, base))
+        few = "" if n >= LEAST_PAIRS else f" (n = {n}: undecided)"
         always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline}'s from {sizes[0]:,} to {sizes[-1]:,}"
-        lines[model, name].append(f"{part} {', '.join(passes) or always}")
+        lines[model, name].append(f"{part} {', '.join(passes) or always}{few}")
     return [f"* {model} x {name}: {'; '.join(parts)}" for (model, name), parts in lines.items()]
 
 
@@ -266,9 +272,17 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     return figure
 
 
+def clock_of(runs: Sequence[Run]) -> str:
+    """What the runs' tokens/s come from, in words."""
+    kinds = {run.summary.get("tokens_per_second_is") == WALL_CLOCK for run in _measured(runs)}
+    if kinds == {True}:
+        return WALL_CLOCK
+    return DEVICE_TIME if kinds <= {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"
+
+
 def baseline_of(runs: Sequence[Run]) -> str:
     """The loss that ratios are taken to: compiled where it was run, else eager, else our exact one."""
-    losses = {run.summary["loss"] for run in runs if run.finished}
+    losses = {run.summary["loss"] for run in runs if run.finished and not run.mixture}
     return next((name for name in (*BASELINES, "cce_kahan") if name in losses), BASELINES[0])
 
 
@@ -330,7 +344,7 @@ def _panels(
         axes.set_xlabel(x_label)
         axes.grid(alpha=0.25)
     for row in grid:
-        row[0].set_ylabel(y_label)
+        row[0].set_ylabel(f"{y_label}\n({clock_of(runs)})" if "tokens/s" in y_label else y_label)
     if from_zero:  # once all points are there
         grid[0, 0].set_ylim(0, 1.05 * grid[0, 0].get_ylim()[1])
     figure.suptitle(title)
@@ -347,15 +361,13 @@ def _legend_below(figure: Any, lines: dict[str, Any]) -> None:
         figure.legend(list(lines.values()), list(lines), loc="lower center", ncol=columns, fontsize="small")
 
 
-def _one_setting(runs: Sequence[Run]) -> list[Run]:
-    """Of each model the runs whose curves can be laid over each other: the setting that most of them share."""
+def _one_course(runs: Sequence[Run]) -> list[Run]:
+    """Of each model the runs whose curves can be laid over each other: the course that most of them took."""
     kept: list[Run] = []
     for model in dict.fromkeys(run.summary["model"] for run in runs):
         own = [run for run in runs if run.summary["model"] == model and run.losses]
-        courses = [run.course for run in own]
-        if courses:
-            common = max(courses, key=courses.count)
-            kept += [run for run in own if run.course == common]
+        members = [[other for other in own if alike(run, other)] for run in own]
+        kept += next((group for group in members if len(group) == max(map(len, members))), [])
     return kept
 
 
@@ -363,19 +375,19 @@ def _family(runs: Sequence[Run], along: str) -> list[Run]:
     """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone; none
     of a model with one value of `along`.
     """
-    follow = {along, "steps", "n_parameters", "activation_checkpointing", "data_fingerprint"}
+    follow = {along, "steps", "horizon", "n_parameters", "activation_checkpointing", "data_fingerprint"}
     if along == "seq_len":
         follow.add("batch_size")  # equal tokens a step
 
     def family(run: Run) -> tuple[Any, ...]:
-        return tuple(run.summary.get(key) for key in SETTING if key not in follow)
+        return run.values(key for key in SETTING if key not in follow)
 
     kept: list[Run] = []
     for model in dict.fromkeys(run.summary["model"] for run in runs):
         own = [run for run in runs if run.summary["model"] == model]
         values: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
         for run in own:
-            values[family(run)].add(run.summary[along])
+            values[family(run)].add(run.summary.get(along))
         largest = max(values, key=lambda one: len(values[one]))
         if len(values[largest]) < 2:
             continue
@@ -394,7 +406,8 @@ def subplots(*arguments: Any, **options: Any) -> Any:
 
 
 def _measured(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.finished and run.summary["tokens_per_second"]]
+    """Finished runs of one origin whose speed was measured."""
+    return [run for run in runs if run.finished and not run.mixture and run.summary["tokens_per_second"]]
 
 
 def _named(runs: Sequence[Run]) -> list[tuple[Run, str]]:

@@ -1,25 +1,32 @@
 """What was measured, read back: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linrnn import curves
+from linrnn.curves import Comparison
 from linrnn.errors import ConfigError, DataError
 from linrnn.metrics import read_jsonl
+from linrnn.mixtures import SAME_ORIGIN, read_origin
 from linrnn.run_directory import ENVIRONMENT, METRICS, SUMMARY
 
 if TYPE_CHECKING:
     import pandas
 
-COMMITTED = "runs.json"  # of a report: summaries, environment and thinned loss curves of its runs
+# Of a report: its runs' summaries, environment, thinned loss curves, and what the raw curves say beside each other.
+COMMITTED = "runs.json"
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
 STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
 CURVE_POINTS = 1000  # of a committed curve, at most
-# What two runs must share for their figures to stand in one table.
-SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
+WALL_CLOCK = "wall clock"  # tokens_per_second_is of a summary; without it they come from the device time of a step
+HOST_DECIDES = 0.02  # share of the wall-clock time between steps from which a report says so
 # What tells settings apart: runs that share all of it differ in loss and seed alone.
 SETTING = (
     "model",
@@ -37,10 +44,13 @@ SETTING = (
     "parallel",
     "world_size",
     "steps",
+    "horizon",
     "training",
 )
 # What runs share whose curves can be laid over each other, whether or not they reached their last step.
-COURSE = tuple(key for key in SETTING if key not in ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps"))
+_HORIZON = re.compile(r"optimizer\.schedule_steps=(\d+) ?")
+_NOT_OF_A_COURSE = ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
+COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
 
 
 @dataclass(frozen=True)
@@ -48,10 +58,14 @@ class Run:
     """One run, read.
 
     Attributes:
-        summary, environment: summary.json and environment.json; a run that could not start has no environment.
-        losses: (step, nats per token) of every logged step.
+        summary: summary.json.
+        environment: what it was made with; empty for a run that could not start.
+        losses: (step, nats per token) of every logged step, or of a committed report's thinned curve.
         statistics: what the loss reports beside it (a filter's `dropped_mass_mean`, say), by name, in the same way.
         validations: (step, perplexity) of every validation.
+        mixture: in what the processes that trained it differ (keys of SAME_ORIGIN); its figures decide nothing.
+        thinned: whether `losses` has lost points; then `comparisons` has what they said.
+        comparisons: with other runs of its report, by their names, from the raw curves.
     """
 
     summary: dict[str, Any]
@@ -59,20 +73,50 @@ class Run:
     losses: list[tuple[int, float]] = field(default_factory=list)
     statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     validations: list[tuple[int, float]] = field(default_factory=list)
+    mixture: tuple[str, ...] = ()
+    thinned: bool = False
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.summary["run_name"])
 
     @property
     def finished(self) -> bool:
         return self.summary["status"] == "finished"
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it trained on a GPU: only there a peak of what was allocated is known."""
+        return "peak" in (self.summary.get("memory_bytes") or {})
+
+    @property
+    def horizon(self) -> int | None:
+        """The step at which its schedule ends; None for an unfinished run of before this was recorded."""
+        recorded = _HORIZON.search(self.summary.get("training") or "")
+        if recorded:
+            return int(recorded[1])
+        return self.summary["steps"] if self.finished else None
+
+    def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
+        """Of keys of a setting."""
+        own = {**self.summary, "horizon": self.horizon, "training": without_horizon(self.summary.get("training"))}
+        return tuple(own.get(key) for key in keys)
+
+    @property
     def setting(self) -> tuple[Any, ...]:
         """What it shares with the runs that it can be compared with."""
-        return tuple(self.summary.get(key) for key in SETTING)
+        return self.values(SETTING)
 
     @property
     def course(self) -> tuple[Any, ...]:
-        """What it shares with the runs whose curves can be laid over its own."""
-        return tuple(self.summary.get(key) for key in COURSE)
+        """What it shares with the runs whose curves can be laid over its own, but for the horizon."""
+        return self.values(COURSE)
+
+
+def without_horizon(training: str | None) -> str | None:
+    """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    return training and _HORIZON.sub("", training)
 
 
 def read_runs(group: Path) -> list[Run]:
@@ -85,7 +129,9 @@ def read_runs(group: Path) -> list[Run]:
     runs = [run for path in directories if (run := _read(path)).summary["run_name"] == path.name]
     if not runs:
         raise DataError(
-            f"{group} holds no run with a summary", "name a group that was run: results/<group>/<run_name>/"
+            f"{group} holds no run with a summary",
+            "name a group that was run here (results/<group>/<run_name>/), or a committed report as "
+            "summary=results/summaries/<name>",
         )
     return runs
 
@@ -101,61 +147,96 @@ def read_committed(directory: Path) -> list[Run]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})", "name a directory that scripts/report.py wrote") from error
-    curves, statistics = content.get("losses", {}), content.get("statistics", {})
-    validations = content.get("validations", {})
-    return [
-        Run(
-            summary,
-            content["environment"],
-            [(step, nats) for step, nats in curves.get(summary["run_name"], [])],
-            {
-                name: [(step, value) for step, value in curve]
-                for name, curve in statistics.get(summary["run_name"], {}).items()
-            },
-            [(step, perplexity) for step, perplexity in validations.get(summary["run_name"], [])],
-        )
-        for summary in content["runs"]
-    ]
+    return [_read_committed(content, summary) for summary in content["runs"]]
+
+
+def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
+    name = summary["run_name"]
+
+    def points(curve: list[list[float]]) -> list[tuple[int, float]]:
+        return [(int(step), value) for step, value in curve]
+
+    origin = read_origin(content["environment"])
+    return Run(
+        summary,
+        origin.environment,
+        points(content.get("losses", {}).get(name, [])),
+        {kind: points(curve) for kind, curve in content.get("statistics", {}).get(name, {}).items()},
+        points(content.get("validations", {}).get(name, [])),
+        mixture=tuple(content.get("mixtures", {}).get(name, ())),
+        thinned=content.get("curves_every", 1) > 1,
+        comparisons={
+            other: Comparison(**found) for other, found in content.get("comparisons", {}).get(name, {}).items()
+        },
+    )
 
 
 def write_committed(runs: Sequence[Run], path: Path) -> None:
-    """Summaries, the environment that all share, and curves of at most `CURVE_POINTS` points."""
+    """Summaries, the environment that all share, curves of about `CURVE_POINTS` points at most, and what the raw curves
+    say beside each other, so that verdicts can be had from this file alone."""
+    every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
     content = {
-        "environment": next((run.environment for run in runs if run.environment), {}),
+        "environment": next((run.environment for run in runs if run.environment and not run.mixture), {}),
+        **({"mixtures": mixtures} if (mixtures := {run.name: run.mixture for run in runs if run.mixture}) else {}),
+        "curves_every": every,
         "runs": [run.summary for run in runs],
     }
-    every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
-    curves = {
-        "losses": {run.summary["run_name"]: _thinned(run.losses, every) for run in runs if run.losses},
+    lists = {
+        "losses": {run.name: curves.thinned(run.losses, every) for run in runs if run.losses},
         "statistics": {
-            run.summary["run_name"]: {name: _thinned(curve, every) for name, curve in run.statistics.items()}
+            run.name: {name: curves.thinned(curve, every) for name, curve in run.statistics.items()}
             for run in runs
             if run.statistics
         },
-        "validations": {run.summary["run_name"]: run.validations for run in runs if run.validations},
+        "validations": {run.name: run.validations for run in runs if run.validations},
+        "comparisons": _comparisons(runs),
     }
-    lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in curves.items() if curve)
+    lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in lists.items() if curve)
     path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n", encoding="utf-8")
 
 
+def comparison(run: Run, base: Run) -> Comparison | None:
+    """Their loss curves over the steps that both have; None where thinned curves do not tell."""
+    if not run.thinned and not base.thinned:
+        return curves.compare(run.losses, base.losses)
+    return run.comparisons.get(base.name) or _reversed(base.comparisons.get(run.name))
+
+
+def _reversed(found: Comparison | None) -> Comparison | None:
+    return found and dataclasses.replace(found, last=None if found.last is None else -found.last)
+
+
+def alike(a: Run, b: Run) -> bool:
+    """Whether their curves can be laid over each other: they differ in loss, seed and the step that they reached alone.
+    An unfinished run of before horizons were recorded is taken to have the other's."""
+    horizons = {a.horizon, b.horizon} - {None}
+    return a.course == b.course and len(horizons) < 2
+
+
+def _comparisons(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Of every two runs that are alike and share loss or seed."""
+    names = backend_names([run.summary for run in runs])
+    found: dict[str, dict[str, Any]] = {}
+    for (a, name), (b, other) in combinations(zip(runs, names, strict=True), 2):
+        related = (name == other) != (a.summary["seed"] == b.summary["seed"])
+        if related and alike(a, b) and (result := comparison(a, b)) is not None and result.steps:
+            found.setdefault(a.name, {})[b.name] = dataclasses.asdict(result)
+    return found
+
+
 def check_origin(runs: Iterable[Run], title: str) -> None:
-    """Refuse to mix.
+    """Refuse to mix. A run that is a mixture in itself is left out: reports name it, and it decides nothing.
 
     Raises:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
     """
-    environments = [run.environment for run in runs if run.environment]
+    environments = [run.environment for run in runs if run.environment and not run.mixture]
     for key in SAME_ORIGIN:
         if len({json.dumps(environment.get(key), sort_keys=True) for environment in environments}) > 1:
             raise ConfigError(
                 f"the runs of {title} differ in {key}: their figures do not belong in one table",
                 "give each origin a group of its own",
             )
-
-
-def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The keys of the origin in which two environments differ."""
-    return [key for key in SAME_ORIGIN if a.get(key) != b.get(key)]
 
 
 def read_max_batches(group: Path) -> list[dict[str, Any]]:
@@ -168,11 +249,14 @@ def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
 
 
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The answers or breakdowns of a report (MAX_BATCHES or BREAKDOWNS in its directory); [] where it has none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
 def read_committed_lists(summaries: Path, name: str) -> list[dict[str, Any]]:
     """The answers or breakdowns (`name`: MAX_BATCHES or BREAKDOWNS) of every report below `summaries`."""
-    return [
-        entry for path in sorted(summaries.glob(f"*/{name}")) for entry in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    return [entry for path in sorted(summaries.glob(f"*/{name}")) for entry in read_list(path)]
 
 
 def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
@@ -186,6 +270,12 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
         telling = [key for key in own if any(other.get(key) != own[key] for other in others)]
         names.append(" ".join([summary["loss"], *(f"{key}={own[key]}" for key in telling)]))
     return names
+
+
+def host_decides(run: Run) -> bool:
+    """Whether what the host does between steps takes more than 2 % of their wall-clock time."""
+    host, wall = run.summary.get("host_step_ms"), run.summary.get("wall_step_ms")
+    return host is not None and wall is not None and host > HOST_DECIDES * wall
 
 
 def loss_time_share(run: Run) -> float | None:
@@ -209,6 +299,7 @@ def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
             {
                 **{key: value for key, value in run.summary.items() if key not in nested},
                 "backend": backend,
+                "mixture": ", ".join(run.mixture),
                 "gpu": gpus[0]["name"] if gpus else None,
                 "commit": (run.environment.get("git") or {}).get("commit"),
                 "peak_memory_gib": None if peak is None else peak / gib,
@@ -224,6 +315,7 @@ def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
     environment = directory / ENVIRONMENT
+    origin = read_origin(json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {})
     statistics: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
@@ -231,14 +323,9 @@ def _read(directory: Path) -> Run:
                 statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
     return Run(
         summary=json.loads((directory / SUMMARY).read_text(encoding="utf-8")),
-        environment=json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {},
+        environment=origin.environment,
         losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
         statistics=statistics,
         validations=[(r["step"], r["valid/perplexity"]) for r in records if r.get("valid/perplexity") is not None],
+        mixture=origin.mixture,
     )
-
-
-def _thinned(curve: list[tuple[int, float]], every: int) -> list[tuple[int, float]]:
-    """Every n-th point from the first on, so that runs which ended at different steps keep the same ones; the last."""
-    kept = [point for n, point in enumerate(curve) if n % every == 0 or n == len(curve) - 1]
-    return [(step, float(f"{value:.6g}")) for step, value in kept]

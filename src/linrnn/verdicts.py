@@ -1,138 +1,48 @@
-"""The study's criteria, each answered from runs: met, missed or open, with value, target, margin, spread."""
+"""The study's criteria, each answered from runs, paired by seed: met, missed, undecided or open."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isclose
 from statistics import median
 from typing import Any
 
-from linrnn.results import SETTING, Run, backend_names, same_origin
+from linrnn.criteria import (
+    BACKWARD,
+    BATCH,
+    CURVES,
+    LEAST_MEASURED,
+    LEAST_STEPS,
+    MEMORY,
+    MVE_LARGER,
+    MVE_LOSS,
+    MVE_MEMORY,
+    MVE_NOT_SLOWER,
+    MVE_SPEED,
+    PERPLEXITY,
+    SHARE,
+    SHARE_WITHOUT,
+    SPEED,
+    SPEED_AT_LARGEST,
+    Criterion,
+    Verdict,
+    judge,
+)
+from linrnn.mixtures import same_origin
+from linrnn.results import (
+    SETTING,
+    WALL_CLOCK,
+    Run,
+    backend_names,
+    comparison,
+    host_decides,
+    without_horizon,
+)
 
 BASELINES = ("compiled", "standard")  # verdicts against compiled cross-entropy first, eager second
-MET, MISSED, OPEN = "met", "missed", "open"
-SMOOTHED_STEPS = 20
-LEAST_STEPS = 50  # of runs whose losses are compared: as many as train_loss_nats averages over
-LEAST_MEASURED = 5  # steps after the warm-up, of runs whose times are compared
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """A criterion of the proposal.
-
-    Attributes:
-        name: what is asked.
-        target: the bound that the value is held against.
-        at_most: whether the value must be at most the target, else at least.
-        form: how values are shown.
-        source: what must be run to answer it.
-    """
-
-    name: str
-    target: float
-    at_most: bool
-    form: str
-    source: str
-
-    def holds(self, value: float) -> bool:
-        return value <= self.target if self.at_most else value >= self.target
-
-    @property
-    def bound(self) -> str:
-        return f"{'≤' if self.at_most else '≥'} {self.target:{self.form}}"
-
-
-MEMORY = Criterion("peak memory, ratio", 0.6, True, ".3f", "runs of both losses in one setting, on a GPU")
-BATCH = Criterion(
-    "largest batch under the budget, ratio (H1: 1.3-2)", 1.5, False, ".2f", "scripts/find_max_batch.py for both"
-)
-SPEED = Criterion(
-    "tokens/s at the same batch, ratio",
-    1.08,
-    False,
-    ".3f",
-    f"runs of both losses in one setting, of {LEAST_MEASURED} steps after the warm-up",
-)
-SPEED_AT_LARGEST = Criterion(
-    "tokens/s, each at its own largest batch, ratio (H1: 1.08-1.15)",
-    1.15,
-    False,
-    ".3f",
-    "scripts/find_max_batch.py for both",
-)
-PERPLEXITY = Criterion(
-    "validation perplexity, difference",
-    0.1,
-    True,
-    "+.3f",
-    f"runs of both losses in one setting, of {LEAST_STEPS} steps",
-)
-CURVES = Criterion(
-    f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
-    0.01,
-    True,
-    ".4f",
-    PERPLEXITY.source,
-)
-BACKWARD = Criterion("backward pass of the filtered loss, speed-up (H3: 1.5-2)", 1.5, False, ".2f", SPEED.source)
 FILTERS = ("cce_filter", "cce_apple")  # others' forward passes may do a part of their backward passes' work
-SHARE = Criterion("loss layer's share of peak memory, gradients counted (H2)", 0.01, True, ".1%", "a run on a GPU")
-SHARE_WITHOUT = Criterion("loss layer's share of peak memory, without them (H2)", 0.01, True, ".1%", "a run on a GPU")
-MVE_MEMORY = Criterion("MVE: peak memory, ratio", 0.5, True, ".3f", MEMORY.source)
-MVE_SPEED = Criterion("MVE: tokens/s at the same batch, ratio", 0.95, False, ".3f", SPEED.source)
-MVE_LARGER = Criterion(
-    "MVE: tokens/s, each at its fastest batch, equal tokens, ratio", 1.10, False, ".3f", "runs at several batches"
-)
-MVE_LOSS = Criterion("MVE: final training loss, difference, nats", 0.01, True, ".4f", PERPLEXITY.source)
-MVE_NOT_SLOWER = Criterion("MVE: not slower at the same batch (else: failed), ratio", 1.0, False, ".3f", SPEED.source)
+DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """One row: a criterion for a model and a backend, against a baseline.
-
-    Attributes:
-        value: median over the seeds that both have; None if nothing answers it.
-        spread: largest - smallest of the seeds' values; None for one seed.
-        verdict: met, missed, or open (not measured, or the seeds disagree).
-        remark: why it is open; the setting.
-    """
-
-    criterion: Criterion
-    model: str
-    backend: str
-    against: str | None
-    value: float | None
-    spread: float | None
-    seeds: int
-    verdict: str
-    remark: str = ""
-
-    @property
-    def margin(self) -> float | None:
-        """By how much the target is met (positive) or missed (negative)."""
-        if self.value is None:
-            return None
-        return (self.value - self.criterion.target) * (-1 if self.criterion.at_most else 1)
-
-
-def judge(
-    criterion: Criterion, model: str, backend: str, against: str | None, values: Sequence[float], remark: str = ""
-) -> Verdict:
-    """A verdict from one value a seed."""
-    if not values:
-        reason = remark or f"not measured: needs {criterion.source}"
-        return Verdict(criterion, model, backend, against, None, None, 0, OPEN, reason)
-    spread = max(values) - min(values) if len(values) > 1 else None
-    outcomes = {criterion.holds(value) for value in values}
-    if len(outcomes) > 1:
-        verdict, remark = OPEN, "; ".join(filter(None, ["the seeds disagree", remark]))
-    else:
-        verdict = MET if outcomes == {True} else MISSED
-    return Verdict(criterion, model, backend, against, median(values), spread, len(values), verdict, remark)
-
-
-# ----------------------------------------------------------------------------------------------- comparing runs
 # What two searches for the largest batch must share.
 ANSWER_SETTING = (
     "accumulation_steps",
@@ -143,54 +53,93 @@ ANSWER_SETTING = (
     "tie_embeddings",
     "precision",
     "memory_budget_gib",
-    "training",
 )
-Compare = Callable[[Run, Run], float | None]
 
 
-def _speed_ratio(run: Run, base: Run) -> float | None:
+# ------------------------------------------------------------------------------------------------ comparing a pair
+@dataclass(frozen=True)
+class Compared:
+    """What a run and the baseline's of its seed say.
+
+    Attributes:
+        value: their ratio or difference.
+        doubt: why the value decides nothing.
+        note: what else must be known.
+        limits: the least and the most that the ratio can be if the loss is all that differs between the two.
+    """
+
+    value: float
+    doubt: str = ""
+    note: str = ""
+    limits: tuple[float, float] | None = None
+
+
+Compare = Callable[[Run, Run], Compared | None]
+
+
+def speed_ratio(run: Run, base: Run) -> Compared | None:
+    """Of tokens/s of two GPU runs; None where one is too short or they are told by different clocks."""
     value, other = (one.summary.get("tokens_per_second") for one in (run, base))
-    return value / other if value is not None and other and _timed(run, base) else None
+    if not value or not other or not _timed(run, base):
+        return None
+    clocks = {one.summary.get("tokens_per_second_is") for one in (run, base)}
+    if len(clocks) > 1:
+        return None
+    least, most = free_loss_speed_up(run), free_loss_speed_up(base)
+    return Compared(
+        value / other,
+        doubt="" if clocks == {WALL_CLOCK} else DEVICE_TIME,
+        note="the host decides the speed" if host_decides(run) or host_decides(base) else "",
+        limits=(1 / least, most) if least and most else None,
+    )
 
 
-def _memory_ratio(run: Run, base: Run) -> float | None:
+def speed_ratio_across_batches(run: Run, base: Run) -> Compared | None:
+    """As :func:`speed_ratio`, where the loss is not all that differs: without limits."""
+    found = speed_ratio(run, base)
+    return found and Compared(found.value, found.doubt, found.note)
+
+
+def memory_ratio(run: Run, base: Run) -> Compared | None:
     """Of what was allocated on the GPU; a CPU's process holds more than the step."""
     value, other = ((one.summary.get("memory_bytes") or {}).get("peak") for one in (run, base))
-    return value / other if value is not None and other else None
+    return Compared(value / other) if value is not None and other else None
 
 
-def _difference(key: str, absolute: bool = False) -> Compare:
+def _difference(key: str) -> Compare:
     """Of what was learnt."""
 
-    def compare(run: Run, base: Run) -> float | None:
-        if not _learnt(run, base):
-            return None
+    def compare(run: Run, base: Run) -> Compared | None:
         value, other = run.summary.get(key), base.summary.get(key)
-        if value is None or other is None:
+        if value is None or other is None or not _learnt(run, base):
             return None
-        return abs(value - other) if absolute else value - other
+        return Compared(value - other)
 
     return compare
 
 
-def curve_difference(run: Run, base: Run) -> list[tuple[int, float]]:
-    """(step, nats above the other's), running mean over SMOOTHED_STEPS steps that both logged."""
-    curve, other = dict(run.losses), dict(base.losses)
-    steps = sorted(curve.keys() & other.keys())
-    raw = [curve[step] - other[step] for step in steps]
-    windows = (raw[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(raw) + 1))
-    return [(step, sum(window) / len(window)) for step, window in zip(steps, windows, strict=True)]
+def curve_difference(run: Run, base: Run) -> Compared | None:
+    """The most that two curves differ."""
+    found = comparison(run, base)
+    if not _learnt(run, base) or found is None or found.largest is None:
+        return None
+    return Compared(found.largest, note=f"every {found.every}th step logged" if found.every > 1 else "")
 
 
-def largest_difference(run: Run, base: Run) -> float | None:
-    """Nats between two curves, the most of a mean over SMOOTHED_STEPS steps; None for fewer common steps than that."""
-    # The first window has few steps; from a full one on.
-    smooth = curve_difference(run, base)[SMOOTHED_STEPS - 1 :]
-    return max((abs(nats) for _, nats in smooth), default=None)
+def backward_speed_up(run: Run, base: Run) -> Compared | None:
+    """Of the loss layer's own kernels."""
+    own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
+    return Compared(other / own) if own and other and _timed(run, base) else None
 
 
-def _largest_difference(run: Run, base: Run) -> float | None:
-    return largest_difference(run, base) if _learnt(run, base) else None
+def free_loss_speed_up(run: Run) -> float | None:
+    """How many times as fast its steps would be if the loss layer took no time; None where that was not measured."""
+    of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
+    step = summary.get("wall_step_ms") or summary.get("step_time_ms_median")
+    if not of_loss or not step:
+        return None
+    rest = step - sum(of_loss.values())
+    return step / rest if rest > 0 else None
 
 
 def _learnt(run: Run, base: Run) -> bool:
@@ -198,170 +147,221 @@ def _learnt(run: Run, base: Run) -> bool:
     return min(run.summary.get("steps") or 0, base.summary.get("steps") or 0) >= LEAST_STEPS
 
 
-def _backward_speed_up(run: Run, base: Run) -> float | None:
-    own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
-    return other / own if own and other and _timed(run, base) else None
-
-
 def _timed(run: Run, base: Run) -> bool:
-    """Whether times can be compared: a median of a step or two says nothing."""
-    return min(one.summary.get("measured_steps", LEAST_MEASURED) or 0 for one in (run, base)) >= LEAST_MEASURED
+    """Whether times can be compared: a median of a step or two says nothing, and a CPU shares its time with others."""
+    measured = min(one.summary.get("measured_steps", LEAST_MEASURED) or 0 for one in (run, base))
+    return measured >= LEAST_MEASURED and run.on_gpu and base.on_gpu
 
 
 PAIRED: tuple[tuple[Criterion, Compare], ...] = (
-    (MEMORY, _memory_ratio),
-    (SPEED, _speed_ratio),
+    (MEMORY, memory_ratio),
+    (SPEED, speed_ratio),
     (PERPLEXITY, _difference("valid_perplexity")),
-    (CURVES, _largest_difference),
+    (CURVES, curve_difference),
 )
-PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, _backward_speed_up),)
+PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
-    (MVE_MEMORY, _memory_ratio),
-    (MVE_SPEED, _speed_ratio),
-    (MVE_NOT_SLOWER, _speed_ratio),
-    (MVE_LOSS, _difference("train_loss_nats", absolute=True)),
+    (MVE_MEMORY, memory_ratio),
+    (MVE_SPEED, speed_ratio),
+    (MVE_NOT_SLOWER, speed_ratio),
+    (MVE_LOSS, _difference("train_loss_nats")),
 )
+
+
+# ------------------------------------------------------------------------------------------------- all the verdicts
+Settings = Mapping[tuple[Any, ...], Mapping[str, list[Run]]]  # runs by setting, then by backend
 
 
 def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) -> list[Verdict]:
     """Every criterion for every model and backend of `runs`, with and without activation checkpointing, in the setting
-    that most backends share.
+    that most backends share. Runs that are a mixture of origins take no part.
 
     Args:
         runs: of one origin.
         max_batches: as :mod:`linrnn.results` reads them; those of another origin are left out, and the verdict says so.
     """
     names = backend_names([run.summary for run in runs])
-    settings: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
-    settings = defaultdict(lambda: defaultdict(dict))
+    kinds: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
+    kinds = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, names, strict=True):
-        if run.finished:
+        if run.finished and not run.mixture:
             kind = run.summary["model"], _checkpointing(run.summary)
-            settings[kind][run.setting].setdefault(name, []).append(run)
-    environment = next((run.environment for run in runs if run.environment), {})
+            kinds[kind][run.setting].setdefault(name, []).append(run)
+    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     found: list[Verdict] = []
-    for (model, checkpointing), by_setting in settings.items():
+    for (model, checkpointing), by_setting in kinds.items():
         setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))
-        backends = by_setting[setting]
-        telling = _telling(setting, by_setting)
-        here: list[Verdict] = []
-        for backend in backends:
-            own = backends[backend]
+        words = [_telling(setting, by_setting)]
+        if sum(other == model for other, _ in kinds) > 1 and not words[0].count("checkpointing="):
+            words.append(f"checkpointing {checkpointing}")
+        where = ", ".join(filter(None, words))
+        for backend, own in by_setting[setting].items():
             for against in (name for name in BASELINES if name != backend):
-                criteria = [*PAIRED, *(PAIRED_FILTER if own[0].summary["loss"] in FILTERS else ())]
-                criteria += PAIRED_MVE if own[0].summary["size"] == "mve" else ()
-                for criterion, compare in criteria:
-                    base = backends.get(against, [])
-                    here.append(_remarked(_paired(criterion, compare, model, backend, against, own, base), telling))
-                if own[0].summary["size"] == "mve":
-                    here.append(_fastest_batches(own[0], backend, against, by_setting))
-                here += _largest_batches(own[0], backend, against, max_batches, environment)
-            here += [_remarked(verdict, telling) for verdict in _shares(model, backend, own)]
-        if sum(other == model for other, _ in settings) > 1:
-            words = f"checkpointing {checkpointing}"
-            here = [v if words in v.remark else _remarked(v, words) for v in here]
-        found += here
+                found += _against(own, backend, against, by_setting, setting, where)
+                found += _largest_batches(own[0], backend, against, max_batches, environment)
+            found += _shares(model, backend, own, where)
     return found
+
+
+def _against(
+    own: list[Run], backend: str, against: str, by_setting: Settings, setting: tuple[Any, ...], where: str
+) -> list[Verdict]:
+    """What one backend's runs say beside a baseline's."""
+    first = own[0].summary
+    criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
+    criteria += PAIRED_MVE if first["size"] == "mve" else ()
+    base = by_setting[setting].get(against, [])
+    remark = "" if base else f"{against} has no finished run in this setting"
+    found = [
+        _paired(criterion, compare, (first["model"], backend, against), own, base, where, remark)
+        for criterion, compare in criteria
+    ]
+    return [*found, _fastest_batches(own[0], backend, against, by_setting)] if first["size"] == "mve" else found
 
 
 def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:
     """What of a setting others do not have, as `vocab_size=32000`; what follows from something else is left out."""
-    named = zip(SETTING, setting, zip(*others, strict=True), strict=True)
-    return ", ".join(
-        f"{key}={value}"
-        for key, value, values in named
-        if key not in ("n_parameters", "data_fingerprint", "steps", "training") and len(set(values)) > 1
-    )
-
-
-def _remarked(verdict: Verdict, words: str) -> Verdict:
-    return replace(verdict, remark="; ".join(filter(None, [verdict.remark, words])))
+    every = [dict(zip(SETTING, other, strict=True)) for other in others]
+    implied = {"n_parameters", "data_fingerprint", "steps", "training"}
+    sizes = {(one["batch_size"], one["seq_len"]) for one in every}
+    if len({(one["batch_size"], one["seq_len"], one["horizon"]) for one in every}) == len(sizes):
+        implied.add("horizon")
+    varying = [key for key in SETTING if key not in implied and len({one[key] for one in every}) > 1]
+    own = dict(zip(SETTING, setting, strict=True))
+    return ", ".join(f"{key}={own[key]}" for key in varying)
 
 
 def _paired(
-    criterion: Criterion, compare: Compare, model: str, backend: str, against: str, own: list[Run], base: list[Run]
+    criterion: Criterion,
+    compare: Compare,
+    names: tuple[str, str, str],
+    own: Sequence[Run],
+    base: Sequence[Run],
+    where: str,
+    remark: str = "",
 ) -> Verdict:
     """Seed by seed; of runs that were made again the median."""
-    values = []
+    values, limits, doubts, notes = [], [], [], []
     for seed in dict.fromkeys(run.summary["seed"] for run in own):
         pairs = ((run, other) for run in own for other in base if run.summary["seed"] == other.summary["seed"] == seed)
-        if found := [value for run, other in pairs if (value := compare(run, other)) is not None]:
-            values.append(median(found))
-    remark = "" if base else f"{against} has no finished run in this setting"
-    return judge(criterion, model, backend, against, values, remark)
+        if found := [one for run, other in pairs if (one := compare(run, other)) is not None]:
+            values.append(median(one.value for one in found))
+            limits += [one.limits for one in found if one.limits]
+            doubts += [one.doubt for one in found if one.doubt]
+            notes += [one.note for one in found if one.note]
+    if values and limits:
+        least, most = (median(bounds) for bounds in zip(*limits, strict=True))
+        doubts += _noise(median(values), least, most)
+    words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
+    return judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
 
 
-def _fastest_batches(
-    run: Run, backend: str, against: str, by_setting: dict[tuple[Any, ...], dict[str, list[Run]]]
-) -> Verdict:
-    """Each loss at the batch of its highest speed, among runs like `run` but for the batch, of about as many tokens."""
-    follow = ("batch_size", "steps")
+def _noise(ratio: float, least: float, most: float) -> list[str]:
+    """Beyond these limits something else than the loss decided, on either side."""
+    if ratio > most:
+        return [f"beyond what a free loss would give ({most:.3f}): noise"]
+    if ratio < least:
+        return [f"below {least:.3f}, what a free loss would give the baseline: noise"]
+    return []
 
-    def kind(one: Run) -> tuple[Any, ...]:
-        return tuple(one.summary.get(key) for key in SETTING if key not in follow)
 
-    speeds: dict[str, list[tuple[float, int]]] = defaultdict(list)
+def _fastest_batches(run: Run, backend: str, against: str, by_setting: Settings) -> Verdict:
+    """Each loss at the batch where its median speed over seeds is highest, of the batches that both ran; among runs
+    like `run` but for the batch, of about as many tokens."""
+    own, base = (_by_batch(run, name, by_setting) for name in (backend, against))
+    names = (run.summary["model"], backend, against)
+    common = sorted(own.keys() & base.keys())
+    alone = [
+        f"{name} alone has B = {', '.join(map(str, surplus))}"
+        for name, surplus in ((backend, sorted(own.keys() - base.keys())), (against, sorted(base.keys() - own.keys())))
+        if surplus
+    ]
+    if len(common) < 2:
+        needs = f"not measured: needs {MVE_LARGER.source}"
+        return judge(MVE_LARGER, *names, [], remark="; ".join([needs, *alone]))
+    fastest, other = (_fastest(side, common) for side in (own, base))
+    words = "; ".join([f"B = {fastest} against {other}, of {', '.join(map(str, common))}", *alone])
+    return _paired(MVE_LARGER, speed_ratio_across_batches, names, own[fastest], base[other], "", words)
+
+
+def _fastest(by_batch: Mapping[int, list[Run]], batches: Sequence[int]) -> int:
+    speeds = {batch: median(one.summary["tokens_per_second"] for one in by_batch[batch]) for batch in batches}
+    return max(speeds, key=lambda batch: speeds[batch])
+
+
+def _by_batch(run: Run, backend: str, by_setting: Settings) -> dict[int, list[Run]]:
+    """Its comparable runs by batch: they differ from `run` in loss, seed and what follows from the batch."""
+    kind = [key for key in SETTING if key not in ("batch_size", "steps", "horizon")]
+
+    found: dict[int, list[Run]] = defaultdict(list)
     for backends in by_setting.values():
-        for name, group in backends.items():
-            for other in group:
-                equal_tokens = isclose(other.summary["tokens"], run.summary["tokens"], rel_tol=0.1)
-                if kind(other) == kind(run) and equal_tokens and other.summary["tokens_per_second"]:
-                    speeds[name].append((other.summary["tokens_per_second"], other.summary["batch_size"]))
-    own, base = speeds[backend], speeds[against]
-    model = run.summary["model"]
-    if len({batch for _, batch in own}) < 2 or not base:
-        return judge(MVE_LARGER, model, backend, against, [])
-    remark = f"B = {max(own)[1]} against {max(base)[1]}"
-    return judge(MVE_LARGER, model, backend, against, [max(own)[0] / max(base)[0]], remark)
+        for one in backends.get(backend, []):
+            equal_tokens = isclose(one.summary["tokens"], run.summary["tokens"], rel_tol=0.1)
+            same = one.values(kind) == run.values(kind) and equal_tokens
+            if same and _timed(one, one) and one.summary["tokens_per_second"]:
+                found[one.summary["batch_size"]].append(one)
+    return found
 
 
 def _largest_batches(
     run: Run, backend: str, against: str, answers: Sequence[dict[str, Any]], environment: dict[str, Any]
 ) -> list[Verdict]:
-    model = run.summary["model"]
+    names = (run.summary["model"], backend, against)
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
     left_out: list[str] = []
     for answer, name in zip(answers, backend_names(answers), strict=True):
-        if (answer["model"], answer["size"]) != (model, run.summary["size"]):
+        if (answer["model"], answer["size"]) != (run.summary["model"], run.summary["size"]):
             continue
         if _checkpointing(answer) != _checkpointing(run.summary):
+            continue
+        if not answer["environment"].get("gpus"):
             continue
         if differing := same_origin(environment, answer["environment"]):
             left_out = differing
             continue
-        key = tuple(answer.get(k) for k in ANSWER_SETTING)
+        key = (*(answer.get(k) for k in ANSWER_SETTING), without_horizon(answer.get("training")))
         found[key][name] = answer
     pairs = [(both[backend], both[against]) for both in found.values() if backend in both and against in both]
     reason = f"measured elsewhere: another {', '.join(left_out)}" if left_out else ""
     if not pairs:
-        return [judge(criterion, model, backend, against, [], reason) for criterion in (BATCH, SPEED_AT_LARGEST)]
-    verdicts = []
-    for own, base in pairs:
-        remark = (
-            f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
-            f"checkpointing {own.get('activation_checkpointing')}, {own['memory_budget_gib']:g} GiB"
-            + ("" if own["exact"] and base["exact"] else "; a search did not end exact")
-        )
-        unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, and there were batches left to try
-        batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
-        speeds = [_best_speed(answer) for answer in (own, base)]
-        ratio = [speeds[0] / speeds[1]] if speeds[0] and speeds[1] else []
-        verdicts.append(judge(BATCH, model, backend, against, batches, remark))
-        verdicts.append(judge(SPEED_AT_LARGEST, model, backend, against, ratio, remark))
-    return verdicts
+        where = f"checkpointing {_checkpointing(run.summary)}"
+        return [judge(one, *names, [], setting=where, remark=reason) for one in (BATCH, SPEED_AT_LARGEST)]
+    return [verdict for own, base in pairs for verdict in _searched(own, base, names)]
+
+
+def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, str]) -> list[Verdict]:
+    """From two searches for the largest batch. One that did not end exact has a lower bound: it can say that enough
+    fits, of the loss that is judged, and nothing else."""
+    where = (
+        f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
+        f"checkpointing {own.get('activation_checkpointing')}, {own['memory_budget_gib']:g} GiB"
+    )
+    unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, and there were batches left to try
+    batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
+    enough = base["exact"] and bool(batches) and batches[0] >= BATCH.target
+    inexact = "" if own["exact"] and base["exact"] else "a search did not end exact"
+    doubts = [] if enough or not inexact else [inexact]
+    probes = [_best_probe(answer) for answer in (own, base)]
+    speeds = [probe.get("tokens_per_second") for probe in probes]
+    ratio = [speeds[0] / speeds[1]] if speeds[0] and speeds[1] else []
+    by_wall = all(probe.get("tokens_per_second_is") == WALL_CLOCK for probe in probes)
+    clock = "" if by_wall else DEVICE_TIME
+    return [
+        judge(BATCH, *names, batches, setting=where, remark="" if doubts else inexact, doubts=doubts),
+        judge(SPEED_AT_LARGEST, *names, ratio, setting=where, doubts=[one for one in (inexact, clock) if one]),
+    ]
 
 
 def _checkpointing(summary: dict[str, Any]) -> str:
     return summary.get("activation_checkpointing") or "none"
 
 
-def _best_speed(answer: dict[str, Any]) -> float | None:
-    """tokens/s of the probe at the largest batch."""
-    found = [p["tokens_per_second"] for p in answer["probes"] if p["batch"] == answer["max_sequences"] and p["fits"]]
-    return found[0] if found else None
+def _best_probe(answer: dict[str, Any]) -> dict[str, Any]:
+    """The probe at the largest batch; empty where none fitted."""
+    return next((p for p in answer["probes"] if p["batch"] == answer["max_sequences"] and p["fits"]), {})
 
 
-def _shares(model: str, backend: str, runs: Sequence[Run]) -> list[Verdict]:
+def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[Verdict]:
     """Of the peak: what the loss layer's passes add at most, with and without the gradients that they return."""
     shares, without = {}, {}
     for run in runs:
@@ -374,8 +374,8 @@ def _shares(model: str, backend: str, runs: Sequence[Run]) -> list[Verdict]:
         shares[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"]) / memory["peak"]
         without[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"] - gradients, 0) / memory["peak"]
     return [
-        judge(SHARE, model, backend, None, list(shares.values())),
-        judge(SHARE_WITHOUT, model, backend, None, list(without.values())),
+        judge(SHARE, model, backend, None, list(shares.values()), setting=where),
+        judge(SHARE_WITHOUT, model, backend, None, list(without.values()), setting=where),
     ]
 
 

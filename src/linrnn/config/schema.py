@@ -386,7 +386,8 @@ class GenerateConfig:
 class ReportConfig:
     """scripts/report.py: keys are explained in configs/report.yaml."""
 
-    group: str = plain_name()
+    group: str | None = plain_name()
+    summary: str | None
     results_dir: str
     output_dir: str | None
     max_batch_group: str = plain_name()

@@ -1,0 +1,37 @@
+"""Whether figures are of one origin: what a run was made with, and in what two such origins differ."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# What two runs, and the processes of one run, must share for their figures to stand in one table.
+SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the processes of a run were made with.
+
+    Attributes:
+        environment: of the first process that trained steps of the run.
+        mixture: the keys of SAME_ORIGIN in which its processes differ; empty for a run of one origin.
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    mixture: tuple[str, ...] = ()
+
+
+def read_origin(content: dict[str, Any]) -> Origin:
+    """From environment.json, `{"processes": [entry, …]}`, or from the one flat entry of a committed report."""
+    processes = content.get("processes", [content] if content else [])
+    trained = [
+        process for process in processes if "to_step" not in process or process["to_step"] != process["from_step"]
+    ]
+    if not trained:
+        return Origin(processes[0]) if processes else Origin()
+    first, *rest = trained
+    return Origin(first, tuple(key for key in SAME_ORIGIN if any(key in same_origin(first, other) for other in rest)))
+
+
+def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The keys of the origin in which two environments differ."""
+    return [key for key in SAME_ORIGIN if a.get(key) != b.get(key)]
