@@ -5,6 +5,8 @@ from typing import Any
 
 # What two runs, and the processes of one run, must share for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
+# What an entry of environment.json has beside what its process was made with.
+OF_A_PROCESS = ("command", "started", "ended", "from_step", "to_step", "settings", "continues")
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,9 @@ def read_origin(content: dict[str, Any]) -> Origin:
     trained = [
         process for process in processes if "to_step" not in process or process["to_step"] != process["from_step"]
     ]
-    if not trained:
-        return Origin(processes[0]) if processes else Origin()
-    first, *rest = trained
-    return Origin(first, tuple(key for key in SAME_ORIGIN if any(key in same_origin(first, other) for other in rest)))
+    first = next(iter(trained or processes), {})
+    differing = (key for key in SAME_ORIGIN if any(key in same_origin(first, other) for other in trained))
+    return Origin({key: value for key, value in first.items() if key not in OF_A_PROCESS}, tuple(differing))
 
 
 def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -147,17 +147,17 @@ def chunk_sizes(runs: Sequence[Run]) -> Any:
 
 
 def vocabulary_crossover(runs: Sequence[Run]) -> Any:
-    """Tokens/s relative to the baseline against the vocabulary, a panel a model: above 1 a loss pays."""
+    """Tokens/s relative to the baseline's of the same seed against the vocabulary, a panel a model: above 1 a loss pays."""
     baseline = baseline_of(runs)
     speed: dict[tuple[Any, ...], float] = {}
     for run in _measured(runs):
         if run.summary["loss"] == baseline:
-            speed[run.setting] = run.summary["tokens_per_second"]
+            speed[run.setting, run.summary["seed"]] = run.summary["tokens_per_second"]
     return _panels(
-        [run for run in runs if run.setting in speed],
+        [run for run in runs if (run.setting, run.summary["seed"]) in speed],
         x=lambda s: s["vocab_size"],
         x_label="vocabulary, entries",
-        y=lambda run: run.summary["tokens_per_second"] / speed[run.setting],
+        y=lambda run: run.summary["tokens_per_second"] / speed[run.setting, run.summary["seed"]],
         y_label=f"tokens/s relative to {baseline}",
         title="From which vocabulary on does a loss pay?",
         along="vocab_size",

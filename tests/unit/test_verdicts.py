@@ -611,6 +611,21 @@ def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
     assert plots.crossover_lines(runs[:1]) == []
 
 
+def test_the_crossover_is_drawn_from_pairs_of_a_seed() -> None:
+    """A host that is slow for the last seed, for both losses alike, changes no ratio."""
+    hosts = enumerate((1.0, 1.0, 0.5))
+    runs = [
+        run(loss, seed=seed, vocab_size=vocab, speed=host * speed)
+        for seed, host in hosts
+        for loss, speed in (("compiled", 1000), ("cce_kahan", 1100))
+        for vocab in (32000, 64000)
+    ]
+    figure = plots.vocabulary_crossover(runs)
+    drawn = {tuple(line.get_ydata()) for line in figure.axes[0].lines if len(line.get_ydata()) == 2}
+    assert (1.1, 1.1) in {tuple(round(float(y), 6) for y in ys) for ys in drawn}
+    pyplot.close(figure)
+
+
 def test_other_processes_on_the_gpu_stand_in_the_report(tmp_path: Path) -> None:
     state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 2}
     text = write_report([run("compiled", gpu_state=state)], tmp_path, "g")[0].read_text()
@@ -701,7 +716,7 @@ def test_a_process_that_trained_no_step_is_no_origin_of_the_run() -> None:
     first, idle = {**HERE, "from_step": 0, "to_step": 60}, {**ELSEWHERE, "from_step": 60, "to_step": 60}
     assert read_origin({"processes": [first, idle]}).mixture == ()
     assert read_origin({"processes": [first, {**idle, "to_step": None}]}).mixture == ("gpus",)
-    assert read_origin(HERE) == read_origin({"processes": [HERE]})
+    assert read_origin(HERE) == read_origin({"processes": [first]}), "a committed report has one flat entry"
 
 
 def test_runs_of_two_horizons_are_never_compared(tmp_path: Path) -> None:
@@ -729,6 +744,8 @@ def test_a_report_is_made_from_the_rows_of_a_committed_one(tmp_path: Path) -> No
     paths = make_report(load_config([f"summary={summary}"], "report"))
     assert {name: (summary / name).read_text() for name in pages} == pages
     assert paths[0] == summary / "report.md"
+    with pytest.raises(DataError, match="summary="):
+        make_report(load_config(["group=pair", f"results_dir={tmp_path}"], "report"))
     for wrong in ([], ["group=g", f"summary={summary}"]):
         with pytest.raises(ConfigError, match="one of them"):
             make_report(load_config(wrong, "report"))
