@@ -28,7 +28,7 @@ def read_origin(content: dict[str, Any]) -> Origin:
     trained = [
         process for process in processes if "to_step" not in process or process["to_step"] != process["from_step"]
     ]
-    first = next(iter(trained or processes), {})
+    first: dict[str, Any] = next(iter(trained or processes), {})
     differing = (key for key in SAME_ORIGIN if any(key in same_origin(first, other) for other in trained))
     return Origin({key: value for key, value in first.items() if key not in OF_A_PROCESS}, tuple(differing))
 
