@@ -147,7 +147,7 @@ def chunk_sizes(runs: Sequence[Run]) -> Any:
 
 
 def vocabulary_crossover(runs: Sequence[Run]) -> Any:
-    """Tokens/s relative to the baseline of the same seed against the vocabulary, a panel a model: above 1 a loss pays."""
+    """Tokens/s relative to the baseline of the same seed by vocabulary, a panel a model: above 1 a loss pays."""
     baseline = baseline_of(runs)
     speed: dict[tuple[Any, ...], float] = {}
     for run in _measured(runs):
