@@ -264,7 +264,8 @@ def _time_lines(b: Breakdown) -> list[str]:
         "",
         f"MFU {_show(b.mfu, '.1%')} (the products that the model's definition needs), {_show(b.mfu_6n, '.1%')} by 6N, "
         f"{_show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
-        "A part's time is the device's between entering and leaving it, gaps included.",
+        "A part's time is the device's between entering and leaving it, gaps included; what the host "
+        "does between steps is in none of these times.",
         "",
     ]
 

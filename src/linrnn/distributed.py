@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig, VocabConfig
 from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
-from linrnn.interrupts import SIGNALS
+from linrnn.interrupts import heeded
 from linrnn.sharding import make_mesh, shard, vocabulary_shards
 
 POLL_SECONDS = 0.2  # between looks at the store and the processes of this machine
@@ -421,7 +421,7 @@ def _signals(watch: Watch) -> Iterator[None]:
     def interrupted(number: int) -> InterruptedRun:
         return InterruptedRun("interrupted before the first step", "run the same command again", number)
 
-    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in heeded()}
     try:
         yield
     finally:

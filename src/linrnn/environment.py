@@ -18,7 +18,8 @@ import torch
 
 from linrnn.config import settings
 from linrnn.config.schema import Config
-from linrnn.origins import Process, utc_now
+from linrnn.dates import utc_now
+from linrnn.origins import Process
 
 PACKAGES = (
     "linrnn",

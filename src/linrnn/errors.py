@@ -4,7 +4,7 @@ from typing import Any
 
 EXIT_CODES = (
     "0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, "
-    "6 diverged, 7 storage, 128 + signal interrupted (130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1)"
+    "6 diverged, 7 storage, 128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
 )
 
 

@@ -1,12 +1,13 @@
 """Validation: one deterministic pass over held-out tokens, as nats per token, perplexity and bits per byte."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from linrnn.data import Batch
 from linrnn.distributed import Ranks
+from linrnn.errors import DataError
 from linrnn.losses import IGNORE_INDEX, LossBackend
 from linrnn.metrics import bits_per_byte, perplexity
 from linrnn.models import LanguageModel
@@ -67,25 +68,33 @@ def evaluate(
     precision: str,
     device: torch.device,
     ranks: Ranks | None = None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Mean loss over every label of `batches` (each counts once), in evaluation mode.
 
     Args:
         batches: the same ones on all ranks. Their `n_bytes` are those of the bits per byte.
         ranks: share the batches; each gets the same result.
+        before_batch: called before every batch, on all ranks as often; what it raises ends the pass.
+
+    Raises:
+        DataError: no batch has a label.
     """
     ranks = ranks or Ranks()
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     n_tokens = n_bytes = 0
     for batch in ranks.share(batches, _without_labels):
+        before_batch()
         output = loss(*loss_inputs(model, batch, precision, device))
         total += output.sum_nats.double()
         n_tokens += batch.n_tokens
         n_bytes += batch.n_bytes or 0
     model.train()
     sum_nats, n_labels, sum_bytes = ranks.total(float(total), n_tokens, n_bytes)
-    nats = sum_nats / max(n_labels, 1)
+    if not n_labels:
+        raise DataError("the text to evaluate on has no token to predict", "give more text, or longer documents")
+    nats = sum_nats / n_labels
     return Evaluation(
         loss_nats=nats,
         perplexity=perplexity(nats),

@@ -1,5 +1,10 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm, ahead of a job's end) end a run after its current step; a second one at once."""
+"""Signals that end a run after its current step; a second one ends the run at once.
 
+Ctrl-C, SIGTERM, SIGUSR1 (Slurm, ahead of a job's end), SIGHUP (a dropped connection) and SIGQUIT.
+"""
+
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -7,16 +12,28 @@ import threading
 from types import FrameType
 from typing import Any, TextIO
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+_STDOUT = 1
+
+
+def heeded() -> list[signal.Signals]:
+    """The :data:`SIGNALS` that end a run here: SIGHUP is none of them where it is ignored already (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, to standard output by default. Where nobody reads on (`| head`, or a `| tee` that Ctrl-C ended), it
-    is dropped with all that follows: a run outlives its reader."""
+    """Print a line, to standard output by default.
+
+    A run outlives its reader: once nobody reads (`| head`, a `| tee` that Ctrl-C ended, a terminal that is gone), the
+    line and all that follow are dropped.
+    """
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
         drop_output(stream)
 
 
@@ -28,7 +45,11 @@ def drop_output(stream: TextIO) -> None:
 
 
 class StopRequest:
-    """A context in which the :data:`SIGNALS` set `signal_number` instead of killing the process."""
+    """A context in which the :data:`SIGNALS` set `signal_number` instead of killing the process.
+
+    Raises:
+        KeyboardInterrupt: inside the context, at a second signal.
+    """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -36,7 +57,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in heeded():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -48,4 +69,6 @@ class StopRequest:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
-        say("stopping after this step, with a checkpoint (again: at once, without one)")
+        # Not by print: the signal may have come in the middle of a print, whose buffer refuses a second writer.
+        with contextlib.suppress(OSError):
+            os.write(_STDOUT, b"stopping after this step, with a checkpoint (again: at once, without one)\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from linrnn.config.schema import WandbConfig
+from linrnn.dates import utc_now
 from linrnn.errors import UnsupportedError
 from linrnn.interrupts import say
 from linrnn.redaction import scrub
@@ -55,7 +56,8 @@ class Silence:
 
 
 class Console(Silence):
-    """Lines for people, on standard output and in train.log; progress lines at most every `every_seconds`.
+    """Lines for people, on standard output and, with the date, in train.log; progress lines at most every
+    `every_seconds`.
 
     A log that cannot be written stops no run: that is said once, and the run goes on without it. Nor does a standard
     output that nobody reads any more.
@@ -82,7 +84,7 @@ class Console(Silence):
     def _record(self, text: str) -> None:
         try:
             if self._log is not None:
-                print(text, file=self._log, flush=True)
+                print(f"{utc_now()}  {text}" if text else "", file=self._log, flush=True)
         except OSError as error:
             say(f"{self._log and self._log.name} is given up ({error.strerror})")
             self.close()
@@ -215,7 +217,7 @@ class WandbMirror:
         self.mode = "offline"
         self._run = self._open("offline", _fresh_id())
         for record in self._history():
-            self._run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+            self._run.log({key: value for key, value in record.items() if "/" in key}, step=record["step"])
         self._say("the whole run is recorded offline for wandb, `wandb sync` sends it")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from linrnn.dates import utc_now
 from linrnn.errors import DataError, StorageError
 
 # What every metric is, with its unit. A loss backend's own figures (of rank 0's last micro-step) go below `loss/` and
@@ -17,8 +18,13 @@ METRICS: dict[str, str] = {
     "train/lr": "learning rate of the step",
     "train/tokens": "tokens trained on since step 0, all ranks",
     "train/epoch": "passes over the training data, fractional",
-    "speed/tokens_per_second": "tokens of a step / its time, all ranks",
-    "speed/step_ms": "time of an optimizer step, all its micro-steps, milliseconds",
+    "train/wall_seconds": "seconds that the run has taken, all its processes, without the time between processes",
+    "speed/tokens_per_second": "tokens of the measured steps since the last record / wall-clock time, all ranks",
+    "speed/wall_step_ms": "wall-clock time of such a step, what the host does between steps included, milliseconds",
+    "speed/step_ms": "the device's time of such a step, all its micro-steps, milliseconds",
+    "speed/loss_forward_ms": "the device's time in the loss layer's forward passes of such a step, milliseconds",
+    "speed/loss_backward_ms": "the same of its backward passes, milliseconds",
+    "speed/measured_steps": "such steps: those since the last record that are past the process's warm-up",
     "speed/mfu": "FLOPs per second that the model's definition needs / the devices' peak, share of 1",
     "speed/mfu_6n": "the same by 6 FLOPs per parameter and token, attention without causality; share of 1",
     "memory/peak_gib": "most memory allocated at once since the warm-up (as all of these: of the rank with most), GiB",
@@ -37,6 +43,7 @@ METRICS: dict[str, str] = {
     "valid/tokens": "validation tokens read",
 }
 LOSS_GROUP = "loss/"
+DATE = "time"  # of a record: when it was written, ISO 8601, UTC
 
 
 def perplexity(nats_per_token: float) -> float:
@@ -74,15 +81,16 @@ class JsonlWriter:
     def write(self, record: Mapping[str, float | int | None]) -> None:
         """Append `record`, metrics by name and `step`, the number of optimizer steps done.
 
-        NaN and infinities become null: strict JSON has no word for them. Raises ValueError for a record
-        without `step`, or with a name that is neither in METRICS nor a loss backend's own (`loss/…`).
+        The line gets the date as `time`. NaN and infinities become null: strict JSON has no word for them. Raises
+        ValueError for a record without `step`, or with a name that is neither in METRICS nor a loss backend's own
+        (`loss/…`).
         """
         if "step" not in record:
             raise ValueError("a record needs its step")
         known = {"step", *METRICS}
         if unknown := [name for name in record if name not in known and not name.startswith(LOSS_GROUP)]:
             raise ValueError(f"unknown metrics {unknown}: add them to METRICS with their unit")
-        line = _encode({name: _finite(value) for name, value in record.items()})
+        line = _encode({**{name: _finite(value) for name, value in record.items()}, DATE: utc_now()})
         try:
             written = os.write(self._file, line)
         except OSError as error:

@@ -8,18 +8,13 @@ and :func:`settled` takes them out of the record. The entries then cover the run
 """
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from linrnn.dates import utc_now
 from linrnn.errors import DataError
 
 Process = dict[str, Any]
-
-
-def utc_now() -> str:
-    """The time as people read it: ISO 8601, UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def settled(processes: list[Process], step: int) -> list[Process]:

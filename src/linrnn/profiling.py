@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from linrnn.errors import StorageError, UnsupportedError
 
 LOSS_FORWARD, LOSS_BACKWARD = "loss forward", "loss backward"
+RECENT_STEPS = 20  # that the speed on the console averages over
 
 
 # -------------------------------------------------------------------------------------------------- ranges
@@ -116,7 +117,7 @@ class StepTimer:
 
     Args:
         device: where the steps run.
-        skip: steps of this process left out of every figure: warm-up, autotuning, profiled steps.
+        skip: first steps of this process that no figure counts: warm-up, tuning of kernels, traced steps.
     """
 
     def __init__(self, device: torch.device, skip: int) -> None:
@@ -144,16 +145,6 @@ class StepTimer:
             self._seconds.append(_seconds_between(*self._pending.popleft()))
         return self._seconds
 
-    def recent_seconds(self, steps: int = 20) -> float | None:
-        """Median over the last measured steps that the device has finished; never waits. None if none has."""
-        return statistics.median(self.seconds[-steps:]) if self.seconds else None
-
-    def median_seconds(self) -> float | None:
-        """Median over all measured steps, waiting for the last one; None if there was none."""
-        if self._cuda and self._pending:
-            self._pending[-1][1].synchronize()
-        return statistics.median(self.seconds) if self.seconds else None
-
     def _mark(self) -> Any:
         return _moment(self._cuda)
 
@@ -172,9 +163,9 @@ class LossTimer:
         self._cuda = device.type == "cuda"
         self._skip = skip
         self._begun: Any = None
-        self._step: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
+        self._step: dict[str, list[tuple[Any, Any]]] = {}
         self._pending: deque[dict[str, list[tuple[Any, Any]]]] = deque()
-        self._seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+        self._seconds: list[dict[str, float]] = []
 
     def loss_forward_begins(self) -> None:
         """Called by :func:`watched_loss`."""
@@ -182,7 +173,7 @@ class LossTimer:
 
     def loss_forward_ended(self) -> None:
         """Called by :func:`watched_loss`."""
-        self._step["forward"].append((self._begun, _moment(self._cuda)))
+        self._passed("forward")
 
     def loss_backward_begins(self) -> None:
         """Called by :func:`watched_loss`."""
@@ -190,33 +181,116 @@ class LossTimer:
 
     def loss_backward_ended(self) -> None:
         """Called by :func:`watched_loss`."""
-        self._step["backward"].append((self._begun, _moment(self._cuda)))
+        self._passed("backward")
 
     def step_ended(self) -> None:
         """The step's micro-steps count together; never waits for the device."""
-        step, self._step = self._step, {"forward": [], "backward": []}
+        step, self._step = self._step, {}
         if self._skip > 0:
             self._skip -= 1
         else:
             self._pending.append(step)
-        while self._pending and self._has_left(self._pending[0]):
-            self._read()
 
-    def median_seconds(self) -> dict[str, float] | None:
-        """Seconds of the forward and of the backward passes of a step, waiting for the last one; None without steps."""
-        if self._cuda and self._pending:
-            torch.cuda.synchronize()
-        while self._pending:
-            self._read()
-        return {name: statistics.median(times) for name, times in self._seconds.items() if times} or None
+    def _passed(self, name: str) -> None:
+        self._step.setdefault(name, []).append((self._begun, _moment(self._cuda)))
+
+    @property
+    def seconds(self) -> list[dict[str, float]]:
+        """Seconds of the forward and of the backward passes of the measured steps that the device has finished, in
+        order; a pass that a step did not have is missing."""
+        while self._pending and self._has_left(self._pending[0]):
+            passes = self._pending.popleft()
+            self._seconds.append({name: sum(_seconds_between(*m) for m in moments) for name, moments in passes.items()})
+        return self._seconds
 
     def _has_left(self, step: dict[str, list[tuple[Any, Any]]]) -> bool:
-        return not self._cuda or all(passes[-1][1].query() for passes in step.values() if passes)
+        return not self._cuda or all(passes[-1][1].query() for passes in step.values())
 
-    def _read(self) -> None:
-        for name, passes in self._pending.popleft().items():
-            if passes:
-                self._seconds[name].append(sum(_seconds_between(*moments) for moments in passes))
+
+class WallClock:
+    """Wall-clock time between moments at which the device had done its work, without what was :meth:`paused`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: float | None = None
+
+    def start(self, moment: float | None = None) -> None:
+        """Begin at `moment`, a reading of `time.perf_counter`, or once the device has done what it was given."""
+        self._last = self._now() if moment is None else moment
+
+    def lap(self, moment: float) -> float:
+        """Seconds from the last lap, or from the start, to `moment`, a reading of `time.perf_counter`."""
+        assert self._last is not None, "the clock was not started"
+        seconds, self._last = moment - self._last, moment
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The block counts for no lap. At its beginning and its end the host waits for the device."""
+        last, begun = self._last, self._now()
+        yield
+        if last is not None:
+            self._last = last + self._now() - begun
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class _Lap:
+    """Seconds of one measured step."""
+
+    wall: float
+    device: float
+    loss: dict[str, float]
+
+
+class SpeedMeter:
+    """Speed of the measured steps of one process.
+
+    Args:
+        device: where the steps run.
+        skip: first steps of this process that no figure counts: warm-up, tuning of kernels, traced steps.
+        tokens_per_step: of an optimizer step, all ranks.
+    """
+
+    def __init__(self, device: torch.device, skip: int, tokens_per_step: int) -> None:
+        self._skip, self._tokens_per_step = skip, tokens_per_step
+        self.steps, self.loss = StepTimer(device, skip), LossTimer(device, skip)
+        self.clock = WallClock(device)
+        self._measured = 0
+        self._since_record: list[_Lap] = []
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def arrived(self, step_of_process: int, moment: float) -> None:
+        """Step `step_of_process` (from 1) is done on the device, as the host learnt at `moment`; once for each step."""
+        if step_of_process <= self._skip:
+            return
+        wall = self.clock.lap(moment)
+        self._recent.append(wall)
+        self._since_record.append(_Lap(wall, self.steps.seconds[self._measured], self.loss.seconds[self._measured]))
+        self._measured += 1
+
+    def recent_step_seconds(self) -> float | None:
+        """Mean wall-clock seconds of the latest measured steps; None before the first."""
+        return statistics.fmean(self._recent) if self._recent else None
+
+    def record(self) -> dict[str, float | None]:
+        """The metrics of the measured steps since the last call; empty if there were none."""
+        laps, self._since_record = self._since_record, []
+        if not laps:
+            return {}
+        wall = statistics.fmean(lap.wall for lap in laps)
+        metrics: dict[str, float | None] = {
+            "speed/tokens_per_second": self._tokens_per_step / wall,
+            "speed/wall_step_ms": 1e3 * wall,
+            "speed/step_ms": 1e3 * statistics.fmean(lap.device for lap in laps),
+        }
+        for name in laps[0].loss:
+            metrics[f"speed/loss_{name}_ms"] = 1e3 * statistics.fmean(lap.loss[name] for lap in laps)
+        return {**metrics, "speed/measured_steps": len(laps)}
 
 
 def _moment(cuda: bool) -> Any:

@@ -96,6 +96,11 @@ class RunDirectory:
         self._processes = [*settled(earlier, process["from_step"]), process]
         self.write_json(ENVIRONMENT, {"processes": self._processes})
 
+    @property
+    def started(self) -> str:
+        """When the first of the run's processes began, of those whose steps are left."""
+        return str(self._processes[0]["started"])
+
     def end_process(self, step: int) -> None:
         """Record that this process has ended after `step`.
 

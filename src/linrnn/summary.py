@@ -10,6 +10,8 @@ from linrnn.config import data_for
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.config.steps import horizon
+from linrnn.dates import utc_now
+from linrnn.figures import host_decides
 from linrnn.run_directory import LOG, METRICS, SUMMARY
 
 GIB = 2**30
@@ -25,6 +27,7 @@ MEASURED = (
     "world_size",
     "vocab_size",
     "precision",
+    "epochs",
     "train_loss_nats",
     "entropy_floor_nats",
     "valid_loss_nats",
@@ -34,12 +37,17 @@ MEASURED = (
     "peak_memory_is",
     "memory_bytes",
     "tokens_per_second",
+    "tokens_per_second_is",
+    "wall_step_ms",
     "step_time_ms_median",
+    "host_step_ms",
     "loss_layer_ms",
     "measured_steps",
     "mfu",
     "mfu_6n",
     "wall_seconds",
+    "started",
+    "ended",
     "device",
     "gpu_state",
     "data_fingerprint",
@@ -94,6 +102,7 @@ def summary_without_figures(config: Config, run_name: str, status: str, reason: 
         "steps": 0,
         "tokens": 0,
         **dict.fromkeys(MEASURED),
+        "ended": utc_now(),
         "command": command,
     }
 
@@ -113,13 +122,14 @@ def duration(seconds: float) -> str:
 def progress_line(
     step: int,
     total_steps: int,
+    epochs: float,
     loss: float,
     floor: float | None,
     tokens_per_second: float | None,
     seconds_left: float | None,
 ) -> str:
-    """One line of progress: step, loss (and the floor it cannot pass), tokens/s, time left."""
-    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"loss {loss:.4f}"]
+    """One line of progress: step, passes over the data, loss (and the floor it cannot pass), tokens/s, time left."""
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"epoch {epochs:.2f}", f"loss {loss:.4f}"]
     if floor is not None:
         words[-1] += f" (floor {floor:.4f})"
     words.append("warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s")
@@ -156,16 +166,21 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
     of_loss = summary["loss_layer_ms"] or {}
     averaged = min(MEAN_OF_LAST, summary["steps"])
     rows = {
-        "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens",
+        "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens, "
+        f"{summary['epochs']:.2f} epochs",
         "parameters": f"{summary['n_parameters']:,}",
         "train loss": show(summary["train_loss_nats"], ".4f", f" nats (mean of the last {averaged} steps)"),
         "valid loss": show(summary["valid_loss_nats"], ".4f", " nats"),
         "entropy floor": show(summary["entropy_floor_nats"], ".4f", " nats"),
         "perplexity": show(summary["valid_perplexity"], ".3f"),
         "bits per byte": show(summary["valid_bits_per_byte"], ".4f"),
-        "speed": show(summary["tokens_per_second"], ",.0f", " tokens/s"),
-        "step time": show(summary["step_time_ms_median"], ".1f", " ms (median)")
+        "speed": show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
+        + (f", {summary['wall_step_ms']:.1f} ms from step to step" if summary["wall_step_ms"] else ""),
+        "step time": show(summary["step_time_ms_median"], ".1f", " ms on the device (median)")
         + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
+        "host": f"the host decides: {summary['host_step_ms']:.1f} ms of each step pass between the device's steps"
+        if host_decides(summary)
+        else "-",
         "MFU": show(summary["mfu"], ".1%"),
         "MFU by 6N": show(summary["mfu_6n"], ".1%"),
         "peak memory": show(

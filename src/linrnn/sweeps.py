@@ -14,6 +14,7 @@ from linrnn.config.grids import sweep_points
 from linrnn.config.launching import launch
 from linrnn.config.schema import RunSweepConfig
 from linrnn.errors import ConfigError, InterruptedRun, SweepFailure
+from linrnn.figures import host_decides
 from linrnn.interrupts import StopRequest
 from linrnn.points import LOGS, Point, Process, foresee, write_summary
 from linrnn.summary import GIB, duration
@@ -235,6 +236,8 @@ def outcome(summary: dict[str, Any]) -> str:
             ("train_loss_nats", "loss {:.4f}", 1),
         )
     ]
+    if host_decides(summary):
+        words.append(f"the host decides: {summary['host_step_ms']:.1f} of {summary['wall_step_ms']:.1f} ms a step")
     return f"finished: {', '.join(word for word in words if word)}"
 
 

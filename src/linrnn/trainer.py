@@ -18,7 +18,16 @@ import torch
 from linrnn import accounting, checkpoint
 from linrnn.config import identity, run_name, to_yaml
 from linrnn.config.schema import Config
-from linrnn.data import Batch, BatchLoader, ConsoleProgress, PreparedData, prepare, vocabulary_size
+from linrnn.data import (
+    Batch,
+    BatchLoader,
+    ConsoleProgress,
+    PreparedData,
+    check_validation,
+    prepare,
+    vocabulary_size,
+)
+from linrnn.dates import utc_now
 from linrnn.distributed import Launch, Ranks
 from linrnn.environment import command_line, describe_process, gpu_state
 from linrnn.errors import (
@@ -31,6 +40,7 @@ from linrnn.errors import (
     StorageError,
 )
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
+from linrnn.figures import memory_of_run, speed_of_run, wall_seconds_of_run
 from linrnn.interrupts import StopRequest, say
 from linrnn.loggers import Console, Silence, WandbMirror
 from linrnn.losses import build_loss
@@ -38,7 +48,7 @@ from linrnn.metrics import JsonlWriter, read_jsonl
 from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
 from linrnn.plan import Plan, make_training_plan
-from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, memory_snapshot, trace, watched_loss
+from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace, watched_loss
 from linrnn.room import check_step_fits
 from linrnn.run_directory import LOG, SUMMARY, RunDirectory, differences
 from linrnn.runtime import compute_dtype, parameter_dtype, prepare_process
@@ -75,7 +85,15 @@ def _concerns_all(failure: BaseException | None) -> bool:
 
 
 class StepRecord:
-    """A step's scalars on their way from the device: copied without waiting, read once they have arrived."""
+    """A step's scalars on their way from the device: copied without waiting, read once they have arrived.
+
+    Attributes:
+        step: of the run.
+        number_here: of this process, from 1.
+        lr: the step's learning rate.
+        arrived_at: reading of `time.perf_counter` when the host knew that the step was done; of a GPU's step None until
+            :meth:`read`.
+    """
 
     def __init__(self, step: int, number_here: int, lr: float, tensors: dict[str, torch.Tensor]) -> None:
         self.step, self.number_here, self.lr = step, number_here, lr
@@ -83,12 +101,14 @@ class StepRecord:
         stacked = torch.stack([tensor.detach().float() for tensor in tensors.values()])
         self._values = stacked.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if stacked.is_cuda else None
+        self.arrived_at = None if self._arrived else time.perf_counter()
         if self._arrived:
             self._arrived.record()
 
     def read(self) -> dict[str, float]:
         if self._arrived:
             self._arrived.synchronize()
+            self.arrived_at = time.perf_counter()
         return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
@@ -114,6 +134,7 @@ class Trainer:
         # The data's vocabulary may turn out smaller than it is known to be here: never larger.
         self.memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
         self.data = self.ranks.first_then_others(self._prepare_data)
+        check_validation(self.data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
         self.weights = find_weights(config.init_from, self.data) if config.init_from else None
         self.continues: dict[str, Any] | None = None  # the run, step and tokens behind step 0
         self.architecture = self.plan.architecture(self.data.vocab_size)
@@ -138,11 +159,15 @@ class Trainer:
         self.step = 0
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
         self.steps_here = 0  # done by this process
-        self.timer = StepTimer(self.device, skip=self.plan.unmeasured_steps)
-        self.loss_timer = LossTimer(self.device, skip=self.plan.unmeasured_steps)
+        self.speed = SpeedMeter(self.device, self.plan.unmeasured_steps, self.plan.tokens_per_step)
         self.memory = MemoryByComponent(self.model, self.optimizer, self.device)
         self.gpu_state: dict[str, Any] | None = None
+        self.stop = StopRequest()
         self._pending: StepRecord | None = None
+        self._memory_recorded = False
+        self._validating = False
+        self._saved_step: int | None = None  # of the newest checkpoint
+        self._seconds_before = 0.0  # that earlier processes of the run took
 
     def _prepare_data(self) -> PreparedData:
         """The data, prepared and mapped; one rank of a machine compares all of it with the recorded hashes."""
@@ -181,7 +206,8 @@ class Trainer:
         """Train to the last step, validate, write summary.json and return it.
 
         Raises:
-            InterruptedRun: after Ctrl-C or SIGTERM, with a checkpoint written.
+            InterruptedRun: after a signal (:data:`linrnn.interrupts.SIGNALS`), with a checkpoint written.
+            StorageError: the disk has no room for the checkpoints, or a file could not be written.
             DivergedError: the loss is not finite; the last good checkpoint is kept.
             OutOfMemoryError: with the memory by component and what to lower.
             RankFailedError: another process of the run has failed.
@@ -193,6 +219,7 @@ class Trainer:
             if finished := self.ranks.from_first(self._finished):
                 return finished
             where_it_begins = self._resume()
+            self.room = self._check_room()
             if self.ranks.is_first:
                 self._begin(closing)
             if where_it_begins:
@@ -211,6 +238,7 @@ class Trainer:
         self.metrics = JsonlWriter(self.directory.metrics)
         closing.callback(self.metrics.close)
         self.metrics.truncate_after(self.step)
+        self._seconds_before = wall_seconds_of_run(read_jsonl(self.directory.metrics))
 
     def _fit(self) -> dict[str, Any]:
         if self.ranks.is_first:
@@ -227,34 +255,37 @@ class Trainer:
         self._announce()
         self.valid_bytes = self.data.token_bytes(self.data.valid, self.config.trainer.valid_tokens, self.console.line)
         self.ranks.shield(self._write_lost_summary)
-        started = time.monotonic()
+        self._began_at = self._saved_at = time.monotonic()
+        with self.stop:
+            summary, failure = self._run()
+        if self.ranks.is_first:
+            self.wandb.finish(summary, exit_code=0 if failure is None else 1)
+        for line in final_lines(self.config, self.directory.path, summary):
+            self.console.line(line)
+        if failure is not None:
+            raise failure
+        return summary
+
+    def _run(self) -> tuple[dict[str, Any], BaseException | None]:
+        """Train, save, validate, and write the summary of whatever became of that; also returns why it failed."""
         status, evaluation = "finished", None
         failure: BaseException | None = None
         try:
-            with StopRequest() as stop, self._recordings() as end_of_step:
-                self._train(stop, end_of_step)
+            with self._recordings() as end_of_step:
+                self._train(end_of_step)
+                if self.config.trainer.checkpoint_every != 0:
+                    self._save()
+                    self.saver.wait()
             evaluation = self._validate()
-            if self.config.trainer.checkpoint_every != 0:
-                self._save()
             self.saver.wait()
-        except (InterruptedRun, KeyboardInterrupt) as error:
-            status, failure = "interrupted", error
-        except DivergedError as error:
-            status, failure = "diverged", error
         except BaseException as error:
-            status, failure = "failed", self.ranks.explain(error)
-            if isinstance(failure, RankFailedError):
-                status = status_of(failure.exit_code)
-            elif ran_out_of_memory(error):
-                status, failure = "out_of_memory", self._explain_out_of_memory(error)
-            elif unsupported := explain_resources(error, self.config.model):
-                status, failure = "unsupported", unsupported
+            status, failure = self._status_of(error)
         if _concerns_all(failure) or (self.ranks.world_size == 1 and not isinstance(failure, KeyboardInterrupt)):
             try:
                 self.saver.wait()  # for the last good checkpoint, if it is being written
             except StorageError as error:
                 self.console.line(f"error: {error.cause}")
-        summary = self._summarise(status, failure, evaluation, time.monotonic() - started)
+        summary = self._summarise(status, failure, evaluation)
         if _concerns_all(failure):
             self.ranks.end_together()
         if self.ranks.is_first:
@@ -263,39 +294,90 @@ class Trainer:
                 self.directory.write_json(SUMMARY, summary)
             except StorageError as error:
                 failure = failure or error
-            self.wandb.finish(summary, exit_code=0 if failure is None else 1)
-        for line in final_lines(self.config, self.directory.path, summary):
-            self.console.line(line)
-        if failure is not None:
-            raise failure
-        return summary
+        return summary, failure
 
-    def _train(self, stop: StopRequest, end_of_step: Callable[[], None]) -> None:
+    def _status_of(self, error: BaseException) -> tuple[str, BaseException]:
+        """The status of a run that ends with this error, and the error that explains it best."""
+        if isinstance(error, InterruptedRun | KeyboardInterrupt):
+            return "interrupted", error
+        if isinstance(error, DivergedError):
+            return "diverged", error
+        failure = self.ranks.explain(error)
+        if isinstance(failure, RankFailedError):
+            return status_of(failure.exit_code), failure
+        if ran_out_of_memory(error):
+            return "out_of_memory", self._explain_out_of_memory(error)
+        if unsupported := explain_resources(error, self.config.model):
+            return "unsupported", unsupported
+        return "failed", failure
+
+    def _train(self, end_of_step: Callable[[], None]) -> None:
         trainer = self.config.trainer
         self.model.train()
+        if self._misses_validation():
+            self._validate()
         while self.step < self.plan.total_steps:
             if self.steps_here == self.plan.unmeasured_steps:
                 self.memory.start()
+                self.speed.clock.start(self._pending.arrived_at if self._pending else None)
             record = self.train_step()
             end_of_step()
             self._flush()  # the previous step's scalars, while the device works on this one
             self._pending = record
-            last = self.step == self.plan.total_steps
-            if trainer.valid_every and self.step % trainer.valid_every == 0 and not last:
+            if self.step == self.plan.total_steps:
+                break
+            if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
+                self._save()
+            if trainer.valid_every and self.step % trainer.valid_every == 0:
                 self._validate()
-            if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0 and not last:
-                self._save()
-            [signal_number] = self.ranks.largest(stop.signal_number or 0)  # so that all stop at the same step
-            if signal_number and not last:
-                self._save()
-                self.saver.wait()
-                raise InterruptedRun(
-                    f"interrupted at step {self.step} of {self.plan.total_steps}; checkpoint written",
-                    "run the same command again to continue",
-                    int(signal_number),
-                )
+            self._heed()
         self.gpu_state = gpu_state(self.device)  # while the device works on the last steps
         self._flush()
+
+    def _misses_validation(self) -> bool:
+        """Whether the process before this one was stopped after the checkpoint of a step and before its validation."""
+        every = self.config.trainer.valid_every
+        if not every or self.step in (0, self.plan.total_steps) or self.step % every:
+            return False
+        return self.ranks.from_first(
+            lambda: (
+                not any(
+                    record["step"] == self.step and "valid/loss_nats" in record
+                    for record in read_jsonl(self.directory.metrics)
+                )
+            )
+        )
+
+    def _heed(self) -> None:
+        """Do on all ranks, at the same step, what one of them has reason for.
+
+        Raises:
+            StorageError: the latest checkpoint could not be written.
+            InterruptedRun: a signal has come; a checkpoint is written.
+        """
+        failed, signal_number, due = self.ranks.largest(
+            self.saver.failed, self.stop.signal_number or 0, self._checkpoint_is_due()
+        )
+        if failed:
+            self.saver.wait()
+        if signal_number:
+            self._save()
+            self.saver.wait()
+            where = "in the validation after" if self._validating else "at"
+            raise InterruptedRun(
+                f"interrupted {where} step {self.step} of {self.plan.total_steps}; checkpoint written",
+                "run the same command again to continue",
+                int(signal_number),
+            )
+        if due:
+            self._save()
+
+    def _checkpoint_is_due(self) -> bool:
+        """Whether this rank's clock says so."""
+        trainer = self.config.trainer
+        if trainer.checkpoint_every == 0 or trainer.checkpoint_minutes is None:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * trainer.checkpoint_minutes
 
     def train_step(self) -> StepRecord:
         """One optimizer step over `accumulation_steps` micro-steps.
@@ -303,7 +385,7 @@ class Trainer:
         Every micro-step's summed loss is divided by the tokens of the whole step on all ranks, so that the gradient
         equals that of one large batch however it is split and however many labels are ignored.
         """
-        self.timer.start()
+        self.speed.steps.start()
         lr = self.schedule.apply(self.step)
         batches = [next(self.loader) for _ in range(self.config.trainer.accumulation_steps)]
         n_tokens = max(int(self.ranks.total(sum(batch.n_tokens for batch in batches))[0]), 1)
@@ -317,8 +399,8 @@ class Trainer:
         grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.ranks.zero_gradients(self.optimizer)
-        self.timer.stop()
-        self.loss_timer.step_ended()
+        self.speed.steps.stop()
+        self.speed.loss.step_ended()
         self.step += 1
         self.steps_here += 1
         return StepRecord(
@@ -334,7 +416,7 @@ class Trainer:
         What the loss gets has no name here, so that the blocks' backward pass does not find it in memory any more.
         """
         inputs = (self.replica, batch, self.precision, self.device)
-        output = watched_loss(self.loss, *loss_inputs(*inputs), self.memory, self.loss_timer)
+        output = watched_loss(self.loss, *loss_inputs(*inputs), self.memory, self.speed.loss)
         mean_nats = output.sum_nats / n_tokens
         (mean_nats * self.ranks.loss_scale).backward()
         return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
@@ -354,27 +436,42 @@ class Trainer:
                 "checkpoint is kept",
             )
         self.recent_losses.append(loss)
-        seconds = self._seconds_of(record)
+        assert record.arrived_at is not None
+        self.speed.arrived(record.number_here, record.arrived_at)
         self._show_progress(record.step, loss)
         if record.step % self.config.trainer.log_every == 0 or record.step == self.plan.total_steps:
             metrics: dict[str, float | None] = {
                 **values,
                 "train/lr": record.lr,
                 "train/tokens": record.step * self.plan.tokens_per_step,
-                "train/epoch": record.step * self.plan.sequences_per_step / self.loader.n_blocks,
+                "train/epoch": self._epochs(record.step),
+                "train/wall_seconds": self._wall_seconds(),
+                **self.speed.record(),
             }
-            if seconds is not None:
-                metrics |= {
-                    "speed/step_ms": 1e3 * seconds,
-                    "speed/tokens_per_second": self.plan.tokens_per_step / seconds,
-                }
-                metrics |= {f"speed/{name}": share for name, share in self._mfu(seconds).items()}
+            if wall_ms := metrics.get("speed/wall_step_ms"):
+                metrics |= {f"speed/{name}": share for name, share in self._mfu(wall_ms / 1e3).items()}
+                if not self._memory_recorded:
+                    metrics |= self._memory_metrics()
             self._log(record.step, metrics)
 
-    def _seconds_of(self, record: StepRecord) -> float | None:
-        """The time of that step; None if it was one of the warm-up."""
-        index = record.number_here - 1 - self.plan.unmeasured_steps
-        return self.timer.seconds[index] if index >= 0 else None
+    def _epochs(self, step: int) -> float:
+        """Passes over the training data after so many steps."""
+        return step * self.plan.sequences_per_step / self.loader.n_blocks
+
+    def _wall_seconds(self) -> float:
+        """That all processes of the run have taken so far, without the time between them."""
+        return self._seconds_before + time.monotonic() - self._began_at
+
+    @property
+    def _has_measured(self) -> bool:
+        """Whether this process is past its warm-up, whose memory (tuning of kernels) counts nowhere."""
+        return self.steps_here > self.plan.unmeasured_steps
+
+    def _memory_metrics(self) -> dict[str, float | None]:
+        if not self._has_measured:
+            return {}
+        self._memory_recorded = True
+        return {f"memory/{name}_gib": size / GIB for name, size in self._memory_of_ranks().items()}
 
     @contextlib.contextmanager
     def _recordings(self) -> Iterator[Callable[[], None]]:
@@ -399,10 +496,11 @@ class Trainer:
 
     def _show_progress(self, step: int, loss: float) -> None:
         total = self.plan.total_steps
-        seconds = self.timer.recent_seconds()
+        seconds = self.speed.recent_step_seconds()
         line = progress_line(
             step,
             total,
+            self._epochs(step),
             loss,
             self.data.entropy_floor_nats,
             None if seconds is None else self.plan.tokens_per_step / seconds,
@@ -412,6 +510,15 @@ class Trainer:
 
     def _validate(self) -> Evaluation:
         self._flush()
+        self._validating = True
+        with self.speed.clock.paused():
+            evaluation = self._evaluate()
+            self._log(self.step, {**evaluation.metrics(), **self._memory_metrics()})
+        self._validating = False
+        self.console.line(f"valid at step {self.step}: {evaluation}")
+        return evaluation
+
+    def _evaluate(self) -> Evaluation:
         trainer = self.config.trainer
         batches = self.data.valid.batches_once(
             seq_len=trainer.seq_len,
@@ -420,21 +527,26 @@ class Trainer:
             reset_at_document=self.config.data.reset_at_document,
             token_bytes=self.valid_bytes,
         )
-        evaluation = evaluate(
-            self.model,
-            self.loss,
-            batches,
-            precision=self.precision,
-            device=self.device,
-            ranks=self.ranks,
-        )
-        memory = {f"memory/{name}_gib": size / GIB for name, size in self._memory_of_ranks().items()}
-        self._log(self.step, {**evaluation.metrics(), **memory})
-        self.console.line(f"valid at step {self.step}: {evaluation}")
-        return evaluation
+        try:
+            return evaluate(
+                self.model,
+                self.loss,
+                batches,
+                precision=self.precision,
+                device=self.device,
+                ranks=self.ranks,
+                before_batch=self._heed,
+            )
+        except Exception as error:
+            # The steps so far are sound. Of several ranks, the others wait in a collective: they cannot save with this.
+            if ran_out_of_memory(error) and self.ranks.world_size == 1 and trainer.checkpoint_every != 0:
+                self._save()
+            raise
 
     def _save(self) -> None:
         """Begin a checkpoint of a state whose loss is known to be finite; every rank writes what it holds."""
+        if self.step == self._saved_step:
+            return
         self._flush()
         progress = checkpoint.Progress(
             run=f"{self.config.group}/{self.name}",
@@ -446,7 +558,31 @@ class Trainer:
             token_fingerprint=self.data.token_fingerprint,
             continues=self.continues,
         )
-        self.saver.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
+        with self.speed.clock.paused():
+            self.saver.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+
+    def _check_room(self) -> str | None:
+        """When checkpoints will be written, and whether the disk can hold them; None for a run without checkpoints.
+
+        Raises:
+            StorageError: the disk cannot hold them.
+        """
+        trainer, root = self.config.trainer, self.directory.checkpoints
+        if trainer.checkpoint_every == 0 or not self.ranks.is_first:
+            return None
+        every, left = trainer.checkpoint_every or self.plan.total_steps, self.plan.total_steps - self.step
+        facts = checkpoint.check_room(
+            self.directory.path,
+            checkpoint.foreseen_bytes(self.model.hf),
+            there=0 if self.directory.begins_anew else len(checkpoint.found(root)),
+            keep=trainer.keep_checkpoints,
+            writes=math.ceil(left / every),
+            by_clock=trainer.checkpoint_minutes is not None,
+        )
+        times = [f"every {trainer.checkpoint_every} steps"] if trainer.checkpoint_every else []
+        times += [f"every {trainer.checkpoint_minutes:g} minutes"] if trainer.checkpoint_minutes is not None else []
+        return f"checkpoints {', '.join([*times, 'and at the end'])}: {facts}"
 
     def _finished(self) -> dict[str, Any] | None:
         """The summary of a run that has nothing left to do; what can be done with it is printed, nothing is written."""
@@ -472,7 +608,8 @@ class Trainer:
             self.loader.load_state_dict(progress.data)
             checkpoint.load(newest, self.model.hf, self.optimizer)
             self.recent_losses.extend(progress.recent_losses)
-            self.step, self.continues = progress.step, progress.continues
+            self.step = self._saved_step = progress.step
+            self.continues = progress.continues
             return f"resuming at step {self.step} from {newest}"
         if source := self.config.continue_from:
             progress = continue_from(source, self.model.hf, self.optimizer, self.data)
@@ -528,6 +665,8 @@ class Trainer:
             self.console.line(f"the {config.optimizer.schedule} schedule ends at step {self.plan.horizon}")
         if self.memory_note:
             self.console.line(self.memory_note)
+        if self.room:
+            self.console.line(self.room)
         if self.device.type == "cuda":
             self.console.line(
                 "the first steps tune GPU kernels: minutes on a machine that has not run this model before"
@@ -555,6 +694,7 @@ class Trainer:
         if self.ranks.is_first:
             summary = summary_without_figures(self.config, self.name, "failed", failure.cause, command_line())
             summary |= {"steps": self.step, "tokens": self.step * self.plan.tokens_per_step}
+            summary |= {"started": self.directory.started}
             self.directory.end_process(self.step)
             self.directory.write_json(SUMMARY, summary)
 
@@ -579,18 +719,19 @@ class Trainer:
             "loss=cce_kahan" if not self.config.loss.name.startswith("cce") else None,
             "parallel=fsdp" if self.config.parallel.name == "ddp" else None,
         ]
+        where = f"in the validation after step {self.step}" if self._validating else f"at step {self.step + 1}"
         return OutOfMemoryError(
-            f"out of memory at step {self.step + 1}: {first_line(error)}",
+            f"out of memory {where}: {first_line(error)}",
             "try " + ", or ".join(option for option in options if option),
         )
 
-    def _summarise(
-        self, status: str, failure: BaseException | None, evaluation: Evaluation | None, wall_seconds: float
-    ) -> dict[str, Any]:
-        memory = self._memory_of_ranks() if _concerns_all(failure) else self.memory.report()
-        lost = isinstance(failure, RankFailedError)  # perhaps the device waits for it for ever
-        seconds = self.timer.recent_seconds(len(self.timer.seconds)) if lost else self.timer.median_seconds()
-        of_loss = None if lost else self.loss_timer.median_seconds()
+    def _summarise(self, status: str, failure: BaseException | None, evaluation: Evaluation | None) -> dict[str, Any]:
+        records = read_jsonl(self.directory.metrics) if self.ranks.is_first else []
+        here = self._memory_of_ranks() if _concerns_all(failure) else self.memory.report()
+        memory = memory_of_run(records)
+        if self._has_measured or not memory:
+            memory = {name: max(size, memory.get(name, 0)) for name, size in (memory | here).items()}
+        speed = speed_of_run(records, self.plan.tokens_per_step)
         arch = self.architecture
         return {
             "status": status,
@@ -604,6 +745,7 @@ class Trainer:
             "steps": self.step,
             "tokens": self.step * self.plan.tokens_per_step,
             "continues": self.continues,
+            "epochs": self._epochs(self.step),
             "train_loss_nats": fmean(self.recent_losses) if self.recent_losses else None,
             "entropy_floor_nats": self.data.entropy_floor_nats,
             "valid_loss_nats": evaluation and evaluation.loss_nats,
@@ -612,12 +754,11 @@ class Trainer:
             "peak_memory_bytes": memory.get("peak", memory.get("resident_peak")),
             "peak_memory_is": "allocated on the GPU" if "peak" in memory else "the process's resident set",
             "memory_bytes": memory,
-            "tokens_per_second": seconds and self.plan.tokens_per_step / seconds,
-            "step_time_ms_median": seconds and 1e3 * seconds,
-            "loss_layer_ms": of_loss and {name: 1e3 * value for name, value in of_loss.items()},
-            "measured_steps": len(self.timer.seconds),
-            **self._mfu(seconds),
-            "wall_seconds": wall_seconds,
+            **speed,
+            **self._mfu(speed["wall_step_ms"] and speed["wall_step_ms"] / 1e3),
+            "wall_seconds": self._wall_seconds(),
+            "started": self.directory.started if self.ranks.is_first else None,
+            "ended": utc_now(),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "gpu_state": self.gpu_state,
             "data_fingerprint": self.data.fingerprint,

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from linrnn.checkpoint import TENSORS, found
 from linrnn.config import load_config
 from linrnn.errors import ConfigError, DataError, DivergedError
+from linrnn.interrupts import SIGNALS
 from linrnn.trainer import Trainer
 
 STEPS = 30
@@ -64,7 +65,7 @@ def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
     return trainer.directory.path
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
 def test_a_stopped_run_continues_bit_for_bit(
     number: signal.Signals, small: Callable[..., list[str]], unbroken: Path, tmp_path: Path
 ) -> None:

@@ -14,14 +14,17 @@ They are written in the background (`Saver`), and read by any number of ranks ho
 
 from linrnn.checkpoint.files import STATE, TENSORS, found, newest, read_state, remove_partial, resolve
 from linrnn.checkpoint.loading import Progress, load, load_model, load_optimizer, read_progress
+from linrnn.checkpoint.room import check_room
 from linrnn.checkpoint.saving import Saver
-from linrnn.checkpoint.tensors import shapes
+from linrnn.checkpoint.tensors import foreseen_bytes, shapes
 
 __all__ = [
     "STATE",
     "TENSORS",
     "Progress",
     "Saver",
+    "check_room",
+    "foreseen_bytes",
     "found",
     "load",
     "load_model",

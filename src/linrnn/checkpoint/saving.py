@@ -63,6 +63,11 @@ class Saver:
         self._thread = threading.Thread(target=self._try, args=arguments, name="linrnn-checkpoint", daemon=True)
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether :meth:`wait` would raise at once; never waits."""
+        return self._error is not None
+
     def wait(self) -> None:
         """Until the checkpoint is written that is being written, if there is one.
 

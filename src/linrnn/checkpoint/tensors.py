@@ -45,6 +45,13 @@ def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     }
 
 
+def foreseen_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a whole checkpoint, before the optimizer has a state: parameters, buffers and AdamW's two moments."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    tensors = [*model_tensors(model).values(), *(moment for p in trained for moment in (p, p))]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def staged(tensors: Tensors) -> Tensors:
     """Copies in the CPU's memory, which training does not change."""
     stager = DefaultStager(

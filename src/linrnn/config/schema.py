@@ -199,6 +199,7 @@ class TrainerConfig:
     valid_every: int | None = at_least(1)
     valid_tokens: int | None = at_least(1)
     checkpoint_every: int | None = at_least(0)
+    checkpoint_minutes: float | None = at_least(0)
     keep_checkpoints: int = at_least(1)
     resume: str = one_of("auto", "never", "must")
     warmup_measurement_steps: int = at_least(0)

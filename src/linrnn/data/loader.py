@@ -200,6 +200,26 @@ def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> t
     return rows, ends[first[rows] + within] - starts[rows]
 
 
+def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_document: bool) -> None:
+    """Refuse a text of which :func:`batches_once` would give no label.
+
+    Raises:
+        DataError: it is too short, or it has documents of one token alone, whose first tokens are never predicted.
+    """
+    stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
+    if stop < 2:
+        raise DataError(
+            f"the validation text has {shards.n_tokens:,} token(s), and a validation pass needs 2",
+            "give more validation text",
+        )
+    ends = shards.document_ends
+    if reset_at_document and np.count_nonzero((ends > 0) & (ends < stop)) >= stop - 1:
+        raise DataError(
+            f"the first {stop:,} tokens of the validation text are documents of one token: none can be predicted",
+            "give more validation text, raise trainer.valid_tokens, or use data.reset_at_document=false",
+        )
+
+
 def batches_once(
     shards: ShardSet,
     seq_len: int,
@@ -215,9 +235,8 @@ def batches_once(
     All batches have the full shape; what is missing from the last one has label -100. `max_tokens` bounds the
     labels; `token_bytes` has their bytes counted.
     """
+    check_validation(shards, max_tokens, reset_at_document=reset_at_document)
     stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
-    if stop < 2:
-        raise DataError(f"the validation text has {stop} tokens", "give more validation text")
     for start in range(0, stop - 1, batch_size * seq_len):
         starts = start + np.arange(batch_size) * seq_len
         yield make_batch(

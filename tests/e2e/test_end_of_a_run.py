@@ -1,0 +1,264 @@
+"""Nothing is lost at the end of a run, or at any signal: the checkpoint is written before the validation."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_script, start
+
+from linrnn import trainer as trainer_module
+from linrnn.checkpoint import found
+from linrnn.config import load_config
+from linrnn.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
+from linrnn.interrupts import StopRequest, heeded
+from linrnn.metrics import read_jsonl
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+GIB = 2**30
+
+
+class OutsideTheGuard(Exception):
+    """A signal arrived where it would have killed the process."""
+
+
+@pytest.fixture
+def deadly(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A signal that the run does not take is an error of the test instead of its end."""
+
+    def handler(*_: object) -> None:
+        raise OutsideTheGuard
+
+    previous = {number: signal.signal(number, handler) for number in heeded()}
+    yield
+    for number, old in previous.items():
+        signal.signal(number, old)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("at_step", [2, 4])
+def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(
+    number: signal.Signals, at_step: int, small: Small, monkeypatch: pytest.MonkeyPatch, deadly: None
+) -> None:
+    options = ("trainer.max_steps=4", "trainer.valid_every=2")
+    whole = Trainer(load_config(small(*options, "group=whole")))
+    expected = whole.fit()
+    trainer = Trainer(load_config(small(*options)))
+    evaluate = trainer_module.evaluate
+
+    def signalled(*arguments: Any, **more: Any) -> Any:
+        if trainer.step == at_step:
+            os.kill(os.getpid(), number)
+        return evaluate(*arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "evaluate", signalled)
+        with pytest.raises(InterruptedRun, match=f"in the validation after step {at_step} of 4") as error:
+            trainer.fit()
+    assert error.value.exit_code == 128 + number
+    summary = trainer.directory.read_summary()
+    assert summary is not None
+    assert (summary["status"], summary["steps"]) == ("interrupted", at_step)
+    assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]
+    again = Trainer(load_config(small(*options)))
+    resumed = again.fit()
+    for name in ("status", "steps", "train_loss_nats", "valid_loss_nats"):
+        assert resumed[name] == expected[name], name
+    validated = [r["step"] for r in read_jsonl(again.directory.metrics) if "valid/loss_nats" in r]
+    assert validated == [2, 4], "the validation that was cut short is made up for"
+
+
+@pytest.mark.parametrize("at_step", [2, 4])
+def test_out_of_memory_in_a_validation_leaves_a_checkpoint(
+    at_step: int, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = trainer_module.evaluate
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if trainer.step == at_step:
+            raise torch.OutOfMemoryError("tried to allocate 1 EiB")
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(trainer_module, "evaluate", failing)
+    trainer = Trainer(load_config(small("trainer.max_steps=4", "trainer.valid_every=2")))
+    with pytest.raises(OutOfMemoryError, match=f"in the validation after step {at_step}"):
+        trainer.fit()
+    summary = trainer.directory.read_summary()
+    assert summary is not None
+    assert (summary["status"], summary["steps"]) == ("out_of_memory", at_step)
+    assert summary["train_loss_nats"] > 0
+    assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]
+
+
+def test_a_signal_while_the_summary_is_written_does_not_lose_it(
+    small: Small, monkeypatch: pytest.MonkeyPatch, deadly: None
+) -> None:
+    summarise = Trainer._summarise
+
+    def signalled(self: Trainer, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return summarise(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_summarise", signalled)
+    trainer = Trainer(load_config(small()))
+    assert trainer.fit()["status"] == "finished"
+    assert trainer.directory.read_summary() is not None
+
+
+# --------------------------------------------------------------------------------------------------------- signals
+def test_a_hangup_that_is_ignored_already_stays_ignored() -> None:
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal_number is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal_number == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGQUIT)
+
+
+def _in_a_terminal(terminal: Path, overrides: list[str]) -> None:
+    """`train.py` as the leader of a terminal's session, which gets the terminal's hangup."""
+    os.setsid()
+    os.open(terminal, os.O_RDWR)  # the first terminal that the leader opens to read is the session's
+    run_script("train.py", overrides, terminal)
+
+
+def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small: Small, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    overrides = small("trainer.max_steps=3000", "run_name=run")
+    process = start(_in_a_terminal, Path(os.ttyname(theirs)), overrides)
+    os.close(theirs)
+    directory, seen = tmp_path / "results/default/run", b""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.is_alive():
+        try:
+            seen += os.read(ours, 65536)  # else the terminal fills up, and the run waits
+        except OSError:
+            time.sleep(0.01)
+        if (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").read_text().count("\n") > 3:
+            break
+    os.close(ours)
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    assert code == 128 + signal.SIGHUP, seen.decode(errors="replace")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+def test_a_run_without_options_writes_checkpoints_by_the_clock(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step takes four minutes here: what a kill loses is ten minutes, not the run."""
+    assert load_config(small()).trainer.checkpoint_minutes == 10
+    clock = time.monotonic
+    steps = 0
+    step = Trainer.train_step
+
+    def train_step(self: Trainer) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock() + 240 * steps)
+    trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")))
+    trainer.fit()
+    assert [int(path.name.removeprefix("step_")) for path in found(trainer.directory.checkpoints)] == [3, 6, 8]
+    assert "checkpoints every 10 minutes, and at the end: a checkpoint takes" in capsys.readouterr().out
+    none = Trainer(load_config(small("trainer.max_steps=8", "trainer.checkpoint_every=0", "group=none")))
+    none.fit()
+    assert not found(none.directory.checkpoints)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 3 * 4 * 461_696
+    usage = shutil.disk_usage
+
+    def with_free(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
+
+    with_free(size - 1)
+    trainer = Trainer(load_config(small()))
+    with pytest.raises(StorageError, match="no room for 1 checkpoint") as error:
+        trainer.fit()
+    assert error.value.exit_code == 7
+    assert trainer.steps_here == 0
+    with_free(3 * size - 1)
+    with pytest.raises(StorageError, match="no room for 3 checkpoint"):
+        Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2"))).fit()
+    assert Trainer(load_config(small("trainer.max_steps=2", "trainer.checkpoint_every=1"))).fit()["steps"] == 2
+    assert Trainer(load_config(small("trainer.checkpoint_every=0", "group=none"))).fit()["steps"] == 3
+    trainer = Trainer(load_config(small("group=warned")))
+    trainer.fit()
+    assert "warning: too little for the 3 that" in (trainer.directory.path / "train.log").read_text()
+
+
+def test_the_foreseen_size_of_a_checkpoint_is_its_size(small: Small) -> None:
+    trainer = Trainer(load_config(small()))
+    trainer.fit()
+    [path] = found(trainer.directory.checkpoints)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    assert trainer_module.checkpoint.foreseen_bytes(trainer.model.hf) == pytest.approx(size, rel=0.02)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next checkpoint, which may be the last."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
+    trainer.step = 497
+    with pytest.raises(StorageError, match="checkpoint of step 500 was not written"):
+        trainer.fit()
+    assert trainer.step < 1000
+
+
+# ------------------------------------------------------------------------------------------------------ validation
+def test_a_validation_text_that_is_too_small_is_refused_before_training(small: Small, tmp_path: Path) -> None:
+    train, valid = tmp_path / "train.txt", tmp_path / "valid.jsonl"
+    train.write_text("some words of text\n\n" * 2000)
+    valid.write_text('{"text": ""}\n')
+    kept = [o for o in small() if not o.startswith("data.n_")]
+    text = [*kept, "data=text", f"data.path={train}", f"data.valid_path={valid}", "data.tokenizer_vocab_size=260"]
+    with pytest.raises(DataError, match="validation text"):
+        Trainer(load_config(text))
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_validation_text_of_one_token_documents_is_refused_where_none_can_be_predicted(
+    small: Small, tmp_path: Path
+) -> None:
+    train, valid = tmp_path / "train.txt", tmp_path / "valid.jsonl"
+    train.write_text("some words of text\n\n" * 2000)
+    valid.write_text('{"text": ""}\n' * 40)  # each is its end alone
+    kept = [o for o in small() if not o.startswith("data.n_")]
+    text = [*kept, "data=text", f"data.path={train}", f"data.valid_path={valid}", "data.tokenizer_vocab_size=260"]
+    with pytest.raises(DataError, match=r"validation text|no text|empty"):
+        Trainer(load_config([*text, "data.reset_at_document=true"]))

@@ -1,0 +1,176 @@
+"""What a run says of its speed is what a clock on the wall says, over all processes of the run."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linrnn.config import load_config
+from linrnn.figures import host_decides, memory_of_run, speed_of_run
+from linrnn.metrics import JsonlWriter, read_jsonl
+from linrnn.trainer import Trainer
+
+Small = Callable[..., list[str]]
+TOKENS = 160  # of a step of the small run
+
+
+def step_records(trainer: Trainer) -> list[dict[str, Any]]:
+    return [record for record in read_jsonl(trainer.directory.metrics) if "train/loss_nats" in record]
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
+    log_every: int, small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Metrics that take half a second to write: their time lies between steps, in which a GPU has nothing to do."""
+    seconds = 0.5
+    write = JsonlWriter.write
+
+    def slow(self: JsonlWriter, record: dict[str, Any]) -> None:
+        time.sleep(seconds)
+        write(self, record)
+
+    monkeypatch.setattr(JsonlWriter, "write", slow)
+    options = ("trainer.max_steps=8", "trainer.warmup_measurement_steps=2", f"trainer.log_every={log_every}")
+    trainer = Trainer(load_config(small(*options)))
+    summary = trainer.fit()
+    assert summary["measured_steps"] == 6
+    assert summary["tokens_per_second_is"] == "wall clock"
+    writes = 6 if log_every == 1 else 1  # of steps 2 to 7
+    assert summary["host_step_ms"] >= 0.99e3 * seconds * writes / 6
+    assert summary["wall_step_ms"] >= summary["host_step_ms"]
+    assert summary["tokens_per_second"] == pytest.approx(1e3 * TOKENS / summary["wall_step_ms"])
+    records = step_records(trainer)
+    assert min(record["speed/step_ms"] for record in records if "speed/step_ms" in record) < 1e3 * seconds
+    assert [r.get("speed/measured_steps") for r in records] == ([None, None] + [1] * 6 if log_every == 1 else [2, 4])
+    assert "the host decides" in capsys.readouterr().out
+
+
+def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take a second each time; all steps and what the host does between them are counted, once."""
+    from linrnn import trainer as module
+
+    evaluate, save = module.evaluate, module.checkpoint.Saver.save
+    paused = 0.0
+
+    def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal paused
+            begun = time.perf_counter()
+            time.sleep(1)
+            result = function(*arguments, **options)
+            paused += time.perf_counter() - begun
+            return result
+
+        return call
+
+    monkeypatch.setattr(module, "evaluate", slowly(evaluate))
+    monkeypatch.setattr(module.checkpoint.Saver, "save", slowly(save))
+    starts: list[float] = []
+    step = Trainer.train_step
+
+    def train_step(self: Trainer) -> Any:
+        starts.append(time.perf_counter())
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    every = ("trainer.valid_every=3", "trainer.checkpoint_every=3")
+    options = ("trainer.max_steps=8", "trainer.warmup_measurement_steps=0", *every)
+    trainer = Trainer(load_config(small(*options)))
+    summary = trainer.fit()
+    assert summary["measured_steps"] == 8
+    before_last = starts[-1] - starts[0]
+    last = step_records(trainer)[-1]["speed/wall_step_ms"] / 1e3
+    at_the_end = 2.0  # the last checkpoint and validation
+    measured = summary["wall_step_ms"] * 8 / 1e3
+    assert measured == pytest.approx(before_last + last - (paused - at_the_end), abs=0.5)
+    assert measured < before_last + last - 3.9
+
+
+def test_a_resumed_run_has_the_figures_of_all_its_processes(small: Small) -> None:
+    """The last process does four steps, all of them warm-up."""
+    options = ("trainer.warmup_measurement_steps=5", "optimizer.schedule_steps=24")
+    first = Trainer(load_config(small(*options, "trainer.max_steps=12"))).fit()
+    trainer = Trainer(load_config(small(*options, "trainer.max_steps=16")))
+    second = trainer.fit()
+    assert second["steps"] == 16
+    for name in ("tokens_per_second", "wall_step_ms", "step_time_ms_median", "measured_steps", "loss_layer_ms", "mfu"):
+        assert second[name] == first[name], name
+    assert second["memory_bytes"] == first["memory_bytes"]
+    assert second["wall_seconds"] > first["wall_seconds"] - 1, "of both processes, less what followed the last step"
+    third = Trainer(load_config(small(*options, "trainer.max_steps=24"))).fit()
+    assert third["measured_steps"] == 7 + 3
+
+
+def record(**metrics: Any) -> dict[str, Any]:
+    return {"step": 1, **{f"speed/{name}": value for name, value in metrics.items()}}
+
+
+def test_figures_weigh_records_by_their_steps() -> None:
+    records = [
+        {"step": 1, "train/loss_nats": 1.0},  # warm-up
+        record(wall_step_ms=30.0, step_ms=10.0, measured_steps=1),
+        record(wall_step_ms=10.0, step_ms=8.0, measured_steps=3),
+    ]
+    figures = speed_of_run(records, tokens_per_step=600)
+    assert figures["wall_step_ms"] == 15
+    assert figures["tokens_per_second"] == 40_000
+    assert figures["step_time_ms_median"] == 8
+    assert figures["host_step_ms"] == 15 - 34 / 4
+    assert figures["measured_steps"] == 4
+    assert host_decides(figures)
+    assert not host_decides({**figures, "host_step_ms": 0.3})
+    assert not host_decides({"tokens_per_second": 1.0}), "a summary of an earlier version"
+    nothing = speed_of_run(records[:1], tokens_per_step=600)
+    assert (nothing["tokens_per_second"], nothing["measured_steps"], nothing["loss_layer_ms"]) == (None, 0, None)
+
+
+def test_memory_is_the_most_of_any_process() -> None:
+    records = [
+        {"step": 6, "memory/peak_gib": 1.5, "memory/optimizer_gib": 0.25},
+        {"step": 9, "valid/loss_nats": 1.0, "memory/peak_gib": 1.25},
+    ]
+    assert memory_of_run(records) == {"peak": 3 * 2**29, "optimizer": 2**28}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = JsonlWriter.write
+
+    def slow(self: JsonlWriter, record: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        write(self, record)
+
+    monkeypatch.setattr(JsonlWriter, "write", slow)
+    overrides = [o for o in small("trainer.max_steps=30") if o != "device=cpu"]
+    summary = Trainer(load_config([*overrides, "device=cuda"])).fit()
+    assert summary["step_time_ms_median"] < 100
+    assert 195 < summary["host_step_ms"] < summary["wall_step_ms"]
+
+
+def test_every_record_and_summary_and_line_of_the_log_has_its_date(small: Small) -> None:
+    from datetime import UTC, datetime
+
+    began = datetime.now(UTC).replace(microsecond=0)
+    trainer = Trainer(load_config(small()))
+    summary = trainer.fit()
+    ended = datetime.now(UTC)
+    log = (trainer.directory.path / "train.log").read_text().splitlines()
+    dates = [
+        *(record["time"] for record in read_jsonl(trainer.directory.metrics)),
+        summary["started"],
+        summary["ended"],
+        *(line.split()[0] for line in log if line),
+    ]
+    assert all(began <= datetime.fromisoformat(date) <= ended for date in dates)
+    assert all(date.endswith("+00:00") for date in dates)
+    assert summary["epochs"] == 3 * 2 / 249
+    assert any("epoch 0.02" in line for line in log)
+
+
+def test_the_metrics_file_of_an_earlier_version_has_no_figures(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "speed/step_ms": 5.0, "speed/tokens_per_second": 10.0}\n')
+    assert speed_of_run(read_jsonl(path), 50)["tokens_per_second"] is None
