@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forked import run_script, start
@@ -16,6 +18,7 @@ from forked import run_script, start
 from linrnn import trainer as trainer_module
 from linrnn.checkpoint import found
 from linrnn.config import load_config
+from linrnn.data import check_validation
 from linrnn.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
 from linrnn.interrupts import StopRequest, heeded
 from linrnn.metrics import read_jsonl
@@ -242,23 +245,17 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 
 # ------------------------------------------------------------------------------------------------------ validation
 def test_a_validation_text_that_is_too_small_is_refused_before_training(small: Small, tmp_path: Path) -> None:
-    train, valid = tmp_path / "train.txt", tmp_path / "valid.jsonl"
-    train.write_text("some words of text\n\n" * 2000)
-    valid.write_text('{"text": ""}\n')
-    kept = [o for o in small() if not o.startswith("data.n_")]
-    text = [*kept, "data=text", f"data.path={train}", f"data.valid_path={valid}", "data.tokenizer_vocab_size=260"]
-    with pytest.raises(DataError, match="validation text"):
-        Trainer(load_config(text))
+    with pytest.raises(DataError, match=r"the validation text has 1 token\(s\)") as error:
+        Trainer(load_config(small("data.n_valid_tokens=1")))
+    assert error.value.exit_code == 3
     assert not (tmp_path / "results").exists()
 
 
-def test_a_validation_text_of_one_token_documents_is_refused_where_none_can_be_predicted(
-    small: Small, tmp_path: Path
-) -> None:
-    train, valid = tmp_path / "train.txt", tmp_path / "valid.jsonl"
-    train.write_text("some words of text\n\n" * 2000)
-    valid.write_text('{"text": ""}\n' * 40)  # each is its end alone
-    kept = [o for o in small() if not o.startswith("data.n_")]
-    text = [*kept, "data=text", f"data.path={train}", f"data.valid_path={valid}", "data.tokenizer_vocab_size=260"]
-    with pytest.raises(DataError, match=r"validation text|no text|empty"):
-        Trainer(load_config([*text, "data.reset_at_document=true"]))
+def test_a_validation_text_of_one_token_documents_has_nothing_to_predict_once_state_starts_anew() -> None:
+    """As of a tokenizer without an end-of-text token. Before, its loss was 0."""
+    documents = SimpleNamespace(n_tokens=40, document_ends=np.arange(1, 41))
+    check_validation(documents, None, reset_at_document=False)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="none can be predicted"):
+        check_validation(documents, 10, reset_at_document=True)  # type: ignore[arg-type]
+    documents.document_ends = np.append(np.arange(1, 39), 40)
+    check_validation(documents, None, reset_at_document=True)  # type: ignore[arg-type]
