@@ -12,12 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-USED_UP = (
-    "cce_kernels: the backward pass ran twice through one loss, and the first used up what the forward pass "
-    "had stored; compute the loss again instead of retaining the graph"
-)
-
-
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
 STATS = 5  # place among the inputs
 
@@ -45,7 +39,7 @@ def differentiable(
         keep: (ctx, inputs): notes on ctx what `gradients` needs of them beside tensors, and `needs`.
         gradients: (ctx, grad_loss, grad_lse): of e, c and bias, through operators. `ctx.saved_tensors` are e, c, bias,
             lse and the state; `ctx.written` main_grad_c and stats; `ctx.dtypes` the gradients' (None: not wanted).
-            It sets `ctx.finished` if it has used the state up.
+            The first of several backward passes through one loss may use the state up; it then sets `ctx.finished`.
         direct_gradients: the same without the dispatcher.
     """
 
@@ -68,8 +62,6 @@ def differentiable(
         setup_context(ctx, inputs, output)
 
     def backward(ctx, *upstream, through=gradients):
-        if ctx.finished:
-            raise RuntimeError(USED_UP)
         grad_e, grad_c, grad_bias = (
             None if dtype is None else grad.to(dtype)
             for grad, dtype in zip(through(ctx, *upstream[:2]), ctx.dtypes, strict=True)
@@ -112,6 +104,15 @@ def differentiable(
 def empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """Of x's shape, on e's device; one of no entries, as e's, where it is not wanted."""
     return e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype)
+
+
+def used_up(state: list[Tensor]) -> list[Tensor]:
+    """The same memory for a backward pass that overwrites it and returns parts of it as gradients.
+
+    `.data` has a version counter of its own: autograd would refuse another backward pass through the loss because a
+    saved tensor has changed, although that pass does not read it.
+    """
+    return [x.data for x in state]
 
 
 def stored_dtypes(

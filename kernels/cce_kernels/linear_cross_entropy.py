@@ -61,7 +61,9 @@ def linear_cross_entropy(
 ) -> Any:
     """Cross-entropy, in nats, of the logits softcap · tanh((logit_scale · e cᵀ + bias) / softcap).
 
-    Differentiable in e, c and bias (once); each gradient comes back in its input's dtype. Under torch.compile a
+    Differentiable in e, c and bias, once; each gradient comes back in its input's dtype. With retain_graph=True any
+    number of backward passes can follow one another: where the first one uses up stored exponentials (schemes.py), the
+    later ones make the logits again, in as much workspace and a third more time. Under torch.compile a
     custom operator, without a graph break (and without the check of CPU targets), compiled anew for another number
     of rows. CUDA tensors run Triton kernels, others a blockwise torch path with the same results and memory bound;
     TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing
@@ -95,10 +97,11 @@ def linear_cross_entropy(
             bits beside it), "fp32", or "bf16" (its own dtype, plainly).
         workspace_mib: memory for the chunk of N × V numbers that exists at one time, in MiB; more is faster.
             Sums take 1 byte an entry of a 16-bit gradient besides (see accumulate), and a scheme whose sums and
-            parts would take more than workspace_mib in their turn is not chosen. Default: a third of the logits
-            in 16 bits where three products suffice (schemes.py), else 256. Too little for the narrowest chunk is
-            refused at the call, if a gradient is wanted. On CPU tensors it bounds all extra memory, in the
-            forward pass too.
+            parts would take more than workspace_mib in their turn is not chosen. Default where three products
+            suffice (schemes.py): a third of the logits in 16 bits, 2 N V / 3 bytes, but at least 256 MiB where
+            there are as many, and at most 2048 MiB; else 256 MiB, or 256 columns of N rows where these take more.
+            Too little for the narrowest chunk is refused at the call, if a gradient is wanted. On CPU tensors it
+            bounds all extra memory, in the forward pass too.
         main_grad_c: (V, D) fp32 buffer that c's gradient, if c requires one, is added to, unrounded; c itself then gets
             none.
         return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
@@ -130,13 +133,12 @@ def linear_cross_entropy(
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)
     stats = FilterStats.empty(e.device) if return_stats else None
-    wanted = torch.is_grad_enabled()
+    needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     if flat.numel():
         loss, lse, metrics = cross_entropy(
             e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
             reduction, reduction != "none" and not return_lse, return_metrics,
-            [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
-            *options.values(),
+            needs, *options.values(),
         )  # fmt: skip
     else:  # a sum over nothing, differentiable in all the same
         lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
@@ -162,6 +164,15 @@ def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return torch.promote_types(e.dtype, c.dtype)
+
+
+def gradients_wanted(
+    e: Tensor, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None
+) -> tuple[list[bool], Tensor | None]:
+    """Whether gradients of e, c and bias are wanted; main_grad_c, unless c is to have no gradient."""
+    wanted = torch.is_grad_enabled()
+    needs = [wanted and x is not None and x.requires_grad for x in (e, c, bias)]
+    return needs, main_grad_c if needs[1] else None
 
 
 def make_options(preset: str | None, options: dict[str, Any]) -> Options:

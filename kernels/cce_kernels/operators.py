@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from .derivative import differentiable, empty_gradient, stored_dtypes
+from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
 from .filtered import FilterStats
 from .interpreter import INTERPRETED
 from .options import Options
@@ -252,8 +252,9 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     assert plan is not None
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
-    if plan.rows:
-        ctx.finished = finish_stored is _finish_stored
+    if plan.rows and not ctx.finished:  # another backward pass makes the logits again
+        if finish_stored is _finish_stored:
+            ctx.finished, state = True, used_up(state)
         finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c, stats)
         stored = backend_of(e).stored
         return state[stored.GRAD_E], state[stored.GRAD_C], None

@@ -25,6 +25,7 @@ from .filtered import COLUMN_GROUP, LIKELY_GROUP, TILE_COLS, TILE_ROWS, block_ro
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
+MOST_DEFAULT_MIB = 2048  # of a chunk's exponentials, where the caller names no budget
 LEAST_ROWS = 512
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1100.0
@@ -48,7 +49,9 @@ LIST_PARTS = 8  # sorted one after another, at most
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks of `rows` token rows with stored exponentials, or (rows = 0) of `columns` vocabulary entries."""
+    """Chunks of `rows` token rows with stored exponentials, or (rows = 0) of `columns` vocabulary entries.
+
+    A second backward pass through stored exponentials, which the first one used up, goes by `columns`."""
 
     rows: int
     columns: int
@@ -82,9 +85,9 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     except WorkspaceTooSmall:
         if not rows:
             raise
-        return Plan(rows, 0)
+        return Plan(rows, COLUMN_MULTIPLE)
     if rows and _stored_cost(p, rows) <= _recompute_cost(p, columns):
-        return Plan(rows, 0)
+        return Plan(rows, columns)
     capacity = _capacity(p, o)
     if capacity:
         try:  # with what is left beside the lists
@@ -111,7 +114,9 @@ def most_splits(row_tiles: int, programs: int) -> int:
 
 def _storable(p: Problem, o: Options) -> bool:
     plain = p.uniform and not p.has_bias and o.filter_eps is None and not o.label_smoothing
-    return plain and p.dtype == torch.bfloat16  # fp16 has too few exponents for exponentials without a maximum
+    # fp16 has too few exponents: for exponentials without a maximum, and for their sums, which gradients hold.
+    held = (p.grad_e, None if p.main_grad else p.grad_c)
+    return plain and p.dtype == torch.bfloat16 and torch.float16 not in held
 
 
 def _stored_cost(p: Problem, rows: int) -> float:
@@ -141,11 +146,17 @@ def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int
 
 
 def _rows(p: Problem, programs: int, o: Options) -> int:
-    """Rows per chunk of the stored scheme: as many as fit, the chunks of one size; 0 if too few do."""
+    """Rows per chunk of the stored scheme: as many as fit, the chunks of one size; 0 if too few do.
+
+    Without a `workspace_mib` a chunk's exponentials take a third of the logits in 16 bits, no less than
+    DEFAULT_WORKSPACE_MIB where there are as many, and no more than MOST_DEFAULT_MIB; sums take what they take.
+    """
     budget = (o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB
     for chunks in range(1, max(1, p.n_rows // LEAST_ROWS) + 1):
         rows = math.ceil(math.ceil(p.n_rows / chunks) / ROW_MULTIPLE) * ROW_MULTIPLE
-        if max(_stored_bytes(p, rows, programs, o)) <= budget or (o.workspace_mib is None and chunks == STORED_CHUNKS):
+        exponentials, beside = _stored_bytes(p, rows, programs, o)
+        by_default = o.workspace_mib is None and chunks >= STORED_CHUNKS and exponentials <= MOST_DEFAULT_MIB * MIB
+        if by_default or max(exponentials, beside) <= budget:
             return rows
     return 0
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from .derivative import differentiable, empty_gradient, stored_dtypes
+from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
 from .filtered import FilterStats, Rule
 from .operators import OPTIONS, backend_of
 from .options import Options
@@ -302,8 +302,11 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     o = Options(*ctx.options)
     plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
-    if plan.rows:
-        ctx.finished = finish_stored is _finish_stored
+    if plan.rows and ctx.finished:  # another backward pass makes the logits again, without stand-ins for targets
+        here = Spread.of(*ctx.place).columns(columns)
+    elif plan.rows:
+        if finish_stored is _finish_stored:
+            ctx.finished, state = True, used_up(state)
         stored, chunk = backend_of(e).stored, chunk_rows(plan.rows, len(shards), own)
         total = finish_stored(grad_rows[0].float(), e, c, columns, here, state, main_grad_c, stats, chunk, *ctx.place)
         return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .filtered import FilterStats
-from .linear_cross_entropy import check_inputs, make_options, product_dtype, shifted
+from .linear_cross_entropy import check_inputs, gradients_wanted, make_options, product_dtype, shifted
 from .spread import vocabulary_shards
 from .vocab_operators import total, vocabulary_parallel
 
@@ -106,11 +106,10 @@ def vocabulary_parallel_linear_cross_entropy(
     if not flat.numel():
         raise ValueError("targets: must not be empty")
     stats = FilterStats.empty(e.device) if return_stats else None
-    wanted = torch.is_grad_enabled()
+    needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     row_losses, lse, metrics = vocabulary_parallel(
         e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
-        reduction != "none" and not return_lse, return_metrics,
-        [wanted and x is not None and x.requires_grad for x in (e, c, bias)],
+        reduction != "none" and not return_lse, return_metrics, needs,
         group.group_name, list(shards), rows == "own", *o.values(),
     )  # fmt: skip
 

@@ -189,7 +189,7 @@ def stored(rows: int) -> Iterator[None]:
         return
     from cce_kernels import fused
 
-    with patch.object(fused, "plan", lambda *_: Plan(rows, 0)):
+    with patch.object(fused, "plan", lambda *_: Plan(rows, 256)):
         yield
 
 

@@ -484,8 +484,11 @@ def test_what_the_vocabulary_parallel_loss_sends_by_hand():
 @pytest.mark.parametrize("workspace_mib", [None, 64, 512, 2048])
 @pytest.mark.parametrize(
     ("n", "d", "v"),
-    [(8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000), (600, 64, 500)],
-)
+    [
+        (8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000), (600, 64, 500),
+        (131072, 4096, 262144),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("accumulate", "dtype"), [("kahan", torch.bfloat16), ("fp32", torch.bfloat16), ("kahan", torch.float32)]
 )

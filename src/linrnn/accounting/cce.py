@@ -13,7 +13,8 @@ from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig
 MIB = 2**20
 FP32, BF16 = 4, 2  # bytes
 WORKSPACE_MIB = 256  # where `loss.workspace_mib` is null
-STORED_CHUNKS = 3  # of the rows, there, whatever they take
+STORED_CHUNKS = 3  # of the rows, there, if their exponentials take no more than:
+MOST_DEFAULT_MIB = 2048
 LEAST_ROWS = 512
 PLACES = 16  # rows, by target, that one program adds up
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
@@ -49,8 +50,9 @@ def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
     if compute == BF16 and not filters(loss):
         for chunks in range(1, max(1, n_tokens // LEAST_ROWS) + 1):
             one = _ceil(_ceil(n_tokens, chunks), ROW_MULTIPLE) * ROW_MULTIPLE
-            default = loss.workspace_mib is None and chunks == STORED_CHUNKS
-            if default or max(one * BF16 * vocab, _beside(loss, n_tokens, one, d, vocab)) <= budget:
+            exponentials = one * BF16 * vocab
+            default = loss.workspace_mib is None and chunks >= STORED_CHUNKS and exponentials <= MOST_DEFAULT_MIB * MIB
+            if default or max(exponentials, _beside(loss, n_tokens, one, d, vocab)) <= budget:
                 rows = one
                 break
     multiple = COLUMN_MULTIPLE if compute == BF16 else 64
