@@ -1,8 +1,8 @@
 """The loss in plain torch, a vocabulary chunk at a time: what CPU tensors run.
 
-Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of
-exponentials. Backward: for each chunk, z again, turned in place into dL/dz; then dE += dL/dz C_chunk and
-dC_chunk = dL/dzᵀ E.
+Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of exponentials,
+the target's left out: of a token that the model is sure of, the others are the loss. Backward: for each chunk, z again,
+turned in place into dL/dz; then dE += dL/dz C_chunk and dC_chunk = dL/dzᵀ E.
 
 At most N × width fp32 numbers exist at once (two buffers with a softcap); width follows from `workspace_mib`.
 Costs N D V multiply-adds forward and 3 N D V backward. Inputs of 16 bits are multiplied in fp32.
@@ -34,9 +34,9 @@ def prepare(x: Tensor) -> Tensor:
 
 
 def find_targets(
-    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
 ) -> tuple[Tensor, None]:
-    """Each row's target column (N,) int64 (see rows.py); its logit is found on the way."""
+    """Each row's target column (N,) int64 (see rows.py); its logit is found on the way, and no row is skipped."""
     return target_columns(targets, ignore_index, c.shape[0]), None
 
 
@@ -52,35 +52,34 @@ def forward(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     e = e.float()
-    largest = e.new_full((n_rows,), -torch.inf)
-    exp_sum, z_target, z_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
-    metrics = empty_metrics(e, with_metrics)
-    if metrics is not None:  # until the end: the largest logit but the target's, Σ exp(z − largest) z
-        metrics[0], metrics[1] = -torch.inf, 0
+    largest = e.new_full((n_rows,), -torch.inf)  # of the others than the target, as are all sums but z_sum
+    exp_sum, z_sum, ez_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
+    z_target = e.new_full((n_rows,), -torch.inf)  # of a row without a target
     for chunk in _chunks(vocab, _width(e, vocab, 0, o)):
         z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
         rows, cols = _targets_in(columns, chunk)
         z_target[rows] = z[rows, cols]
         if o.label_smoothing:
             z_sum += z.sum(dim=1)
+        z[rows, cols] = -torch.inf
         new_largest = torch.maximum(largest, z.amax(dim=1))
         anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a chunk may be masked out by the bias
         decay = (largest - anchor).exp_()
-        if metrics is not None:
+        if with_metrics:
             weighted = (z - anchor[:, None]).exp_().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
-            metrics[1].mul_(decay).add_(weighted)
-            others = z.index_put((rows, cols), z.new_tensor(-torch.inf)).amax(dim=1)
-            torch.maximum(metrics[0], others, out=metrics[0])
+            ez_sum.mul_(decay).add_(weighted)
         exp_sum.mul_(decay).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
         largest = new_largest
-    lse = largest + exp_sum.log()
-    largest_other = None
+    others = largest + exp_sum.log()
+    lse = torch.logaddexp(others, z_target)
+    nll = torch.logaddexp(others - z_target, torch.zeros_like(lse))
+    metrics = empty_metrics(e, with_metrics)
     if metrics is not None:
-        largest_other = metrics[0].clone()
-        metrics[0] = z_target > metrics[0]
-        metrics[1] = lse - metrics[1] / exp_sum
+        metrics[0] = z_target > largest
+        share, p = (others - lse).exp_(), (z_target - lse).exp_()
+        metrics[1] = lse - (share * (ez_sum / exp_sum)).nan_to_num_(nan=0) - (p * z_target).nan_to_num_(nan=0)
     z_above_mean = z_target - z_sum / vocab if o.label_smoothing else None
-    return Rows(lse, where_it_counts(lse - z_target, columns), z_above_mean, metrics, largest_other)
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest if with_metrics else None)
 
 
 def backward(

@@ -9,15 +9,30 @@ from .tiles import finish_logits
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
+# Stands for the target's logit and for the LSE of an ignored row whose LSE nobody wants. The row's exponentials and
+# probabilities are then exactly 0, and what is multiplied by the row's coefficients, 0, stays finite.
+SKIPPED = tl.constexpr(2.0**60)
+
+
+@triton.jit
+def log1p(x):
+    """ln(1 + x) in fp32, x >= 0. Where x is small a series: 1 + x would keep few digits of x, or none."""
+    ratio = x / (2 + x)
+    square = ratio * ratio
+    series = 2 * ratio * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
+    return tl.where(x < 0.5, series, tl.log(1 + x))
 
 
 @triton.jit
 def exponentials_of(
     acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
-    HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
+    APART: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
     WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
 ):  # fmt: skip
-    """w · slope of the softcap, and the rows' sums with this tile's share added as far as they are asked for."""
+    """w · slope of the softcap, and the rows' sums with this tile's share added as far as they are asked for.
+
+    APART: the targets' w are left out, of the sums, too.
+    """
     offset = z_target * LOG2E + HEADROOM
     z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
     if PRECISE:  # the target's w is 1
@@ -28,6 +43,8 @@ def exponentials_of(
         w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
     if not EVEN_V:
         w = tl.where((cols < V)[None, :], w, 0.0)
+    if APART:
+        w = tl.where(cols[None, :] == column[:, None], 0.0, w)
     total += tl.sum(w, axis=1)
     if WITH_Z:
         z_total += tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)

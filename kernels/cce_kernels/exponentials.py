@@ -1,12 +1,14 @@
 """Scaled exponentials: the forward pass and, if asked for, the matrix that the backward products multiply.
 
-    w_iv = 2^(z_iv log2 e − k_i)    z = softcap(scale · E Cᵀ + bias)    S_i = Σ_v w_iv    LSE_i = ln 2 (log2 S_i + k_i)
+    w_iv = 2^(z_iv log2 e − k_i), 0 at the target    z = softcap(scale · E Cᵀ + bias)    R_i = Σ_v w_iv
+    S_i = R_i + w_it    loss_i = ln(1 + R_i / w_it)    LSE_i = z_it + loss_i
 
 The offset k_i = z_i,target log2 e + 60 is known before the product: no running maximum, no second look at the
-logits for p_iv = w_iv / S_i. bf16 has the exponents of fp32, so w keeps its relative precision at any size. S_i
-lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that are seen on the device and
-done again, slowly (finish.py). For fp32 operands the offset is z_i,target alone, subtracted first: the 60 would cost
-bits that count there, and 42 nats are enough.
+logits for p_iv = w_iv / S_i. The target is not in the sum: of a token that the model is sure of, R_i is what the loss
+consists of, and a sum with the target would keep no digit of it. bf16 has the exponents of fp32, so w keeps its
+relative precision at any size. S_i lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that
+are seen on the device and done again, slowly (finish.py). For fp32 operands the offset is z_i,target alone, subtracted
+first: the 60 would cost bits that count there, and 42 nats are enough.
 
 `target_logits_kernel` takes the target's logit from the tensor cores, as the sums do: a logit from plain
 multiply-adds differs from them by the tensor cores' rounding, 2e-5 of the loss.
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from . import hopper
 from .columns import columns_of
-from .epilogues import exponentials_of
+from .epilogues import SKIPPED, exponentials_of
 from .launch import quick
 from .options import Options
 from .rows import IGNORED, OUTSIDE
@@ -58,8 +60,8 @@ def target_logits_kernel(
     c_ptr,  # (V, D), rows c_stride apart
     bias_ptr,  # (V,) or None
     targets_ptr,  # (N,) int64, targets_stride apart: what the columns are written from, or None where they are there
-    columns_ptr,  # (N,) int64; where negative, column 0 stands in
-    z_ptr,  # (N,) fp32, written
+    columns_ptr,  # (N,) int64; where negative, another column stands in
+    z_ptr,  # (N,) fp32, written; with SKIP, SKIPPED where the row is ignored
     e_stride,
     c_stride,
     targets_stride,
@@ -74,6 +76,7 @@ def target_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
     """z_i of the target: the diagonal of a product with the targets' rows of C."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -82,7 +85,8 @@ def target_logits_kernel(
     else:
         column = columns_of(targets_ptr, rows, targets_stride, N, V, ignore_index, IGNORED, OUTSIDE)
         tl.store(columns_ptr + rows, column, mask=rows < N)
-    column = tl.where(column < 0, 0, column)
+    ignored = column == IGNORED
+    column = tl.where(column < 0, rows % V, column)  # not one for all: it may be a padding entry of tiny logits
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
@@ -96,6 +100,8 @@ def target_logits_kernel(
         z += tl.load(bias_ptr + column).to(tl.float32)
     if HAS_SOFTCAP:
         z = softcapped(z, softcap)
+    if SKIP:
+        z = tl.where(ignored, SKIPPED, z)
     tl.store(z_ptr + rows, z, mask=rows < N)
 
 
@@ -106,7 +112,7 @@ def exponentials_kernel(
     c_desc,  # (V, D)
     w_desc,  # (N, V) or None: w · slope of the softcap, written
     bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
+    columns_ptr,  # (N,) int64, negative for none, or None: left out of w and its sum
     z_target_ptr,  # (N,) fp32
     sum_ptr,  # (splits, N) fp32: of w, written
     z_sum_ptr,  # (splits, N) fp32 or None: of z, written
@@ -129,11 +135,14 @@ def exponentials_kernel(
     depth = tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
     PRECISE: tl.constexpr = e_desc.dtype == tl.float32
+    APART: tl.constexpr = columns_ptr is not None
     for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
         rows = row + tl.arange(0, BLOCK_N)
-        column = tl.load(columns_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
+        column = rows
+        if APART:
+            column = tl.load(columns_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
         z_target = tl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
         total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -151,13 +160,13 @@ def exponentials_kernel(
                 cols = col + tl.arange(0, HALF)
                 w, total, z_total, largest, wz_total = exponentials_of(
                     left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
-                    HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
+                    APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:
                     w_desc.store([row, col], w.to(w_desc.dtype))
                 w, total, z_total, largest, wz_total = exponentials_of(
                     right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest,
-                    wz_total, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
+                    wz_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:
                     w_desc.store([row, col + HALF], w.to(w_desc.dtype))
@@ -172,27 +181,37 @@ def exponentials_kernel(
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
-    """z (N,) fp32 of each row's target; rows without one get column 0's."""
-    return _target_logits(e, c, bias, None, 0, columns, o)
+    """z (N,) fp32 of each row's target; rows without one get another column's."""
+    return _target_logits(e, c, bias, None, 0, columns, False, o)
 
 
 def find_targets(
-    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Each row's target column (N,) int64 (see rows.py) and its logit (N,) fp32, in one launch."""
+    """Each row's target column (N,) int64 (see rows.py) and its logit (N,) fp32, in one launch.
+
+    skip: leave ignored rows out of all that follows (SKIPPED): their LSE is not wanted.
+    """
     columns = targets.new_empty(targets.shape)
-    return columns, _target_logits(e, c, bias, targets, ignore_index, columns, o)
+    return columns, _target_logits(e, c, bias, targets, ignore_index, columns, skip, o)
 
 
 def _target_logits(
-    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor | None, ignore_index: int, columns: Tensor, o: Options
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    targets: Tensor | None,
+    ignore_index: int,
+    columns: Tensor,
+    skip: bool,
+    o: Options,
 ) -> Tensor:
     n_rows, dim = e.shape
     z = e.new_empty(n_rows, dtype=torch.float32)
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
         e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
-        IGNORED, OUTSIDE, ROWS, tiles_for(e.dtype).inner, o.softcap is not None, num_warps=4,
+        IGNORED, OUTSIDE, ROWS, tiles_for(e.dtype).inner, o.softcap is not None, skip, num_warps=4,
     )  # fmt: skip
     return z
 
@@ -211,14 +230,15 @@ def exponentials(
     e: Tensor,
     c: Tensor,
     bias: Tensor | None,
-    columns: Tensor,
+    columns: Tensor | None,
     z_target: Tensor,
     w: Tensor | None,
     with_metrics: bool,
     o: Options,
     unread: Tensor | None = None,
 ) -> Sums:
-    """The sums; writes w (N, V) unless it is None. Where `unread` () int32 is 1 nobody will read w: it may be left."""
+    """The sums; writes w (N, V) unless it is None. The targets' w are left out, unless `columns` is None.
+    Where `unread` () int32 is 1 nobody will read w: it may be left."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
@@ -227,7 +247,9 @@ def exponentials(
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     if on_hopper:
-        hopper.exponentials(programs, e, c, w, z_target, sums, unread, splits, tiles_per_split, float(o.logit_scale))
+        hopper.exponentials(
+            programs, e, c, columns, w, z_target, sums, unread, splits, tiles_per_split, float(o.logit_scale)
+        )
         return Sums(sums, None, None)
     z_sums = torch.empty_like(sums) if with_z else None
     metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None

@@ -1,7 +1,9 @@
 """What the loss takes of each row, from the partial sums of exponentials.py; and the whole forward pass.
 
-    LSE_i = z_target − ln p_target        p_target = w_target / S_i
+    loss_i = ln(1 + R_i / w_target)    LSE_i = z_target + loss_i    p_target − 1 = −R_i / (R_i + w_target)
 
+R_i is the sum without the target: loss and gradient keep their relative precision down to 0, and are 0 where the
+vocabulary has one entry. A row without a target has no such entry apart; one that is skipped (epilogues.py) has no sum.
 Rows whose sum left the range that the offset allows for are computed again here, with a running maximum: two more
 products for a tile of rows, taken only where the device finds such a row.
 
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogues import HEADROOM, LOG2E
+from .epilogues import HEADROOM, LOG2E, SKIPPED, log1p
 from .exponentials import Sums, exponentials, target_logits
 from .launch import quick
 from .options import Options
@@ -38,7 +40,7 @@ def rows_kernel(
     bias_ptr,  # (V,) or None
     columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
     z_target_ptr,  # (N,) fp32
-    sum_ptr,  # (splits, N) fp32
+    sum_ptr,  # (splits, N) fp32, without the targets
     partial_ptr,  # (2, splits, N) fp32 or None: the metrics' parts
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
     lse_ptr,  # (N,) fp32, written
@@ -62,7 +64,7 @@ def rows_kernel(
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Rows' LSE and gradient factors from the partial sums; clears the target's w (its gradient is added apart).
+    """Rows' LSE and gradient factors from the partial sums.
 
     A row whose sum overflowed is computed again with its own LSE as the offset, online (running maximum).
     """
@@ -70,17 +72,22 @@ def rows_kernel(
     inside = rows < N
     column = tl.load(columns_ptr + rows, mask=inside, other=-1)
     z_target = tl.load(z_target_ptr + rows, mask=inside, other=0.0)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    others = tl.zeros((BLOCK_N,), dtype=tl.float32)
     sum_ptrs = sum_ptr + rows
     for _ in range(splits):
-        total += tl.load(sum_ptrs, mask=inside, other=1.0)
+        others += tl.load(sum_ptrs, mask=inside, other=1.0)
         sum_ptrs += N
-    # From the target's own w, rounded as in the sum: −ln(w / S) keeps its relative precision down to a loss of 0.
+    # The target's own w, rounded as those in the sum are.
+    skipped = (column == -1) & (z_target == SKIPPED)
     w_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM))
     if e_ptr.dtype.element_ty == tl.float32:
-        w_target = 1.0
+        w_target = tl.full((BLOCK_N,), 1.0, dtype=tl.float32)
+    w_target = tl.where(skipped, 1.0, w_target)
+    apart = column >= 0
+    total = others + tl.where(apart | skipped, w_target, 0.0)
     p_target = w_target / total
-    nll = -tl.log(p_target)
+    rest = others / total  # 1 − p, where the target is apart
+    nll = tl.where(apart, log1p(others / w_target), -tl.log(p_target))
     lse = z_target + nll
     largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target
     entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -94,6 +101,7 @@ def rows_kernel(
             partial_ptrs += N
         entropy = nll - entropy / total
     overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
+    overflowed = overflowed & ~skipped
     if tl.max(overflowed.to(tl.int32), axis=0) > 0:
         highest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
         exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -131,6 +139,7 @@ def rows_kernel(
         lse = tl.where(overflowed, online, lse)
         nll = tl.where(overflowed, online - z_target, nll)  # p may be too small for a number
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
+        rest = tl.where(overflowed, 1 - p_target, rest)
         total = tl.where(overflowed, 1.0, total)
     tl.store(lse_ptr + rows, lse, mask=inside)
     if metrics_ptr is not None:
@@ -142,13 +151,13 @@ def rows_kernel(
 
     if factor_ptr is not None:
         b = counts * logit_scale
-        a = b * (1 + 2 * z_loss * lse)
+        of_lse = b * (2 * z_loss * lse)
+        a = b + of_lse
         slope = 1.0
         if HAS_SOFTCAP:
             slope = 1 - (z_target / softcap) * (z_target / softcap)
         tl.store(factor_ptr + rows, a / total, mask=inside)
-        tl.store(coefficient_ptr + rows, tl.where(column >= 0, (a * p_target - b) * slope, 0.0), mask=inside)
-        tl.store(w_ptr + rows.to(tl.int64) * w_stride + column, 0.0, mask=inside & (column >= 0))
+        tl.store(coefficient_ptr + rows, tl.where(apart, (of_lse * p_target - b * rest) * slope, 0.0), mask=inside)
         if scaled_ptr is not None:
             for d in range(0, D, BLOCK_D):
                 dims = d + tl.arange(0, BLOCK_D)
@@ -179,7 +188,7 @@ def _logits(
 class Gradient:
     """What the gradients need, for a loss that is the sum of the rows'.
 
-    w: (N, V), cleared at the targets. factor: (N,) what w's rows are to be multiplied by, written. coefficient: (N,)
+    w: (N, V), 0 at the targets. factor: (N,) what w's rows are to be multiplied by, written. coefficient: (N,)
     the targets' own gradients, written. scaled: (N, D) e times factor, written unless it is None.
     """
 

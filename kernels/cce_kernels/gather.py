@@ -348,7 +348,7 @@ def _head(
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first
         p_chunk, e_chunk, columns_chunk, a_chunk = p[:height], e[chunk], columns[chunk], a[chunk]
-        exponentials(e_chunk, c_head, None, columns_chunk, offset[chunk], p_chunk, False, o)
+        exponentials(e_chunk, c_head, None, None, offset[chunk], p_chunk, False, o)
         head_operands_kernel[(cdiv(height, SCALED), 1 if scaled is None else cdiv(dim, width))](
             p_chunk, columns_chunk, rule.rank, e_chunk, a_chunk, scaled, e.stride(0),
             0 if scaled is None else scaled.stride(0), n_head, height, dim, SCALED, width, num_warps=4,

@@ -146,8 +146,8 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
-    e_desc, c_desc, w_desc, z_target_ptr, sum_ptr, unread_ptr, N, V, D, splits, tiles_per_split, logit_scale,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
+    e_desc, c_desc, w_desc, columns_ptr, z_target_ptr, sum_ptr, unread_ptr, N, V, D, splits, tiles_per_split,
+    logit_scale, STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """As `exponentials_kernel`."""
     ring = _ring(e_desc, c_desc, STAGES)
@@ -155,7 +155,7 @@ def hopper_exponentials_kernel(
     if w_desc is not None:
         staging = gl.allocate_shared_memory(w_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], w_desc.layout)
     work = (N, V, D, splits, tiles_per_split)
-    pointers = (z_target_ptr, sum_ptr, unread_ptr)
+    pointers = (columns_ptr, z_target_ptr, sum_ptr, unread_ptr)
     gl.warp_specialize(
         [
             (_exponentials, (0, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
@@ -173,7 +173,7 @@ def _exponentials(
 ):  # fmt: skip
     """A consumer of `hopper_exponentials_kernel`."""
     N, V, D, splits, _tiles_per_split = work
-    z_target_ptr, sum_ptr, unread_ptr = pointers
+    columns_ptr, z_target_ptr, sum_ptr, unread_ptr = pointers
     wanted = True
     if unread_ptr is not None:
         wanted = gl.load(unread_ptr) == 0
@@ -189,6 +189,9 @@ def _exponentials(
         row, split, first, end = _unit(unit, work, BLOCK_V, GROUP)
         row += WHICH * HALF
         rows = row + gl.arange(0, HALF, BY_ROW)
+        column = rows
+        if columns_ptr is not None:
+            column = gl.load(columns_ptr + rows, mask=rows < N, other=-1).to(gl.int32)
         z_target = gl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
         total = gl.zeros((HALF,), gl.float32, BY_ROW)
         for col in range(first, end, BLOCK_V):
@@ -200,8 +203,8 @@ def _exponentials(
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):
                 w, total, _z_total, _largest, _wz_total = exponentials_of(
-                    halves[part], cols + part * WIDTH, 0, z_target, None, V, logit_scale, 0.0, total, 0.0, 0.0, 0.0,
-                    False, EVEN_V, False, False, False,
+                    halves[part], cols + part * WIDTH, column, z_target, None, V, logit_scale, 0.0, total, 0.0, 0.0,
+                    0.0, columns_ptr is not None, False, EVEN_V, False, False, False,
                 )  # fmt: skip
                 if w_desc is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if wanted:
@@ -303,15 +306,15 @@ def _swizzled(width: int) -> gl.NVMMASharedLayout:
 
 
 def exponentials(
-    programs: int, e: Tensor, c: Tensor, w: Tensor | None, z_target: Tensor, sums: Tensor, unread: Tensor | None,
-    splits: int, tiles_per_split: int, logit_scale: float,
+    programs: int, e: Tensor, c: Tensor, columns: Tensor | None, w: Tensor | None, z_target: Tensor, sums: Tensor,
+    unread: Tensor | None, splits: int, tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     t = logits_tiles(dim)
     hopper_exponentials_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
-        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), z_target, sums, unread,
+        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns, z_target, sums, unread,
         n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
         t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -137,7 +137,7 @@ def linear_cross_entropy(
     if flat.numel():
         loss, lse, metrics = cross_entropy(
             e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
-            reduction, reduction != "none" and not return_lse, return_metrics,
+            reduction, return_lse, return_metrics,
             needs, *options.values(),
         )  # fmt: skip
     else:  # a sum over nothing, differentiable in all the same

@@ -28,11 +28,11 @@ OPTIONS = (
     "float? filter_mass, bool filter_e, bool filter_c, str accumulate, float? workspace_mib"
 )
 # e (N, D); c (V, D); targets (N,) int64; bias (V,); main_grad_c (V, D) fp32 to add dC to; stats (5,) fp32 for the
-# filter's statistics; dtype of the products; reduction of the row losses; uniform: the backward pass will get one
-# gradient for all row losses and none for LSE; needs: whether gradients of e, c and bias are wanted.
+# filter's statistics; dtype of the products; reduction of the row losses; with_lse: whether the log-sum-exps are
+# wanted (else those of ignored rows may mean nothing); needs: whether gradients of e, c and bias are wanted.
 INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
-    "ScalarType dtype, str reduction, bool uniform, bool with_metrics, bool[] needs"
+    "ScalarType dtype, str reduction, bool with_lse, bool with_metrics, bool[] needs"
 )
 
 
@@ -56,7 +56,7 @@ def _cross_entropy(
     ignore_index: int,
     dtype: torch.dtype,
     reduction: str,
-    uniform: bool,
+    with_lse: bool,
     with_metrics: bool,
     needs: list[bool],
     *options: Any,
@@ -67,10 +67,10 @@ def _cross_entropy(
     backend = backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         # First of all: this refuses a workspace that is too small.
-        plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
+        plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         bias = None if bias is None else bias.contiguous()
-        columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o)
+        columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
         state: list[Tensor] = []
         if plan is not None and plan.rows:
             dtypes = stored_dtypes(e.dtype, c, main_grad_c, needs)
@@ -100,9 +100,9 @@ _cross_entropy_op = torch.library.custom_op(
 
 
 @_cross_entropy_op.register_fake
-def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, uniform, with_metrics, needs, *options):
+def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, with_lse, with_metrics, needs, *options):
     o = Options(*options)
-    plan = _plan(e, c, bias, main_grad_c, dtype, uniform, needs, o)
+    plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
     lse = e.new_empty(e.shape[0], dtype=torch.float32)
     loss = torch.empty_like(lse) if reduction == "none" else lse.new_empty(())
     metrics = lse.new_empty((2, e.shape[0]) if with_metrics else 0)
@@ -241,7 +241,8 @@ _finish_stored_op = torch.library.custom_op(
 
 
 def _keep(ctx, inputs) -> None:
-    _, ctx.dtype, _, ctx.uniform, _, ctx.needs = inputs[6:12]
+    _, ctx.dtype, reduction, with_lse, _, ctx.needs = inputs[6:12]
+    ctx.uniform = _uniform(reduction, with_lse)
     ctx.options = inputs[12:]
 
 
@@ -280,6 +281,11 @@ _apply = differentiable(
 def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS."""
     return _apply(*inputs)
+
+
+def _uniform(reduction: str, with_lse: bool) -> bool:
+    """Whether the backward pass will get one gradient for all row losses, and none for the log-sum-exps."""
+    return reduction != "none" and not with_lse
 
 
 def _plan(

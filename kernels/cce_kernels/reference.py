@@ -69,7 +69,11 @@ def reference_linear_cross_entropy(
 
     lse = torch.logsumexp(z, dim=1)
     z_target = z.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
-    nll = where_it_counts(lse - z_target, columns)
+    # Its value from the others than the target: where the model is sure, lse − z_target keeps no digit.
+    others = z.detach().scatter(1, columns.clamp(min=0)[:, None], -torch.inf).logsumexp(dim=1)
+    loss = lse - z_target
+    precise = torch.logaddexp(others - z_target.detach(), torch.zeros_like(others))
+    nll = where_it_counts(loss + (precise - loss.detach()), columns)
     rows = assemble_loss(Rows(lse, nll, z_target - z.mean(dim=1)), columns, o)
     loss, _ = reduce_loss(rows, targets, ignore_index, reduction)
     return loss.reshape(shape if reduction == "none" else ()), lse.reshape(shape)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogues import LOG2E
+from .epilogues import LOG2E, log1p
 from .finish import LN2, ROWS, Gradient
 from .launch import quick
 from .options import Options
@@ -65,7 +65,7 @@ def settle_kernel(
     nll_owner = tl.load(of_owner + N, mask=inside, other=0.0)
     # softplus(log others − LSE of the owner), which may lie far below the others
     above = anchor + tl.log2(others) * LN2 - lse_owner
-    nll = nll_owner + tl.maximum(above, 0.0) + tl.log2(1 + tl.exp2(-tl.abs(above) * LOG2E)) * LN2
+    nll = nll_owner + tl.maximum(above, 0.0) + log1p(tl.exp2(-tl.abs(above) * LOG2E))
     if metrics_ptr is not None:
         largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
         mean = tl.zeros((BLOCK_N,), dtype=tl.float32)

@@ -1,37 +1,19 @@
-"""Which gradients a backward pass gives, and how often: every dtype, frozen inputs, several passes.
+"""Which gradients a backward pass gives, and how often: every dtype, frozen inputs, several passes."""
 
-The tests run where they are: on CPU tensors blockwise and, in a process of their own, by the kernels in Triton's
-interpreter; on a GPU with `-m gpu`.
-"""
-
-import os
-import subprocess
-import sys
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case, check, draw, error, gradients
 from cce_kernels import linear_cross_entropy, schemes
+from everywhere import HERE, devices, not_in_interpreter, run_in_interpreter
 
 DTYPES = (BF16, FP16, FP32)
-HERE = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-])  # fmt: skip
-devices = pytest.mark.parametrize("device", ["cpu", ON_GPU])
 
 
-@pytest.mark.skipif(HERE, reason="the interpreter is on: the tests below run in place")
+@not_in_interpreter
 def test_the_kernels_pass_these_tests_in_the_interpreter():
-    triton = pytest.importorskip("triton")
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("Triton 3.6's interpreter fails with numpy 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    run_in_interpreter(__file__)
 
 
 @pytest.fixture
@@ -44,10 +26,22 @@ def launches_are_free(monkeypatch):
     schemes.plan.cache_clear()
 
 
+PASSES = {
+    "stored": {},
+    "stored_in_chunks": {"workspace_mib": 0.04},
+    "stored_sum": {"reduction": "sum", "z_loss": 1e-3, "softcap": 20.0},
+    "stored_fp32_sums": {"accumulate": "fp32"},
+    "recomputed": {"label_smoothing": 0.1},
+    "row_losses": {"reduction": "none"},
+    **({} if HERE else {"listed": {"filter_eps": 2.0**-10}}),  # two minutes there; test_interpreter has it
+}
+FROZEN = [{}, {"reduction": "none"}, {"workspace_mib": 0.5}, {"label_smoothing": 0.1}, {"bias": True}]
+
+
 CROSSED = [
     Case(
-        "-".join(str(x)[6:] or "none" for x in (e, c, bias, autocast)), shape=(70,), dim=8, vocab=40, dtype=e, dtype_c=c,
-        bias=bias is not None, dtype_bias=bias, autocast=autocast, peak=3,
+        "-".join(str(x)[6:] or "none" for x in (e, c, bias, autocast)), shape=(70,), dim=8, vocab=40, dtype=e,
+        dtype_c=c, bias=bias is not None, dtype_bias=bias, autocast=autocast, peak=3,
     )
     for e, c, bias, autocast in product(DTYPES, DTYPES, (None, *DTYPES), (None, BF16, FP16))
     if not HERE or bias in (None, e)  # the interpreter takes a second a case
@@ -78,16 +72,14 @@ def test_a_sum_over_rows_that_fp16_cannot_hold_is_only_held_finished(dtype_c, de
 
 
 @devices
-@pytest.mark.parametrize("options", [
-    {}, {"reduction": "none"}, {"workspace_mib": 0.5}, {"filter_eps": 2.0**-6}, {"label_smoothing": 0.1}, {"bias": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", FROZEN if HERE else [*FROZEN, {"filter_eps": 2.0**-6}], ids=str)
 def test_main_grad_is_not_touched_where_c_is_frozen(options, device, launches_are_free):
     e, c, targets, bias = draw(Case("frozen", dtype=BF16, bias=True, dim=16, vocab=100), device)
     c = c.detach()
-    bias = bias if options.pop("bias", False) else None
+    options = {**options, "bias": bias} if "bias" in options else options
     main_grad = torch.randn(c.shape, device=device)
     before = main_grad.clone()
-    linear_cross_entropy(e, c, targets, bias=bias, main_grad_c=main_grad, **options).sum().backward()
+    linear_cross_entropy(e, c, targets, main_grad_c=main_grad, **options).sum().backward()
     assert torch.equal(main_grad, before)
     assert e.grad.abs().sum() > 0
 
@@ -99,17 +91,6 @@ def test_main_grad_is_not_touched_by_a_call_for_the_bias_alone(device):
     linear_cross_entropy(e.detach(), c.detach(), targets, bias=bias, main_grad_c=main_grad).backward()
     assert not main_grad.any()
     assert bias.grad.any()
-
-
-PASSES = {
-    "stored": {},
-    "stored_in_chunks": {"workspace_mib": 0.02},
-    "stored_sum": {"reduction": "sum", "z_loss": 1e-3, "softcap": 20.0},
-    "stored_fp32_sums": {"accumulate": "fp32"},
-    "recomputed": {"label_smoothing": 0.1},
-    "row_losses": {"reduction": "none"},
-    "listed": {"filter_eps": 2.0**-10},
-}
 
 
 @devices
@@ -160,3 +141,24 @@ def test_a_changed_weight_is_still_refused_between_two_passes(device, launches_a
         c += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@devices
+def test_a_compiled_programs_second_backward_pass_is_right_or_refused(device, launches_are_free):
+    e, c, targets, _ = draw(Case("compiled", shape=(70,), dim=8, vocab=40, dtype=BF16, peak=3), device)
+
+    def program(e, c):
+        return 3 * linear_cross_entropy(2 * e, c, targets)
+
+    torch._dynamo.reset()
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    loss = torch.compile(program, backend=backend, fullgraph=True)(e, c)
+    want = gradients(program(e, c), (e, c))
+    try:
+        first = torch.autograd.grad(loss, (e, c), retain_graph=True)
+        second = torch.autograd.grad(loss, (e, c))
+    except RuntimeError as refusal:  # by torch.compile, which reuses the memory of what it saved
+        assert "retain_graph" in str(refusal)
+        return
+    for grads in (first, second):
+        assert all(error(grad, wanted) < 6e-3 for grad, wanted in zip(grads, want, strict=True))

@@ -1,0 +1,395 @@
+"""Random calls of the loss against torch: `python scripts/fuzz_loss.py calls=2000`; on a GPU calls=100000 processes=8.
+
+Each call draws dtypes, autocast, options, sizes, strides, workspace, frozen inputs and data, and compares loss, LSE and
+gradients with fp64. An error must stay below twice that of torch's own path in the same dtypes, plus what rounding in
+fp32 comes to. Prints counts, the largest ratios of error to bound and one line for each case out of bounds, which
+`case=SEED` runs again, and writes a summary.
+
+    calls=2000 seed=0 processes=1 seconds=none case=none output=none
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy, schemes
+from torch import Tensor
+
+IGNORE = -100
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CALLS_OF_A_KIND = 25  # dtypes and options that kernels are compiled for change as seldom as this
+EXACT = 2e-5  # of gradients and LSE, relative: fp32 sums in another order, exponentials of some hundred nats
+EXACT_LOSS = 5e-6
+SMALLEST = 1e-18  # a probability below fp32's exponentials
+OUTPUTS = ("loss", "lse", "e", "c", "bias", "again_e", "again_c")
+
+
+@dataclass
+class Kind:
+    """What kernels are compiled for, and what decides on the scheme."""
+
+    e: str
+    c: str
+    bias: str | None
+    autocast: str | None
+    dim: int
+    options: dict[str, Any]
+    reduction: str
+    with_lse: bool
+    launches_are_free: bool  # the planner stores exponentials for problems as small as these, too
+    main_grad: bool
+    wanted: str  # gradients of
+
+
+@dataclass
+class Call:
+    """One call of a kind."""
+
+    seed: int
+    kind: Kind
+    batch: int
+    length: int
+    vocab: int
+    shift: int
+    ignored: float
+    peak: float
+    strided: bool
+    again: bool  # a second backward pass
+    workspace_mib: float | None
+
+
+@dataclass
+class Summary:
+    """Counts, and per output the largest ratio of an error to its bound."""
+
+    calls: int = 0
+    refused: int = 0
+    kinds: int = 0
+    seconds: float = 0.0
+    worst: dict[str, float] = field(default_factory=dict)
+    worst_case: dict[str, int] = field(default_factory=dict)
+    out_of_bounds: list[str] = field(default_factory=list)
+    dtypes: Counter = field(default_factory=Counter)
+
+    def add(self, other: Summary) -> None:
+        self.calls += other.calls
+        self.refused += other.refused
+        self.kinds += other.kinds
+        self.dtypes += other.dtypes
+        self.out_of_bounds += other.out_of_bounds
+        for name, ratio in other.worst.items():
+            if ratio > self.worst.get(name, -1.0):
+                self.worst[name], self.worst_case[name] = ratio, other.worst_case[name]
+
+
+def draw_kind(seed: int) -> Kind:
+    r = Random(f"kind {seed // CALLS_OF_A_KIND}")
+    options: dict[str, Any] = {"accumulate": r.choice(("kahan", "kahan", "fp32"))}
+    for name, values in (
+        ("softcap", (5.0, 30.0)), ("logit_scale", (0.1, 2.0)), ("label_smoothing", (0.1, 1.0)), ("z_loss", (1e-3, 1e-2)),
+    ):  # fmt: skip
+        if r.random() < 0.2:
+            options[name] = r.choice(values)
+    plain = r.random() < 0.4  # what exponentials are stored for
+    if plain:
+        options.pop("label_smoothing", None)
+    e = r.choice(("bf16", "bf16", "fp16", "fp32"))
+    return Kind(
+        e=e,
+        c=e if r.random() < 0.5 else r.choice(list(DTYPES)),
+        bias=None if plain or r.random() < 0.5 else r.choice(list(DTYPES)),
+        autocast=r.choice((None, None, "bf16", "fp16")),
+        dim=r.choice((1, 8, 24, 37, 64, 200, 256)),
+        options=options,
+        reduction=r.choice(("mean", "sum")) if plain else r.choice(("mean", "sum", "none")),
+        with_lse=not plain and r.random() < 0.3,
+        launches_are_free=r.random() < 0.7,
+        main_grad=r.random() < 0.15,
+        wanted=r.choice(("ec", "ec", "ec", "e", "c")),
+    )
+
+
+def draw_call(seed: int) -> Call:
+    kind, r = draw_kind(seed), Random(f"call {seed}")
+    length = r.randint(1, 60)
+    return Call(
+        seed=seed,
+        kind=kind,
+        batch=r.choice((1, 3, 9)),
+        length=length,
+        vocab=r.choice((1, 2, r.randint(3, 200), r.randint(200, 1500), 512)),
+        shift=r.choice((0, 0, 1)) if length > 1 else 0,
+        ignored=r.choice((0, 0.3, 1.0) if r.random() < 0.1 else (0, 0.3)),
+        peak=r.choice((0, 0, 3, 12, 40, -20, 150)),
+        strided=r.random() < 0.3,
+        again=r.random() < 0.1,
+        workspace_mib=r.choice((None, None, 0.5, 4.0)),
+    )
+
+
+def data(call: Call, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """e, c, targets and bias."""
+    g = torch.Generator(device).manual_seed(call.seed)
+    kind, shape = call.kind, (call.batch, call.length)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g, device=device)
+
+    c = normal(call.vocab, kind.dim) / kind.dim**0.5
+    targets = torch.randint(0, call.vocab, shape, generator=g, device=device)
+    e = normal(*shape, kind.dim) + call.peak * c[targets]
+    targets = targets.masked_fill(torch.rand(shape, generator=g, device=device) < call.ignored, IGNORE)
+    e, c = e.to(DTYPES[kind.e]), c.to(DTYPES[kind.c])
+    if call.strided:
+        e = torch.cat((e, e), dim=-1)[..., kind.dim // 2 : kind.dim // 2 + kind.dim]
+        c = c.T.contiguous().T
+    bias = None if kind.bias is None else normal(call.vocab).to(DTYPES[kind.bias])
+    e, c = e.requires_grad_("e" in kind.wanted), c.requires_grad_("c" in kind.wanted)
+    return e, c, targets, None if bias is None else bias.requires_grad_()
+
+
+def torch_path(call: Call, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Loss and LSE as one writes them in torch, the logits in the products' dtype and then fp32."""
+    o, scale = call.kind.options, call.kind.options.get("logit_scale", 1.0)
+    if call.shift:
+        e, targets = e[:, : -call.shift], targets[:, call.shift :]
+    common = torch.promote_types(e.dtype, c.dtype)
+    z = F.linear(e.to(common), c.to(common)).float() * scale
+    z = z if bias is None else z + bias
+    if "softcap" in o:
+        z = o["softcap"] * torch.tanh(z / o["softcap"])
+    z, flat = z.flatten(0, -2), targets.flatten()
+    smoothing = o.get("label_smoothing", 0.0)
+    lse = z.logsumexp(dim=-1)
+    rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
+    rows = rows + (flat != IGNORE) * o.get("z_loss", 0.0) * lse.square()
+    return reduced(call, rows, flat).reshape(targets.shape if call.kind.reduction == "none" else ()), lse
+
+
+def reduced(call: Call, rows: Tensor, targets: Tensor) -> Tensor:
+    if call.kind.reduction == "none":
+        return rows
+    return rows.sum() / (1 if call.kind.reduction == "sum" else (targets != IGNORE).sum().clamp(min=1))
+
+
+def multiplied_in(call: Call) -> torch.dtype:
+    kind = call.kind
+    return DTYPES[kind.autocast] if kind.autocast else torch.promote_types(DTYPES[kind.e], DTYPES[kind.c])
+
+
+def run(call: Call) -> dict[str, Tensor]:
+    """Ratio () of each output's error to its bound; WorkspaceTooSmall where the call is refused so."""
+    kind, device = call.kind, DEVICE
+    e, c, targets, bias = data(call, device)
+    dtype = multiplied_in(call)
+    g = torch.Generator(device).manual_seed(call.seed + 1)
+    main_grad = torch.randn(c.shape, generator=g, device=device) if kind.main_grad else None
+    before = None if main_grad is None else main_grad.clone()
+    options = {**kind.options, "shift": call.shift, "reduction": kind.reduction}
+    inputs = [x for x in (e, c, bias) if x is not None and x.requires_grad]
+    names = [n for n, x in (("e", e), ("c", c), ("bias", bias)) if x is not None and x.requires_grad]
+
+    autocast = torch.autocast(device, dtype, enabled=kind.autocast is not None)
+    schemes.LAUNCH_SECONDS = 0.0 if kind.launches_are_free else 40e-6
+    with autocast:
+        found = linear_cross_entropy(
+            e, c, targets, bias=bias, workspace_mib=call.workspace_mib, main_grad_c=main_grad,
+            return_lse=kind.with_lse, **options,
+        )  # fmt: skip
+        base_loss, base_lse = torch_path(call, e, c, targets, bias)
+    loss, lse = found if kind.with_lse else (found, None)
+    e64, c64 = (x.detach().to(dtype).double().requires_grad_(x.requires_grad) for x in (e, c))
+    bias64 = None if bias is None else bias.detach().double().requires_grad_()
+    truth, true_lse = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **options)
+    inputs64 = [x for x in (e64, c64, bias64) if x is not None and x.requires_grad]
+
+    upstream = torch.randn(loss.shape, generator=g, device=device)
+    of_lse = torch.randn(true_lse.shape, generator=g, device=device) if lse is not None else None
+
+    def gradients(loss: Tensor, lse: Tensor | None, inputs: list[Tensor], retain: bool = False) -> list[Tensor | None]:
+        outputs, seeds = [loss], [upstream.to(loss.dtype)]
+        if lse is not None and of_lse is not None:
+            outputs, seeds = [loss, lse], [*seeds, of_lse.to(lse.dtype).reshape(lse.shape)]
+        return list(torch.autograd.grad(outputs, inputs, seeds, retain_graph=retain, allow_unused=True))
+
+    want = gradients(truth, true_lse, inputs64)
+    base = gradients(base_loss, None if lse is None else base_lse, inputs)
+    passes = {"": gradients(loss, lse, inputs, retain=call.again)}
+    if main_grad is not None and before is not None and "c" in names:
+        passes[""][names.index("c")] = main_grad - before
+        main_grad.copy_(before)
+    if call.again:
+        passes["again_"] = gradients(loss, lse, inputs)
+        if main_grad is not None and before is not None and "c" in names:
+            passes["again_"][names.index("c")] = main_grad - before
+
+    terms, of_terms = rounded_terms(call, e64, c64, bias64, targets, true_lse, truth, upstream, inputs64)
+    ratios = {"loss": ratio(loss, truth, base_loss, terms)}
+    if lse is not None:
+        ratios["lse"] = ratio(lse, true_lse, base_lse.reshape(true_lse.shape), EXACT * true_lse.abs().amax())
+    for prefix, grads in passes.items():
+        for name, got, one, exact, term in zip(names, grads, base, want, of_terms, strict=True):
+            assert got is not None and one is not None and exact is not None
+            if kind.main_grad and name == "c":  # unrounded, but from sums in 16 bits
+                one = one.float()
+            ratios[prefix + name] = ratio(got, exact, one, term + EXACT * exact.norm())
+    return ratios
+
+
+def rounded_terms(
+    call: Call, e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, lse: Tensor, loss: Tensor, upstream: Tensor,
+    inputs: list[Tensor],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """What rounding in fp32 may come to: in the loss (its shape, or ()), and in the norm of each gradient.
+
+    A row's loss is right relative to itself and to (1 − p) · logits, p the target's probability, and to the parts that
+    smoothing and z_loss add; p is right to 2^-21, and so are the targets' terms of the gradients.
+    """
+    o, kept = call.kind.options, targets != IGNORE
+    if call.shift:
+        e, targets, kept = e[:, : -call.shift], targets[:, call.shift :], kept[:, call.shift :]
+    with torch.enable_grad():
+        columns = targets.clamp(min=0)
+        z = o.get("logit_scale", 1.0) * (e * c[columns]).sum(dim=-1)
+        z = z if bias is None else z + bias[columns]
+        weight = upstream if upstream.dim() else upstream.expand(z.shape)
+        weight = weight.double() * kept
+        if call.kind.reduction == "mean":
+            weight = weight / kept.sum().clamp(min=1)
+        of_terms = torch.autograd.grad((weight * z).sum(), inputs, allow_unused=True)
+    with torch.no_grad():
+        size = e.norm(dim=-1) * c.norm(dim=-1).amax() * abs(o.get("logit_scale", 1.0)) + 1
+        if bias is not None:
+            size = size + bias.abs().amax()
+        p = torch.exp(z - lse) if "softcap" not in o else torch.exp(o["softcap"] * torch.tanh(z / o["softcap"]) - lse)
+        parts = (1 - p.clamp(max=1)) * size + o.get("label_smoothing", 0.0) * size
+        parts = parts + o.get("z_loss", 0.0) * lse.abs() * (lse.abs() + size)
+        rows = torch.where(kept, 2**-21 * parts + SMALLEST, 0)
+        terms = EXACT_LOSS * loss.abs() + reduced(call, rows, targets)
+        return terms, [torch.zeros_like(loss).sum() if x is None else 2**-20 * x.norm() for x in of_terms]
+
+
+def ratio(got: Tensor, truth: Tensor, base: Tensor, term: Tensor) -> Tensor:
+    """Of the error's norm to the bound, () fp64; inf where a number is not finite and should be."""
+    with torch.no_grad():
+        error, allowed = (got.double() - truth).norm(), 2 * (base.double() - truth).norm() + term.norm() + 1e-30
+        return torch.where(error.isfinite(), error / allowed, torch.inf)
+
+
+def fuzz(seeds: Any, calls: int, seconds: float | None) -> Summary:
+    """Run the calls of some seeds; errors are looked at in batches, so that nothing waits for the device."""
+    summary, pending, start, kinds = Summary(), [], time.monotonic(), set()
+    for seed in seeds:
+        out_of_time = seconds is not None and time.monotonic() - start > seconds
+        if summary.calls + summary.refused >= calls or out_of_time:
+            break
+        call = draw_call(seed)
+        if seed // CALLS_OF_A_KIND not in kinds:
+            kinds.add(seed // CALLS_OF_A_KIND)
+            schemes.plan.cache_clear()
+        summary.dtypes[f"{call.kind.e} {call.kind.c} {call.kind.bias} {call.kind.autocast}"] += 1
+        try:
+            pending.append((call, run(call)))
+        except WorkspaceTooSmall:
+            summary.refused += 1
+            continue
+        except Exception as error:
+            summary.out_of_bounds.append(f"case={seed}: {type(error).__name__}: {str(error)[:300]}; {asdict(call)}")
+        summary.calls += 1
+        if len(pending) >= 100:
+            settle(pending, summary)
+    settle(pending, summary)
+    summary.kinds, summary.seconds = len(kinds), time.monotonic() - start
+    return summary
+
+
+def settle(pending: list[tuple[Call, dict[str, Tensor]]], summary: Summary) -> None:
+    """Bring the ratios of some calls to the host and count them."""
+    if not pending:
+        return
+    values = torch.stack([x.double() for _, ratios in pending for x in ratios.values()]).tolist()
+    found = iter(values)
+    for call, ratios in pending:
+        outside = {}
+        for name in ratios:
+            value = next(found)
+            if not value <= summary.worst.get(name, -1.0):
+                summary.worst[name], summary.worst_case[name] = value, call.seed
+            if not value <= 1:
+                outside[name] = round(value, 2)
+        if outside:
+            summary.out_of_bounds.append(f"case={call.seed}: {outside}; {asdict(call)}")
+    pending.clear()
+
+
+def work(rank: int, processes: int, arguments: dict[str, Any], results: Any) -> None:
+    """One process: kinds of calls in turn."""
+    torch.set_num_threads(1)
+    first, blocks = arguments["seed"] * 10**7, count(rank, processes)
+    seeds = (first + block * CALLS_OF_A_KIND + i for block in blocks for i in range(CALLS_OF_A_KIND))
+    results.put(fuzz(seeds, -(-arguments["calls"] // processes), arguments["seconds"]))
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "calls": 2000, "seed": 0, "processes": 1, "seconds": None, "case": None, "output": None,
+    }  # fmt: skip
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in arguments:
+            sys.exit(f"{word}: give {', '.join(f'{n}=' for n in arguments)}\n\n{__doc__}")
+        arguments[name] = None if value == "none" else value if name == "output" else int(value)
+    return arguments
+
+
+def main(arguments: dict[str, Any]) -> int:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if arguments["case"] is not None:
+        call = draw_call(arguments["case"])
+        print(call)
+        print({name: round(value.item(), 3) for name, value in run(call).items()})
+        return 0
+    start, total = time.monotonic(), Summary()
+    context, processes = multiprocessing.get_context("spawn"), arguments["processes"]
+    results = context.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        workers = [
+            context.Process(target=work, args=(rank, processes, arguments, results)) for rank in range(processes)
+        ]
+        for worker in workers:
+            worker.start()
+            stack.callback(worker.join)
+        for _ in workers:
+            total.add(results.get())
+    total.seconds = round(time.monotonic() - start, 1)
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    interpreted = ", Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    print(f"{total.calls} calls of {total.kinds} kinds in {total.seconds:.0f} s on {device}{interpreted}; "
+          f"{total.refused} refused for their workspace")  # fmt: skip
+    print("largest error / bound: " + ", ".join(f"{n} {total.worst[n]:.3f} (case={total.worst_case[n]})"
+          for n in sorted(total.worst)))  # fmt: skip
+    print(f"out of bounds: {len(total.out_of_bounds)}")
+    for line in total.out_of_bounds[:50]:
+        print(f"  python scripts/fuzz_loss.py {line}")
+    if arguments["output"]:
+        summary = {"device": device + interpreted, "torch": torch.__version__, **asdict(total)}
+        Path(arguments["output"]).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return 1 if total.out_of_bounds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse(sys.argv[1:])))

@@ -1,0 +1,142 @@
+"""Loss and log-sum-exp of single rows: tokens that the model is sure of, and rows that are ignored."""
+
+import pytest
+import torch
+from cases import BF16, FP16, FP32, IGNORE, error, gradients, in_fp64
+from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
+from everywhere import HERE, devices, not_in_interpreter, run_in_interpreter
+from torch import Tensor
+
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+KINDS = {"plain": {}, "bias": {"bias": True}, "softcap": {"softcap": 50.0}, "scaled": {"logit_scale": 0.7}}
+
+
+@not_in_interpreter
+def test_the_kernels_pass_these_tests_in_the_interpreter():
+    run_in_interpreter(__file__)
+
+
+def sure(dtype: torch.dtype, device: str, peak: float, n_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose target's logit stands out by about `peak`."""
+    g = torch.Generator().manual_seed(0)
+    c = torch.randn(150, 16, generator=g) / 4
+    targets = torch.randint(0, 150, (n_rows,), generator=g)
+    e = 0.2 * torch.randn(n_rows, 16, generator=g) + peak * c[targets] / c[targets].square().sum(dim=1, keepdim=True)
+    e, c = e.to(device, dtype).requires_grad_(), c.to(device, dtype).requires_grad_()
+    return e, c, targets.to(device)
+
+
+@devices
+@DTYPES
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("peak", [20, 45])
+def test_the_loss_of_a_token_that_the_model_is_sure_of_keeps_its_digits(peak, options, dtype, device):
+    """A difference of LSE and target logit, 45, is right to 4e-6."""
+    e, c, targets = sure(dtype, device, peak)
+    options = dict(options)
+    bias = 0.1 * torch.arange(150, device=device) % 1 if options.pop("bias", False) else None
+    loss, metrics = linear_cross_entropy(e, c, targets, bias=bias, reduction="none", return_metrics=True, **options)
+    e64, c64 = in_fp64(e, c)
+    truth, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias, reduction="none", **options)
+    assert truth.min() < (1e-2 if peak == 20 else 1e-6)
+    assert ((loss - truth).abs() <= 1e-4 * truth).all()
+    if not options and bias is None:
+        entropy = torch.special.entr(torch.softmax(e64 @ c64.T, dim=1)).sum(dim=1).mean()
+        assert metrics["entropy"].item() == pytest.approx(entropy.item(), abs=2e-5)
+
+
+@devices
+@DTYPES
+def test_the_reference_itself_is_precise_there(dtype, device):
+    e, c, targets = sure(dtype, device, 45, n_rows=7)
+    e64, c64 = in_fp64(e, c)
+    truth, _ = reference_linear_cross_entropy(e64, c64, targets, reduction="none")
+    z = e64 @ c64.T
+    others = (z - z.gather(1, targets[:, None])).scatter(1, targets[:, None], -torch.inf).logsumexp(dim=1)
+    assert ((truth - torch.log1p(others.exp())).abs() <= 1e-10 * truth).all()
+    want = gradients(torch.nn.functional.cross_entropy(z, targets, reduction="sum"), (e64, c64))
+    for grad, wanted in zip(gradients(truth.sum(), (e64, c64)), want, strict=True):
+        assert (grad - wanted).norm() <= 1e-12
+
+
+@devices
+@DTYPES
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"softcap": 9.0}, {"return_lse": True}], ids=str)
+def test_a_vocabulary_of_one_entry_has_no_loss(options, dtype, device):
+    g = torch.Generator().manual_seed(0)
+    e = (10 * torch.randn(5, 24, generator=g)).to(device, dtype).requires_grad_()
+    c = torch.randn(1, 24, generator=g).to(device, dtype).requires_grad_()
+    bias = torch.full((1,), 0.3, device=device) if "bias" in options else None
+    options = {name: value for name, value in options.items() if name != "bias"}
+    targets = torch.zeros(5, dtype=torch.long, device=device)
+    result = linear_cross_entropy(e, c, targets, bias=bias, reduction="none", **options)
+    loss = result[0] if isinstance(result, tuple) else result
+    assert not loss.any()
+    assert all(grad.abs().max() < 1e-4 for grad in gradients(loss.sum(), (e, c)))
+
+
+def far(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of which every ignored row has one 200 below its LSE, at column 0 and at its own place."""
+    g = torch.Generator().manual_seed(0)
+    e, c = torch.randn(70, 16, generator=g), torch.randn(90, 16, generator=g) / 4
+    targets = torch.randint(1, 90, (70,), generator=g)
+    targets[::3] = IGNORE
+    e[:, 0] = 1.0
+    c[:, 0] = 0.0
+    c[0, 0] = -200.0
+    return e.to(device, dtype).requires_grad_(), c.to(device, dtype).requires_grad_(), targets.to(device)
+
+
+@devices
+@DTYPES
+@pytest.mark.parametrize("options", [
+    {}, {"reduction": "none"}, {"z_loss": 1e-2, "reduction": "none"}, {"label_smoothing": 0.1}, {"softcap": 300.0},
+], ids=str)  # fmt: skip
+def test_ignored_rows_with_far_logits_change_nothing(options, dtype, device):
+    """Their loss and gradients are 0; those of the other rows are as if the ignored ones were not there."""
+    e, c, targets = far(dtype, device)
+    kept = targets != IGNORE
+    loss, metrics = linear_cross_entropy(e, c, targets, return_metrics=True, **options)
+    grads = gradients(loss.sum(), (e, c))
+    e_kept = e.detach()[kept].requires_grad_()
+    want, want_metrics = linear_cross_entropy(e_kept, c, targets[kept], return_metrics=True, **options)
+    want_grads = gradients(want.sum(), (e_kept, c))
+    assert not grads[0][~kept].any()
+    if loss.dim():
+        assert not loss[~kept].any()
+        loss = loss[kept]
+    assert error(loss, want) < 1e-6
+    assert error(grads[0][kept], want_grads[0]) < 1e-2
+    assert error(grads[1], want_grads[1]) < 1e-2
+    for name, value in metrics.items():
+        assert value.item() == pytest.approx(want_metrics[name].item(), rel=1e-5)
+
+
+@devices
+@DTYPES
+def test_the_log_sum_exp_of_an_ignored_row_is_right_where_it_is_asked_for(dtype, device):
+    e, c, targets = far(dtype, device)
+    loss, lse = linear_cross_entropy(e, c, targets, return_lse=True)
+    e64, c64 = in_fp64(e, c)
+    _, want = reference_linear_cross_entropy(e64, c64, targets)
+    torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-5)
+    want_grads = gradients(reference_linear_cross_entropy(e64, c64, targets)[0] + want.sum(), (e64, c64))
+    for grad, wanted in zip(gradients(loss + lse.sum(), (e, c)), want_grads, strict=True):
+        assert error(grad, wanted) < 1e-2
+
+
+@pytest.mark.skipif(not HERE, reason="of the kernels in the interpreter")
+@DTYPES
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_row_goes_the_slow_way_for_an_ignored_rows_sake(reduction, dtype, monkeypatch):
+    """rows_kernel takes a row's logits one by one where its sum overflowed."""
+    from cce_kernels import finish
+
+    def refuse(*_):
+        raise AssertionError("a row is computed again")
+
+    monkeypatch.setattr(finish, "_logits", refuse)
+    e, c, targets = far(dtype, "cpu")
+    gradients(linear_cross_entropy(e, c, targets, reduction=reduction).sum(), (e, c))
+    with pytest.raises(Exception, match="a row is computed again"):
+        linear_cross_entropy(e, c, torch.where(targets == IGNORE, 0, targets))
