@@ -44,7 +44,7 @@ CROSSED = [
         dtype_c=c, bias=bias is not None, dtype_bias=bias, autocast=autocast, peak=3,
     )
     for e, c, bias, autocast in product(DTYPES, DTYPES, (None, *DTYPES), (None, BF16, FP16))
-    if not HERE or bias in (None, e)  # the interpreter takes a second a case
+    if not HERE or bias in ((None, e) if e == c else (None,))  # the interpreter takes a second a case
 ]  # fmt: skip
 
 
@@ -158,7 +158,8 @@ def test_a_compiled_programs_second_backward_pass_is_right_or_refused(device, la
         first = torch.autograd.grad(loss, (e, c), retain_graph=True)
         second = torch.autograd.grad(loss, (e, c))
     except RuntimeError as refusal:  # by torch.compile, which reuses the memory of what it saved
-        assert "retain_graph" in str(refusal)
-        return
+        if "retain_graph" in str(refusal):
+            return
+        raise
     for grads in (first, second):
         assert all(error(grad, wanted) < 6e-3 for grad, wanted in zip(grads, want, strict=True))
