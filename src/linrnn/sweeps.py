@@ -208,8 +208,8 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
         budget = point.config.memory_budget_gib
         if state == "to run" and budget and (point.memory_bytes or 0) > budget * GIB:
             state += f", will hardly fit the {budget:g} GiB budget"
-        memory = "?" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
-        seconds = "?" if point.seconds is None else duration(point.seconds)
+        memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
+        seconds = "unknown" if point.seconds is None else duration(point.seconds)
         lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
     lines += ["", *(f"({number}) {reason}" for reason, number in reasons.items())] if reasons else []
     ahead = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]

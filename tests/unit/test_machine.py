@@ -292,3 +292,33 @@ def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
     with pytest.raises(UnsupportedError, match=r"shape gemma2_2b \(8192 x 2304 x 256000\) needs \d+"):
         run_benchmark(config, "command", print)
     assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("what", ["model", "loss"])
+def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
+    what: str, fifth_model: str, small: Small
+) -> None:
+    from linrnn.breakdown import assemble, markdown, to_json
+
+    config = load_config(small("trainer.max_steps=2"))
+    arch = resolve(config.model, config.size, 512)
+    if what == "model":
+        arch = replace(arch, model=fifth_model)
+    else:
+        config = replace(config, loss=LossConfig("focal"))
+    times = [{"step": 0.1, "mixer/forward": 0.01}]
+    found = assemble(Plan(config, torch.device("cpu"), "fp32"), arch, "name", {"peak": 2**30}, {"mixer": 2**20}, times)
+    assert to_json(found)["flops"] is None
+    assert found.memory["peak"] == {"measured": 2**30, "formula": None}
+    assert found.memory["parameters"]["formula"] == 4 * arch.n_parameters
+    assert found.hardware_utilisation is None
+    assert "unknown: no formulas" in markdown(found)
+
+
+def test_a_sweep_s_listing_says_unknown(small: Small, tmp_path: Path) -> None:
+    from linrnn.points import Point
+    from linrnn.sweeps import listing
+
+    point = Point((), load_config(small()), tmp_path / "run", "label", total_steps=1)
+    row = listing([point], load_config(["sweep=mve"], "run_sweep"))[1]
+    assert row.split() == ["label", "unknown", "unknown", "to", "run"]
