@@ -99,9 +99,8 @@ class Summary:
 def draw_kind(seed: int) -> Kind:
     r = Random(f"kind {seed // CALLS_OF_A_KIND}")
     options: dict[str, Any] = {"accumulate": r.choice(("kahan", "kahan", "fp32"))}
-    for name, values in (
-        ("softcap", (5.0, 30.0)), ("logit_scale", (0.1, 2.0)), ("label_smoothing", (0.1, 1.0)), ("z_loss", (1e-3, 1e-2)),
-    ):  # fmt: skip
+    choices = {"softcap": (5.0, 30.0), "logit_scale": (0.1, 2.0), "label_smoothing": (0.1, 1.0), "z_loss": (1e-3, 1e-2)}
+    for name, values in choices.items():
         if r.random() < 0.2:
             options[name] = r.choice(values)
     plain = r.random() < 0.4  # what exponentials are stored for
