@@ -99,10 +99,19 @@ class JsonlWriter:
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise _not_written(self.path, "no space left")
 
-    def truncate_after(self, step: int) -> None:
-        """Drop every record of a later step, so that a run resumed from `step` writes none twice."""
+    def truncate_after(self, step: int, *, keep_validation: bool = True) -> None:
+        """Drop every record of a later step, so that a run resumed from `step` writes none twice.
+
+        Args:
+            keep_validation: False drops the validation of `step` too: the run makes it again.
+        """
         self.close()
-        self._rewrite(lambda record: record["step"] <= step)
+        self._rewrite(
+            lambda record: (
+                record["step"] < step
+                or (record["step"] == step and (keep_validation or "valid/loss_nats" not in record))
+            )
+        )
         self._open()
 
     def close(self) -> None:

@@ -237,7 +237,8 @@ class Trainer:
         closing.callback(console.close)
         self.metrics = JsonlWriter(self.directory.metrics)
         closing.callback(self.metrics.close)
-        self.metrics.truncate_after(self.step)
+        # A process that has no step left to train makes the last validation again.
+        self.metrics.truncate_after(self.step, keep_validation=self.step < self.plan.total_steps)
         self._seconds_before = wall_seconds_of_run(read_jsonl(self.directory.metrics))
 
     def _fit(self) -> dict[str, Any]:

@@ -115,6 +115,25 @@ def test_a_signal_while_the_summary_is_written_does_not_lose_it(
     assert trainer.directory.read_summary() is not None
 
 
+def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """In place of kill -9."""
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_summarise", die)
+        with pytest.raises(Killed):
+            Trainer(load_config(small())).fit()
+    again = Trainer(load_config(small()))
+    assert again.fit()["status"] == "finished"
+    validated = [r["step"] for r in read_jsonl(again.directory.metrics) if "valid/loss_nats" in r]
+    assert validated == [3]
+
+
 # --------------------------------------------------------------------------------------------------------- signals
 def test_a_hangup_that_is_ignored_already_stays_ignored() -> None:
     """As under nohup."""

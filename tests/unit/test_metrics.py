@@ -111,6 +111,16 @@ def test_truncating_after_a_step_leaves_no_step_twice_when_the_run_repeats_them(
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_the_last_validation_is_dropped_where_it_is_made_again(tmp_path):
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        for record in ({"step": 1, "valid/loss_nats": 2.0}, {"step": 2}, {"step": 2, "valid/loss_nats": 1.0}):
+            writer.write(record)
+        writer.truncate_after(2)
+        assert steps_in(writer.path) == [1, 2, 2]
+        writer.truncate_after(2, keep_validation=False)
+    assert steps_in(writer.path) == [1, 2]
+
+
 def test_a_corrupt_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
