@@ -1,10 +1,13 @@
 """Train one model with one loss backend: `python train.py model=gla loss=cce_kahan size=mve data=stdlib`."""
 
 from linrnn.config.cli import run
+from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import Config
 
 
 def main(config: Config) -> None:
+    if not config.dry_run:
+        check_outputs(config)
     # Imported here, so that --help and wrong keys answer at once.
     from linrnn.distributed import join
 

@@ -2,10 +2,11 @@
 
 from linrnn.config.cli import run
 from linrnn.config.schema import Config
-from linrnn.doctor import diagnose
 
 
 def main(config: Config) -> None:
+    from linrnn.doctor import diagnose
+
     print(diagnose(config))
 
 

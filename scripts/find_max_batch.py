@@ -3,7 +3,7 @@
 from linrnn.config.cli import run_many
 from linrnn.config.schema import FindMaxBatchConfig
 from linrnn.errors import ConfigError
-from linrnn.interrupts import say
+from linrnn.output import say
 
 
 def main(config: FindMaxBatchConfig, overrides: list[str], launcher: list[str]) -> None:

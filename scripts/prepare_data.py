@@ -2,7 +2,6 @@
 
 from linrnn.config.cli import run
 from linrnn.config.schema import Config
-from linrnn.data import ConsoleProgress, prepare
 from linrnn.errors import ConfigError
 
 
@@ -10,6 +9,8 @@ def main(config: Config) -> int:
     """Prepare `config.data`, read every byte of it once more, and say what lies where."""
     if config.dry_run:
         raise ConfigError("dry_run: data are prepared or checked, not foreseen", "drop dry_run=true")
+    from linrnn.data import ConsoleProgress, prepare
+
     data = prepare(config.data, progress=ConsoleProgress())
     data.verify()
     print(data.description)

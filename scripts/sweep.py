@@ -2,7 +2,7 @@
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import RunSweepConfig
-from linrnn.interrupts import say
+from linrnn.output import say
 
 
 def main(config: RunSweepConfig, overrides: list[str], launcher: list[str]) -> None:

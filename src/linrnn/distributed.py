@@ -18,10 +18,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig, VocabConfig
 from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
 from linrnn.interrupts import heeded
+from linrnn.output import say
 from linrnn.sharding import make_mesh, shard, vocabulary_shards
 
 POLL_SECONDS = 0.2  # between looks at the store and the processes of this machine
@@ -118,8 +118,9 @@ class Ranks:
         """The ranks that hold rows of the head of a model that was `spread`, and how many; None if each has all."""
         return None
 
-    def share(self, items: Iterable[T], blank: Callable[[T], T]) -> Iterator[T]:
-        """This rank's items, of which all ranks have the same number: in the last round some get a `blank` one."""
+    def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
+        """This rank's items, the only ones that it asks for. All ranks get the same number: in the last round some get
+        a `blank` one."""
         yield from items
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -165,10 +166,10 @@ class DistributedRanks(Ranks):
         """The same processes with another way to spread a model."""
         return _ranks(parallel, self._launch, self._store, self._watch, self._timeout)
 
-    def share(self, items: Iterable[T], blank: Callable[[T], T]) -> Iterator[T]:
-        rest = iter(items)
-        while round_ := list(islice(rest, self.world_size)):
-            yield round_[self.rank] if self.rank < len(round_) else blank(round_[0])
+    def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
+        for first in range(0, len(items), self.world_size):
+            own = first + self.rank
+            yield items[own] if own < len(items) else blank(items[first])
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor := tensor.clone())
@@ -326,7 +327,7 @@ class Watch:
         error = self.failure.error()
         if self.when_lost:
             self.when_lost(error)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", sys.stderr)
         os._exit(error.exit_code)
 
     def _look(self) -> None:

@@ -27,6 +27,23 @@ class LinrnnError(Exception):
         return type(self), (self.cause, self.remedy)  # so that it comes whole out of another process
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is an allocator's: of the GPU, of a library on it, or of the CPU; or a size is beyond all
+    memory, which NumPy and PyTorch say in words of their own."""
+    words = (
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "DefaultCPUAllocator",
+        "out of memory",
+        "Storage size calculation overflowed",
+    )
+    too_large = ("Maximum allowed dimension exceeded", "array is too big", "Maximum allowed size exceeded")
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+        or (isinstance(error, ValueError) and any(word in str(error) for word in too_large))
+    )
+
+
 class ConfigError(LinrnnError):
     """An unknown, missing or impossible configuration value."""
 

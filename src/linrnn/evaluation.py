@@ -1,6 +1,6 @@
 """Validation: one deterministic pass over held-out tokens, as nats per token, perplexity and bits per byte."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,7 +63,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def evaluate(
     model: LanguageModel,
     loss: LossBackend,
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
     *,
     precision: str,
     device: torch.device,

@@ -3,6 +3,7 @@
     config.json, generation_config.json, model.safetensors     what transformers reads, once `fla` is imported
     tokenizer.json, tokenizer_config.json                      of text; generated data have none
     linrnn_config.yaml                                         the run's configuration
+    SHA256SUMS                                                 of these files; loading compares, and `sha256sum -c` does
 
 Parameters are written in fp32 whatever a run keeps them in: decay rates stay in fp32 beside bf16 weights, and one
 file has one dtype in config.json. The logits are then the run's own; `from_pretrained(dtype=…)` casts.
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from linrnn.checksums import write_checksums
 from linrnn.config import to_yaml
 from linrnn.errors import ConfigError, DataError, StorageError
 from linrnn.models import open_pretrained
@@ -37,16 +40,19 @@ def export(trained: Trained, output: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write(trained, partial)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        cause = f"{output} cannot be written ({error.strerror or error})"
-        raise StorageError(cause, "free space or choose another output") from error
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise StorageError(f"{output} cannot be written ({reason})", "free space or choose another output") from error
     try:
         _compare(trained.model, partial)
     except DataError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    partial.rename(output)
+    try:
+        partial.rename(output)
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written ({error.strerror})", "choose another output") from error
 
 
 def _write(trained: Trained, directory: Path) -> None:
@@ -60,6 +66,7 @@ def _write(trained: Trained, directory: Path) -> None:
     for name, text in (trained.tokenizer.files() if trained.tokenizer else {}).items():
         (directory / name).write_text(text, encoding="utf-8")
     (directory / "linrnn_config.yaml").write_text(to_yaml(trained.config), encoding="utf-8")
+    write_checksums(directory)
 
 
 def _compare(model: Any, directory: Path) -> None:

@@ -4,13 +4,11 @@ Ctrl-C, SIGTERM, SIGUSR1 (Slurm, ahead of a job's end), SIGHUP (a dropped connec
 """
 
 import contextlib
-import errno
 import os
 import signal
-import sys
 import threading
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 _STDOUT = 1
@@ -20,28 +18,6 @@ def heeded() -> list[signal.Signals]:
     """The :data:`SIGNALS` that end a run here: SIGHUP is none of them where it is ignored already (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
-
-
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, to standard output by default.
-
-    A run outlives its reader: once nobody reads (`| head`, a `| tee` that Ctrl-C ended, a terminal that is gone), the
-    line and all that follow are dropped.
-    """
-    stream = stream or sys.stdout
-    try:
-        print(text, file=stream, flush=True)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        drop_output(stream)
-
-
-def drop_output(stream: TextIO) -> None:
-    """From now on nothing that is written to `stream` goes anywhere, what it still holds included."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 class StopRequest:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 from linrnn.config.schema import WandbConfig
 from linrnn.dates import utc_now
 from linrnn.errors import UnsupportedError
-from linrnn.interrupts import say
+from linrnn.output import say
 from linrnn.redaction import scrub
 
 CONNECTION_SECONDS = 60  # that a run waits for wandb's server at its start, and again at its end

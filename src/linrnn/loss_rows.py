@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from linrnn.errors import DataError
+from linrnn.json_files import read_json
 
 AGAIN = "(again)"  # marks the baseline's second entry: its ratio to the first is the noise
 BAR = "fp32_logits"  # the row of linrnn.loss_problems.fp32_logits_of
@@ -119,8 +120,8 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
-        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError) as error:
+        return [Row(**row) for row in read_json(path)]
+    except TypeError as error:
         raise DataError(
             f"{path} cannot be read as benchmark rows ({error})", "move it away, or measure this shape again elsewhere"
         ) from error
@@ -147,7 +148,12 @@ def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
     """The runs of runs.jsonl by id."""
     path = directory / "runs.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {run["id"]: run for run in map(json.loads, lines)}
+    try:
+        return {run["id"]: run for run in map(json.loads, lines)}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"{path} has a line that is no run ({error})", "mend the line, or move the file away"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------- reading

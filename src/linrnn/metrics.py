@@ -164,7 +164,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         try:
             record = json.loads(line)
             whole = line.endswith(b"\n") and isinstance(record, dict) and "step" in record
-        except ValueError:
+        except (ValueError, RecursionError):
             whole = False
         if whole:
             yield line, record

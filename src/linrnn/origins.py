@@ -45,7 +45,7 @@ def read_processes(path: Path) -> list[Process]:
         if not isinstance(processes, list):
             raise TypeError
         return processes
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} cannot be read as the record of a run's processes",
             "it is damaged or of an earlier version: move the run's directory away",

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import fcntl
 import os
 import shlex
 import signal
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
 from linrnn.config.compose import leaves
@@ -24,6 +25,10 @@ from linrnn.summary import status_of, summary_without_figures
 TRAIN = CONFIG_DIR.parent / "train.py"
 LOGS = "sweep_logs"  # of a group: what each point printed
 ANSWERS = ("out_of_memory", "diverged")  # statuses that tell something and that running again would not change
+
+
+class PointTakenError(ConfigError):
+    """Another sweep runs the point."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,25 @@ class Point:
         """Raises ConfigError: it holds a run of another configuration."""
         resume = "must" if self.config.trainer.resume == "must" else "auto"
         return RunDirectory(self.directory, identity=identity(self.config), resume=resume)
+
+    def claim(self) -> BinaryIO:
+        """The log, locked against other sweeps until it is closed; the system closes it when this process ends.
+
+        The point's process gets a file of its own to print to: what that leaves running does not hold the lock.
+
+        Raises:
+            PointTakenError: another sweep has it.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = self.log.open("ab")
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.close()
+            raise PointTakenError(
+                f"{self.directory} is being run by another sweep", "wait for it, or choose another group"
+            ) from None
+        return log
 
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
@@ -159,13 +183,24 @@ class Process:
     Args:
         environment: variables beside this process's own.
         command: what to run; None: `python train.py` with the point's overrides.
+        claim: of the point, where the caller has it already.
+
+    Raises:
+        PointTakenError: another sweep runs it. Its log is left alone.
     """
 
-    def __init__(self, point: Point, environment: dict[str, str], command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        point: Point,
+        environment: dict[str, str],
+        command: Sequence[str] | None = None,
+        claim: BinaryIO | None = None,
+    ) -> None:
         self.point = point
+        self._claim = claim or point.claim()
         self._summary_before = self._stamp()
-        point.log.parent.mkdir(parents=True, exist_ok=True)
-        with point.log.open("w", encoding="utf-8") as log:
+        with point.log.open("ab") as log:
+            log.truncate(0)
             self._process = subprocess.Popen(
                 list(command or [sys.executable, str(TRAIN), *point.overrides]),
                 stdin=subprocess.DEVNULL,
@@ -198,7 +233,17 @@ class Process:
         return lines[-1] if lines else ""
 
     def conclude(self) -> dict[str, Any]:
-        """The summary once it has ended: its own, or one that says how it died."""
+        """The summary once it has ended: its own, or one that says how it died. Other sweeps may have the point now."""
+        try:
+            return self._conclude()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let other sweeps run the point; releasing twice is harmless."""
+        self._claim.close()
+
+    def _conclude(self) -> dict[str, Any]:
         if self._stamp() not in (None, self._summary_before):
             summary = self.point.summary()
             assert summary is not None
@@ -226,7 +271,8 @@ class Process:
 
 
 def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
-    """Leave a summary without figures in the point's directory, unless another process uses that; return it.
+    """Leave a summary without figures in the point's directory, unless another process uses that or has finished the
+    run; return what stands there.
 
     The summary of a run that has trained steps stays where the point is not started at all (`unsupported`).
     """
@@ -238,6 +284,8 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     except LinrnnError as error:
         return {**summary, "reason": f"{reason} ({error.cause})"}
     try:
+        if (finished := directory.read_summary()) and point.is_answered(retry=True):
+            return finished
         summary |= _trained(directory.metrics)
         if not directory.resumed:
             directory.begin(to_yaml(point.config))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from linrnn import curves
 from linrnn.curves import Comparison
 from linrnn.errors import ConfigError, DataError
+from linrnn.json_files import read_json, read_object
 from linrnn.metrics import read_jsonl
 from linrnn.mixtures import SAME_ORIGIN, read_origin
 from linrnn.run_directory import ENVIRONMENT, METRICS, SUMMARY
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 # Of a report: its runs' summaries, environment, thinned loss curves, and what the raw curves say beside each other.
 COMMITTED = "runs.json"
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
+# What a table takes from every summary, and what to do where a file of a run is broken.
+FIGURES = (
+    *("status", "run_name", "model", "size", "loss", "seed", "batch_size", "seq_len", "vocab_size", "steps"),
+    *("train_loss_nats", "valid_loss_nats", "valid_bits_per_byte", "peak_memory_bytes", "tokens_per_second"),
+    *("step_time_ms_median", "mfu"),
+)
+AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
 STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
 CURVE_POINTS = 1000  # of a committed curve, at most
 WALL_CLOCK = "wall clock"  # tokens_per_second_is of a summary; without it they come from the device time of a step
@@ -143,10 +151,7 @@ def read_committed(directory: Path) -> list[Run]:
         DataError: it holds no report.
     """
     path = directory / COMMITTED
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error})", "name a directory that scripts/report.py wrote") from error
+    content = read_object(path, ("runs", "environment"), "name a directory that scripts/report.py wrote")
     return [_read_committed(content, summary) for summary in content["runs"]]
 
 
@@ -241,17 +246,17 @@ def check_origin(runs: Iterable[Run], title: str) -> None:
 
 def read_max_batches(group: Path) -> list[dict[str, Any]]:
     """The answers of scripts/find_max_batch.py below a group."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(group.glob("answers/*/max_batch.json"))]
+    return [read_object(path, ("model", "size")) for path in sorted(group.glob("answers/*/max_batch.json"))]
 
 
 def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
     """What scripts/breakdown.py wrote to a directory."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
+    return [read_object(path, ("run", "time", "environment")) for path in sorted(directory.glob("*.json"))]
 
 
 def read_list(path: Path) -> list[dict[str, Any]]:
     """The answers or breakdowns of a report (MAX_BATCHES or BREAKDOWNS in its directory); [] where it has none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return read_json(path) if path.exists() else []
 
 
 def read_committed_lists(summaries: Path, name: str) -> list[dict[str, Any]]:
@@ -315,14 +320,14 @@ def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
     environment = directory / ENVIRONMENT
-    origin = read_origin(json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {})
+    origin = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
     statistics: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
             if name.startswith(STATISTIC) and value is not None and math.isfinite(value):
                 statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
     return Run(
-        summary=json.loads((directory / SUMMARY).read_text(encoding="utf-8")),
+        summary=read_object(directory / SUMMARY, FIGURES, AGAIN),
         environment=origin.environment,
         losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
         statistics=statistics,

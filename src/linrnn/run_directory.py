@@ -4,15 +4,16 @@ config.yaml, environment.json, metrics.jsonl (the source of truth), summary.json
 """
 
 import contextlib
-import fcntl
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from linrnn.config.naming import HORIZON
-from linrnn.errors import ConfigError, StorageError
+from linrnn.errors import ConfigError, LinrnnError, StorageError
+from linrnn.json_files import read_object
+from linrnn.locks import SIGN, DirectoryLock
 from linrnn.origins import Process, ended, read_processes, settled
+from linrnn.output import say
 from linrnn.redaction import scrub
 
 CONFIG = "config.yaml"
@@ -22,6 +23,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 LOG = "train.log"
 CHECKPOINTS = "checkpoints"
+_ASIDE = "trainer.resume=never moves the old run aside and begins anew"
 
 
 class RunDirectory:
@@ -41,6 +43,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, identity: dict[str, Any], resume: str) -> None:
         self.path = path
+        self._lock = DirectoryLock(path)
         self._identity, self._resume = identity, resume
         self._is_new = False  # made by this process
         self._check()
@@ -55,12 +58,12 @@ class RunDirectory:
         try:
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._locked()
+            self._take()
         except OSError as error:
             raise _not_written(self.path, error) from error
         try:
             self._check()
-        except ConfigError:
+        except LinrnnError:
             self.close()
             raise
 
@@ -74,13 +77,14 @@ class RunDirectory:
             StorageError: it cannot be written.
         """
         if self._resume == "never" and not self._is_new:
-            lock = self._lock
+            of_old, self._lock = self._lock, DirectoryLock(self.path)
             try:
-                print(f"moved the existing run to {_move_aside(self.path)}")
+                say(f"moved the existing run to {_move_aside(self.path)}")
             except OSError as error:
                 raise _not_written(self.path, error) from error
+            finally:
+                of_old.release()
             self.open()
-            os.close(lock)
         self.write_json(IDENTITY, self._identity)
         self.write_text(CONFIG, config_yaml)
         (self.path / SUMMARY).unlink(missing_ok=True)
@@ -111,33 +115,23 @@ class RunDirectory:
         self.write_json(ENVIRONMENT, {"processes": [*earlier, ended(process, step)]})
 
     def in_use(self) -> bool:
-        """Whether another process has it open."""
-        if not self.path.exists():
-            return False
-        try:
-            self._locked()
-        except ConfigError:
-            return True
-        finally:
-            self.close()
-        return False
+        """Whether another process has it open. A process that asks keeps no other from opening it."""
+        return self._lock.taken()
 
     def close(self) -> None:
         """Let others use the directory; one that this process made and left empty is removed."""
-        if self._is_new:
-            with contextlib.suppress(OSError):  # it is not empty
+        if self._is_new and [path.name for path in self.path.glob("*")] == [SIGN]:
+            with contextlib.suppress(OSError):
+                (self.path / SIGN).unlink()
                 self.path.rmdir()
-        os.close(self._lock)
+        self._lock.release()
 
-    def _locked(self) -> None:
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    def _take(self) -> None:
+        if not self._lock.take():
             raise ConfigError(
                 f"another process is writing to {self.path}",
                 "wait for it, or give this run another run_name or group",
-            ) from None
+            )
 
     def _check(self) -> None:
         self.resumed = self._resume != "never" and (self.path / IDENTITY).exists()
@@ -149,10 +143,8 @@ class RunDirectory:
             self._check_identity()
 
     def _check_identity(self) -> None:
-        there, here = (
-            json.loads((self.path / IDENTITY).read_text(encoding="utf-8")),
-            json.loads(json.dumps(self._identity)),
-        )
+        there = read_object(self.path / IDENTITY, remedy=_ASIDE)
+        here = json.loads(json.dumps(self._identity))
         changed = differences(there, here)
         if there.keys() == here.keys() and len(changed) == 1 and there[HORIZON] != here[HORIZON]:
             raise another_horizon(self.path, there[HORIZON], here[HORIZON])
@@ -178,7 +170,7 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of an earlier process of this run, if it got that far."""
         path = self.path / SUMMARY
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return read_object(path, ("status", "steps"), _ASIDE) if path.exists() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from linrnn.config import data_for
+from linrnn.config import data_for, overrides_of
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.config.steps import horizon
@@ -203,14 +203,22 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
         other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
         cache = config.data.cache_dir
-        kept = "" if cache == data_for(config.data, ()).cache_dir else f" data.cache_dir={cache}"
+        kept = [] if cache == data_for(config.data, ()).cache_dir else [f"data.cache_dir={cache}"]
+        evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
         lines += [
             "next:",
-            f"  {_with_loss(summary['command'], other, python)}  # another loss",
-            *([f"  {python} scripts/evaluate.py checkpoint={directory}{kept}"] if checkpoints else []),
+            f"  {_with_loss(_train_command(summary['command'], config), other, python)}  # another loss",
+            *([f"  {evaluate}"] if checkpoints else []),
             f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
     return lines
+
+
+def _train_command(command: str, config: Config) -> str:
+    """The command that makes this run: the process's own, or train.py's where Python called the Trainer."""
+    if "train.py" in shlex.split(command):
+        return command
+    return shlex.join(["python", "train.py", *overrides_of(config)])
 
 
 def _with_loss(command: str, loss: str, python: Path | str) -> str:

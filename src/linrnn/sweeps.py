@@ -12,11 +12,12 @@ from typing import Any
 
 from linrnn.config.grids import sweep_points
 from linrnn.config.launching import launch
+from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import RunSweepConfig
 from linrnn.errors import ConfigError, InterruptedRun, SweepFailure
 from linrnn.figures import host_decides
 from linrnn.interrupts import StopRequest
-from linrnn.points import LOGS, Point, Process, foresee, write_summary
+from linrnn.points import LOGS, Point, PointTakenError, Process, foresee, write_summary
 from linrnn.summary import GIB, duration
 
 EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # of points that failed; any other status: 1
@@ -43,6 +44,8 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         for line in listing(points, config):
             say(line)
         return
+    for point in points:
+        check_outputs(point.config)
     slots = slots_of(config.jobs, gpus)
     pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
     refused: dict[str, list[str]] = {}
@@ -103,21 +106,29 @@ class Sweep:
             finally:  # a second Ctrl-C: at once
                 for process, _, _ in self._running:
                     process.kill()
+                    process.release()
 
     def _start(self) -> None:
         for _ in range(len(self._waiting)):
             if not self._free:
                 return
             point = self._waiting.popleft()
-            if point.run_directory().in_use():  # by an earlier sweep's process that is ending, or another sweep
+            try:
+                claim = point.claim()
+            except PointTakenError:
+                self._waiting.append(point)
+                continue
+            if point.run_directory().in_use():  # by an earlier sweep's process that is ending, or by a run alone
+                claim.close()
                 self._waiting.append(point)
                 continue
             if point.is_answered(retry=True):
+                claim.close()
                 self._finish(point, "finished by another process")
                 continue
-            slot = self._free.popleft()
             command = None if self._command is None else self._command(point)
-            self._running.append((Process(point, slot, command), slot, time.monotonic()))
+            process = Process(point, self._free[0], command, claim)
+            self._running.append((process, self._free.popleft(), time.monotonic()))
             self._say(f"{self._place(point)}: started{self._left()}")
 
     def _collect(self) -> None:
@@ -145,7 +156,6 @@ class Sweep:
         for process, _, _ in self._running:
             process.wait()
         interrupted = ", ".join(process.point.label for process, _, _ in self._running)
-        self._running.clear()
         raise InterruptedRun(
             f"interrupted; {interrupted or 'no point'} was running, {len(self._waiting)} were waiting",
             "run the same command again to continue",

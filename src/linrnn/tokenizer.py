@@ -188,7 +188,7 @@ def _load_directory(path: Path, name: str) -> Tokenizer:
     if settings_file.is_file():
         try:
             settings: dict[str, Any] = json.loads(settings_file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{settings_file} is not JSON: {error}", "mend or remove that file") from None
         eos_token = settings.get("eos_token")
         if isinstance(eos_token, dict):  # an AddedToken written out

@@ -2,7 +2,7 @@
 model and text to read with it."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class Reading:
         """Of the model; the data may have less."""
         return vocab_size(self.directory)
 
-    def batches(self, max_tokens: int | None) -> Iterator[Batch]:
+    def batches(self, max_tokens: int | None) -> Sequence[Batch]:
         """The first `max_tokens` labels of the validation split (all: None), in the run's own sequences."""
         trainer = self.config.trainer
         return self.data.valid.batches_once(

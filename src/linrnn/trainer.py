@@ -38,15 +38,17 @@ from linrnn.errors import (
     OutOfMemoryError,
     RankFailedError,
     StorageError,
+    ran_out_of_memory,
 )
 from linrnn.evaluation import Evaluation, evaluate, loss_inputs
 from linrnn.figures import memory_of_run, speed_of_run, wall_seconds_of_run
-from linrnn.interrupts import StopRequest, say
+from linrnn.interrupts import StopRequest
 from linrnn.loggers import Console, Silence, WandbMirror
 from linrnn.losses import build_loss
 from linrnn.metrics import JsonlWriter, read_jsonl
 from linrnn.models import build_model, explain_resources
 from linrnn.optim import build_optimizer, build_schedule, clip_gradients
+from linrnn.output import say
 from linrnn.plan import Plan, make_training_plan
 from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace, watched_loss
 from linrnn.room import check_step_fits
@@ -65,14 +67,6 @@ from linrnn.summary import (
 )
 
 GIB = 2**30
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is the allocator's, of the GPU, a library on it, or the CPU."""
-    words = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
 
 
 def first_line(error: BaseException) -> str:

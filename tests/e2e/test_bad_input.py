@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.errors import OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.config.outputs import check_outputs
+from linrnn.errors import DataError, OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.results import read_runs
 from linrnn.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +54,10 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["logger.wandb.mode=online"], 4, "no API key", "offline"),
         (["data=text", "data.path=missing.txt"], 3, "missing.txt", ""),
         (["trainer.seq_len=50000"], 3, "50,001", "seq_len"),
+        (["optimizer.lr=inf"], 2, "not a finite number", "finite"),
+        (["trainer.max_steps=99999999999999999999"], 2, "64 bits", "2**63"),
+        (["seed=99999999999999999999"], 2, "64 bits", "2**63"),
+        (["data.data_seed=-1"], 2, "data.data_seed=-1", "0 or more"),
     ],
 )
 def test_refused(
@@ -213,6 +219,73 @@ def test_a_read_only_results_directory(fresh_command: Command, small: Callable[.
     assert done.returncode == 7
     assert "cannot be written" in done.stderr
     assert len(error_lines(done)) == 2
+
+
+def test_a_results_directory_on_a_file_is_noticed_before_anything_is_imported(
+    command: Command, small: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place, cause in (("file", "is a file"), ("file/below/it", "is a file"), ("link", "is a link to nothing")):
+        with pytest.raises(StorageError, match=cause):
+            check_outputs(load_config(small(f"results_dir={tmp_path}/{place}")))
+    check_outputs(load_config(small(f"results_dir={tmp_path}/not/yet/there")))
+    assert not (tmp_path / "not").exists()
+    program = (
+        "import sys, runpy; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train.py", *small(f"results_dir={tmp_path}/file/x")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (7, "False\n"), done.stderr
+    assert "results_dir: " in done.stderr
+    for arguments in (
+        ("export", "checkpoint=x", f"output={tmp_path}/file/x"),
+        ("report", f"output_dir={tmp_path}/file"),
+    ):
+        needed = ["group=x"] if arguments[0] == "report" else []
+        assert command(f"scripts/{arguments[0]}.py", *arguments[1:], *needed).returncode == 7
+
+
+def test_a_broken_summary_is_named_by_the_report(small: Callable[..., list[str]], tmp_path: Path) -> None:
+    for seed in range(2):
+        Trainer(load_config(small(f"seed={seed}", "run_name=run" + str(seed)))).fit()
+    group = tmp_path / "results" / "default"
+    for text, cause in (
+        ('{"status": ', "cannot be read"),
+        ("[]", "holds no JSON object"),
+        ('{"a": 1}', "lacks status"),
+        ("[" * 100000, "nested too deeply"),
+        ("\x00", "cannot be read"),
+    ):
+        (group / "run1" / "summary.json").write_text(text)
+        with pytest.raises(DataError, match=cause) as error:
+            read_runs(group)
+        assert str(group / "run1" / "summary.json") in error.value.cause
+        assert "trainer.resume=never" in error.value.remedy
+        with pytest.raises(DataError, match=cause):
+            Trainer(load_config(small("seed=1", "run_name=run1"))).fit()
+
+
+def test_a_deeply_nested_json_line_is_named(small: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"text": "x"}\n{"text": ' + "[" * 100000 + "]" * 100000 + "}\n")
+    options = [o for o in small("data=text", f"data.path={tmp_path}/deep.jsonl") if not o.startswith("data.n_")]
+    with pytest.raises(DataError, match=r"deep\.jsonl, line 2: JSON nested too deeply"):
+        Trainer(load_config(options))
+
+
+def test_an_infinite_gradient_norm_trains_as_null_does(small: Callable[..., list[str]]) -> None:
+    losses = [
+        Trainer(load_config(small(f"optimizer.max_grad_norm={limit}", f"run_name={limit}"))).fit()["train_loss_nats"]
+        for limit in ("inf", "null")
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_a_dry_run_foresees_and_writes_nothing(

@@ -1,24 +1,28 @@
 """A trained model leaves as a Hugging Face directory with equal logits, and text comes out of both."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_disk
 import torch
 import transformers
 from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.config.schema import GenerateConfig
-from linrnn.errors import ConfigError, DataError
+from linrnn.errors import ConfigError, DataError, StorageError
 from linrnn.export import export
 from linrnn.generation import prompt_of, readable, samples
 from linrnn.trained import load_trained
 from linrnn.trainer import Trainer
 
 Small = Callable[..., list[str]]
+NOT_PERMITTED = 77
 CPU = torch.device("cpu")
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 
@@ -64,7 +68,7 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
         other = Trainer(load_config(small("group=other", f"init_from={tmp_path}/out")))
         assert torch.equal(logits(other.model.hf, ids), logits(trainer.model.hf, ids))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "linrnn_config.yaml"}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "linrnn_config.yaml", "SHA256SUMS"}
 
     exported = load_trained(str(tmp_path / "out"), CPU)
     greedy = {"temperature": 0.0, "max_new_tokens": 12, "prompt_tokens": [5, 6, 7, 0, 9]}
@@ -152,6 +156,7 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
         prompt_of(run, options(prompt_tokens=[1, 512]))
     with pytest.raises(ConfigError, match="both given"):
         prompt_of(run, options(prompt="words", prompt_tokens=[1]))
+    (out / "SHA256SUMS").unlink()  # files are changed on purpose from here on
     settings = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
     with pytest.raises(DataError, match="missing keys"):
@@ -163,3 +168,50 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
     (out / "model.safetensors").rename(out / "pytorch_model.bin")
     with pytest.raises(DataError, match="cannot be loaded"):
         load_trained(str(out), CPU)
+
+
+def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small: Small, tmp_path: Path) -> None:
+    export(load_trained(str(trained(small()).directory.path), CPU), tmp_path / "out")
+    checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+    whole = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "SHA256SUMS"}
+    for path, content in whole.items():
+        damaged = bytearray(content)
+        damaged[-9] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{path.name} does not match its checksum"):
+            load_trained(str(tmp_path / "out"), CPU)
+        path.write_bytes(content)
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(whole[weights][:-9] + bytes([whole[weights][-9] ^ 4]) + whole[weights][-8:])
+    with pytest.raises(DataError, match="does not match its checksum"):
+        Trainer(load_config(small("group=other", f"init_from={tmp_path}/out")))
+    weights.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        load_trained(str(tmp_path / "out"), CPU)
+
+
+def _export_to_a_small_disk(run: Path, disk: Path, kept: Path) -> None:
+    """In a process of its own: export to a file system that the weights do not fit."""
+    try:
+        small_disk.mount(disk, "64k")
+    except OSError:
+        os._exit(NOT_PERMITTED)
+    try:
+        export(load_trained(str(run), CPU), disk / "out")
+    except StorageError as error:
+        kept.write_text(f"{error.exit_code} {error.cause} {[path.name for path in disk.iterdir()]}")
+
+
+def test_a_full_disk_ends_an_export_with_its_cause_and_leaves_nothing(small: Small, tmp_path: Path) -> None:
+    run = trained(small()).directory.path
+    (tmp_path / "disk").mkdir()
+    process = start(_export_to_a_small_disk, run, tmp_path / "disk", tmp_path / "kept")
+    process.join()
+    if process.exitcode == NOT_PERMITTED:
+        pytest.skip("this system lets nobody mount a small file system")
+    assert process.exitcode == 0
+    words = (tmp_path / "kept").read_text()
+    assert words.startswith(f"7 {tmp_path}/disk/out cannot be written (")
+    assert "No space left" in words
+    assert words.endswith("[]"), "nothing is left behind"

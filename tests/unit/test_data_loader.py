@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import linrnn.data.shards
-from linrnn.data import Batch, BatchLoader, ShardSet
+from linrnn.data import Batch, BatchLoader, ShardSet, loader
+from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.errors import DataError
+from linrnn.evaluation import _without_labels
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,29 @@ def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards: Shard
     for max_tokens in (1, 47, 64, 65, 10**9):
         batches = list(shards.batches_once(16, 2, max_tokens))
         assert sum(batch.n_tokens for batch in batches) == min(max_tokens, shards.n_tokens - 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("reset", [False, True])
+def test_ranks_build_the_validation_batches_that_they_use_and_no_others(
+    shards: ShardSet, world_size: int, reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = list(shards.batches_once(16, 2, 500, reset_at_document=reset))
+    rounds = -(-len(whole) // world_size)
+    built: list[int] = []
+    build = loader.make_batch
+    monkeypatch.setattr(loader, "make_batch", lambda *a, **k: built.append(1) or build(*a, **k))
+    seen: list[Batch] = []
+    for rank in range(world_size):
+        ranks = DistributedRanks.__new__(DistributedRanks) if world_size > 1 else Ranks()
+        ranks.rank, ranks.world_size = rank, world_size
+        built.clear()
+        own = list(ranks.share(shards.batches_once(16, 2, 500, reset_at_document=reset), _without_labels))
+        assert len(own) == len(built) == rounds
+        seen += own
+    assert sum(batch.n_tokens for batch in seen) == sum(batch.n_tokens for batch in whole)
+    kept = torch.cat([batch.labels[batch.labels != -100] for batch in seen])
+    assert sorted(kept.tolist()) == sorted(torch.cat([b.labels[b.labels != -100] for b in whole]).tolist())
 
 
 def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path: Path) -> None:

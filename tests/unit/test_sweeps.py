@@ -135,6 +135,34 @@ def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> Non
     assert point.summary() == finished_elsewhere
 
 
+def test_two_sweeps_of_one_group_run_every_point_once_and_both_end_well(make_points, tmp_path: Path) -> None:
+    points = make_points(4)
+    ran = tmp_path / "ran"
+    counted = (
+        f"import time; open({str(ran)!r}, 'a').write('x'); print('begun', flush=True); time.sleep(0.5)\n{FINISHES}"
+    )
+    said: list[str] = []
+    everything = {f"s{seed}": counted for seed in range(4)}
+    sweeps = [Sweep(points, ({}, {}), said.append, 0.1, scripts(**everything)) for _ in range(2)]
+    threads = [threading.Thread(target=sweep.run) for sweep in sweeps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ran.read_text() == "xxxx"
+    assert statuses(points) == ["finished"] * 4
+    assert not [line for line in said if "failed" in line]
+    assert sum("finished by another process" in line for line in said) == 4
+    assert all(point.log.read_text() == "begun\n" for point in points), "no log is written by two"
+
+
+def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points) -> None:
+    point = make_points(1)[0]
+    run([point])
+    finished = point.summary()
+    assert write_summary(point, "failed", "another process was writing") == finished == point.summary()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> None:
     point = make_points(1)[0]

@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from linrnn.checksums import sha256
 from linrnn.errors import DataError
+from linrnn.output import say
 
 TENSORS, RNG, STATE, CONFIG = "tensors", "rng.safetensors", "state.json", "config.yaml"
 PREFIX, PARTIAL = "step_", ".partial"
@@ -30,7 +32,7 @@ def newest(root: Path) -> Path | None:
     for path in reversed(found(root)):
         if (damage := damaged(path)) is None:
             return path
-        print(f"skipping {path}: {damage}")
+        say(f"skipping {path}: {damage}")
     return None
 
 
@@ -89,7 +91,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         if hashlib.sha256(text.encode()).hexdigest() != checksum:
             raise ValueError
         return json.loads(text)
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise DataError(f"{STATE} does not match its checksum", f"name another checkpoint than {directory}") from error
 
 
@@ -98,11 +100,6 @@ def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return dict(zip(names, pool.map(sha256, (directory / name for name in names)), strict=True))
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

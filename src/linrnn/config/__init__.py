@@ -2,6 +2,7 @@
 
 from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_config, to_yaml
 from linrnn.config.naming import identity, run_name, settings
+from linrnn.config.overrides import overrides_of
 from linrnn.config.schema import Config
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "identity",
     "load_config",
     "nearest",
+    "overrides_of",
     "read_config",
     "run_name",
     "settings",

@@ -16,9 +16,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from linrnn.config.compose import CONFIG_DIR, compose_config, load_config
+from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import COMMANDS
-from linrnn.errors import EXIT_CODES, ConfigError, LinrnnError, StorageError
-from linrnn.interrupts import drop_output, say
+from linrnn.errors import EXIT_CODES, ConfigError, LinrnnError, OutOfMemoryError, StorageError, ran_out_of_memory
+from linrnn.output import drop_output, open_streams, output_error, say
 from linrnn.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -39,7 +40,10 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             print(help_text(config_name, description))
             return None
         refuse_flags(arguments)
-        return main(load_config(arguments, config_name))
+        config = load_config(arguments, config_name)
+        if config_name != "train":  # which commands share that only read
+            check_outputs(config)
+        return main(config)
 
     if code := _guarded(call):
         raise SystemExit(code)
@@ -78,7 +82,9 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
         own, launcher, runs = split_overrides(arguments, config_name)
         if any(override.startswith("dry_run=") for override in runs):
             raise ConfigError("dry_run: this command has no such key", "python train.py … dry_run=true foresees a run")
-        return main(load_config(own, config_name), runs, launcher)
+        config = load_config(own, config_name)
+        check_outputs(config)
+        return main(config, runs, launcher)
 
     raise SystemExit(_guarded(call))
 
@@ -103,7 +109,9 @@ def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[st
 
 def _guarded(action: Callable[[], int | None]) -> int:
     """Run `action`; print what went wrong in two lines; return the exit code."""
+    open_streams()
     try:
+        _check_working_directory()
         code = action() or 0
         sys.stdout.flush()
         return code
@@ -115,15 +123,30 @@ def _guarded(action: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # nobody reads on, as with `| head`
         drop_output(sys.stdout)
         return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno in _STORAGE_ERRNOS:
-            what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
-            return _report(
-                StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
-            )
-        return _report_bug(error)
     except Exception as error:
+        if (known := _known(error)) is not None:
+            return _report(known)
         return _report_bug(error)
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working directory is there no more", "cd to one that is") from error
+
+
+def _known(error: Exception) -> LinrnnError | None:
+    """The machine's limits behind an exception: output, storage or memory; None where it is a bug."""
+    if isinstance(error, OSError) and output_error(error):
+        return StorageError(f"standard output cannot be written ({error.strerror})", "free space or send it elsewhere")
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
+        what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+        return StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
+    if ran_out_of_memory(error):
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return OutOfMemoryError(f"out of memory: {first}", "use a smaller batch, a smaller model or fewer tokens")
+    return None
 
 
 def _report(error: LinrnnError) -> int:

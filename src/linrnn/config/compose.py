@@ -5,6 +5,8 @@ import dataclasses
 import difflib
 import errno
 import functools
+import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,13 +15,15 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, ReadingConfig
+from linrnn.config.strings import quoted, unreadable
+from linrnn.config.yaml_lines import broken_yaml, place
 from linrnn.errors import ConfigError
 from linrnn.redaction import holds_secret
 
@@ -45,7 +49,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         ConfigError: an unknown group option, key or value; the nearest valid names are offered.
     """
     check_overrides(overrides)
-    return copy.deepcopy(_composed(tuple(overrides), config_name))
+    return copy.deepcopy(_composed(tuple(quoted(overrides, config_name)), config_name))
 
 
 @functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s, and a report asks hundreds of times for the same three
@@ -59,6 +63,11 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
             raise ConfigError(
                 f"{' '.join(overrides)}: a key of a group that is not chosen", "choose it first: data=markov, say"
             ) from error
+        except MarkedYAMLError as error:
+            raise broken_yaml(error) from error
+        except (YAMLError, UnicodeDecodeError) as error:  # characters that YAML or UTF-8 have no place for
+            files = " or ".join(f"configs/{o.replace('=', '/')}.yaml" for o in overrides if _key(o) in SCHEMAS)
+            raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {_first_line(error)}", "mend it") from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
             raise _explain(error, overrides, config_name) from error
         except OSError as error:  # Hydra looks for the option's file (an unknown option's is a HydraException, above)
@@ -87,8 +96,21 @@ def to_config(composed: DictConfig) -> Any:
         ) from error
     if added := sorted(_added(config)):
         raise ConfigError(f"{', '.join(added)}: there is no such key", "run with --help for the keys there are")
+    _expand_home(config)
     validate(config)
     return config
+
+
+def _expand_home(config: Any) -> None:
+    """Put the home directory in place of `~` in every path: shells do not, behind `key=`."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            _expand_home(value)
+        elif "path" in field.metadata and value is not None:
+            several = isinstance(value, list)
+            expanded = [os.path.expanduser(path) for path in (value if several else [value])]
+            setattr(config, field.name, expanded if several else expanded[0])
 
 
 def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> Any:
@@ -198,17 +220,38 @@ def validate(config: Any) -> None:
             raise ConfigError(
                 f"{key}={value} is no plain name", "use letters, digits, _, . and -, and no dot at its start"
             )
+        if "path" in field.metadata:
+            _check_path(key, value)
+        for number in value if isinstance(value, list) else [value]:
+            _check_number(key, number)
+        if field.type == list[str] and (odd := [item for item in value if not isinstance(item, str)]):
+            raise ConfigError(
+                f"{key} holds {odd[0]}, which is no text", "write key=value, in quotes where it has a ':'"
+            )
         if name := holds_secret(value):
             raise ConfigError(f"{key} holds the value of {name}", "configurations are kept in clear: give no secret")
         if choices and value not in choices:
             hint = nearest(str(value), [str(choice) for choice in choices])
             raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")
-        if isinstance(value, float) and value != value:
-            raise ConfigError(f"{key} is not a number", f"give {key} a finite number")
         if low is not None and value < low:
             raise ConfigError(f"{key}={value} is below the minimum of {low}", f"use {key}={low} or more")
         if high is not None and value > high:
             raise ConfigError(f"{key}={value} is above the maximum of {high}", f"use {key}={high} or less")
+
+
+def _check_path(key: str, value: Any) -> None:
+    for path in value if isinstance(value, list) else [value]:
+        if not path.isprintable():
+            raise ConfigError(
+                f"{key}={path!r} holds a character that cannot be printed, a line break perhaps", "rename the file"
+            )
+
+
+def _check_number(key: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value} is not a finite number", f"give {key} a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{key}={value} does not fit in 64 bits", f"give {key} a number below 2**63")
 
 
 # ------------------------------------------------------------------------------------------------- error messages
@@ -243,11 +286,18 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     if overlay := re.search(r"In '(\w+)/([\w.-]+)': ConfigKeyError.*? full_key: ([\w.]+)", text):
         group, option, key = overlay.groups()
         owner = key.split(".")[0]
+        if owner == group:
+            where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
+            return ConfigError(f"{where}: there is no such key as {key}", "write it as the files beside it do")
         chosen = next((o for o in overrides if o.startswith(f"{owner}=")), owner)
         return ConfigError(
             f"{group}={option} sets {key}, which {chosen} does not have",
             f"choose another {owner}, or run without {group}={option}",
         )
+    if broken := re.search(r"In '(\w+)/([\w.-]+)': \w+ raised while composing config: (.*?) full_key: (\S+)", text):
+        group, option, reason, key = broken.groups()
+        where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
+        return ConfigError(f"{where}: {key}: {reason}", "give the key what the files beside it give it")
     if missing := re.search(
         r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text
     ):
@@ -259,8 +309,11 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
         return ConfigError(
             f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
         )
-    if bad_form := re.search(r"Error parsing override '(.*?)'", text):
-        return ConfigError(f"{bad_form.group(1)!r} cannot be read", "write overrides as key=value or group=option")
+    if ambiguous := re.search(r"Ambiguous value for argument '(.*?)'(?: 1\.|$)", text):
+        key, _, _ = ambiguous.group(1).partition("=")
+        return ConfigError(f"{ambiguous.group(1)}: {key} takes one value", "scripts/sweep.py runs several")
+    if isinstance(error, OverrideParseException):
+        return unreadable(error)
     return ConfigError(_first_line(error), "write overrides as key=value or group=option; --help shows what there is")
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 
+from linrnn.config.overrides import override_value
 from linrnn.config.schema import SweepConfig
+from linrnn.config.strings import quoted, quoted_choices, unreadable
 from linrnn.errors import ConfigError
 
 MAX_VALUES = 1000  # of one key
@@ -27,25 +29,28 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     Raises:
         ConfigError: an override that cannot be read, or no point is left.
     """
-    chosen = dict(map(_choices, _parse(overrides)))
+    chosen = dict(map(_choices, _parse(quoted_choices(overrides, "train"))))
     shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
     if chosen.get("experiment") == ["experiment=null"]:
         del chosen["experiment"]  # the sweep's own is gone; Hydra has no override for none
     points: dict[tuple[str, ...], None] = {}
     for grid in sweep.grids:
-        axes = {key: [f"{key}={_value(value)}" for value in values] for key, values in grid.items()}
+        axes = {key: [f"{key}={override_value(value)}" for value in values] for key, values in grid.items()}
         crossed = itertools.product(*(axes | _fitting(grid, chosen)).values())
         points |= {(*shared, *sorted(point, key=_groups_first)): None for point in crossed}
     if not points:
         raise ConfigError(
-            f"sweep={sweep.name} has no point with {' '.join(overrides)}", "choose among the values of its grids"
+            f"sweep={sweep.name} has no point{' with ' * bool(overrides)}{' '.join(overrides)}",
+            "choose among the values of its grids" if overrides else "give its grids a value for every key",
         )
-    return [list(point) for point in points]
+    return [quoted(point, "train") for point in points]
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise unreadable(error) from error
     except (HydraException, ValueError, RecursionError) as error:
         raise ConfigError(
             str(error).strip().splitlines()[0], "write overrides as key=value, group=option or key=a,b,c"
@@ -74,16 +79,9 @@ def _choices(override: Override) -> tuple[str, list[str]]:
 def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[str, list[str]]:
     """What the command line chooses, without the options of a group for which the grid's own options do not stand."""
     roots = {key.split(".")[0] for key in grid if "." in key} & chosen.keys() & grid.keys()
-    own = {root: {f"{root}={_value(value)}" for value in grid[root]} for root in roots}
+    own = {root: {f"{root}={override_value(value)}" for value in grid[root]} for root in roots}
     return {key: [one for one in values if one in own.get(key, values)] for key, values in chosen.items()}
 
 
 def _groups_first(override: str) -> bool:
     return "." in override.split("=", 1)[0]
-
-
-def _value(value: Any) -> str:
-    """A YAML value as the right-hand side of an override."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

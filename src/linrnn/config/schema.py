@@ -4,6 +4,7 @@ A field made with :func:`at_least`, :func:`one_of` or :func:`between` carries it
 :func:`linrnn.config.validate` checks; a field without a default must be given by the YAML file.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,16 @@ def between(minimum: float, maximum: float) -> Any:
 def plain_name() -> Any:
     """A word that may be part of a file's name, and of nothing else: no separators, no leading dot."""
     return field(metadata={"pattern": r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"})
+
+
+def input_path() -> Any:
+    """A file or directory (or several), in characters that can be printed."""
+    return field(metadata={"path": "read"})
+
+
+def output_path() -> Any:
+    """As :func:`input_path`; the command makes this directory, or writes to it."""
+    return field(metadata={"path": "written"})
 
 
 def one_of(*choices: Any) -> Any:
@@ -112,7 +123,7 @@ class DataConfig:
     """What every data source has in common."""
 
     name: str = plain_name()
-    cache_dir: str
+    cache_dir: str = input_path()  # also: one that is complete may be read-only
     verify: bool
     reset_at_document: bool
 
@@ -125,7 +136,7 @@ class MarkovDataConfig(DataConfig):
     branching: int = at_least(2)
     n_tokens: int = at_least(1)
     n_valid_tokens: int = at_least(1)
-    data_seed: int
+    data_seed: int = at_least(0)
 
 
 @dataclass
@@ -133,7 +144,7 @@ class TokenizedDataConfig(DataConfig):
     """Text that a tokenizer turns into shards once."""
 
     # A Hugging Face tokenizers JSON (also .xz), a hub name, or null: a byte-level BPE is trained on this data.
-    tokenizer: str | None
+    tokenizer: str | None = input_path()
     tokenizer_vocab_size: int = at_least(257)
     max_tokens: int | None = at_least(1)
     valid_fraction: float = between(0, 0.5)
@@ -148,8 +159,8 @@ class StdlibDataConfig(TokenizedDataConfig):
 class TextDataConfig(TokenizedDataConfig):
     """Local files: .txt, .jsonl, .parquet, each also .xz, .gz or .zst."""
 
-    path: str
-    valid_path: str | None
+    path: str = input_path()
+    valid_path: str | None = input_path()
     text_field: str
 
 
@@ -157,7 +168,7 @@ class TextDataConfig(TokenizedDataConfig):
 class HubDataConfig(TokenizedDataConfig):
     """A dataset of the Hugging Face hub through `datasets`, or a local directory of the same layout."""
 
-    path: str
+    path: str = input_path()
     subset: str | None
     train_split: str
     valid_split: str | None
@@ -182,6 +193,10 @@ class OptimizerConfig:
     warmup_steps: int | None = at_least(0)
     min_lr_ratio: float = between(0, 1)
     decay_fraction: float = between(0, 1)
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm == math.inf:  # PyTorch's word for a norm that is measured and not clipped
+            self.max_grad_norm = None
 
 
 @dataclass
@@ -236,7 +251,7 @@ class ParallelConfig:
 class DistributedConfig(ParallelConfig):
     """What all ways to spread a run over processes have in common."""
 
-    timeout_seconds: float = at_least(1)
+    timeout_seconds: float = between(1, 1e8)
 
 
 @dataclass
@@ -274,11 +289,11 @@ class Config:
     seed: int = at_least(0)
     group: str = plain_name()
     run_name: str | None = plain_name()
-    results_dir: str
+    results_dir: str = output_path()
     device: str = one_of("auto", "cpu", "cuda")
     memory_budget_gib: float | None = at_least(0)
-    init_from: str | None
-    continue_from: str | None
+    init_from: str | None = input_path()
+    continue_from: str | None = input_path()
     dry_run: bool
 
 
@@ -314,7 +329,7 @@ class FindMaxBatchConfig:
     warmup_steps: int = at_least(1)
     max_probes: int = at_least(1)
     group: str = plain_name()
-    results_dir: str
+    results_dir: str = output_path()
 
 
 @dataclass
@@ -323,7 +338,7 @@ class BreakdownConfig:
 
     warmup_steps: int = at_least(1)
     steps: int = at_least(1)
-    output: str
+    output: str = output_path()
 
 
 @dataclass
@@ -338,7 +353,7 @@ class ReadingConfig:
 class EvaluateConfig(ReadingConfig):
     """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
 
-    checkpoint: str
+    checkpoint: str = input_path()
     split: str = one_of("train", "valid")
     max_tokens: int | None = at_least(1)
     batch_size: int | None = at_least(1)
@@ -351,9 +366,9 @@ class EvaluateConfig(ReadingConfig):
 class ProfileSparsityConfig(ReadingConfig):
     """scripts/profile_sparsity.py: keys are explained in configs/profile_sparsity.yaml."""
 
-    checkpoints: list[str]
+    checkpoints: list[str] = input_path()  # noqa: RUF009
     max_tokens: int | None = at_least(1)
-    output_dir: str
+    output_dir: str = output_path()
     device: str = one_of("auto", "cpu", "cuda")
 
 
@@ -361,17 +376,17 @@ class ProfileSparsityConfig(ReadingConfig):
 class ExportConfig:
     """scripts/export.py: keys are explained in configs/export.yaml."""
 
-    checkpoint: str
-    output: str
+    checkpoint: str = input_path()
+    output: str = output_path()
 
 
 @dataclass
 class GenerateConfig:
     """scripts/generate.py: keys are explained in configs/generate.yaml."""
 
-    checkpoint: str
+    checkpoint: str = input_path()
     prompt: str | None
-    prompt_file: str | None
+    prompt_file: str | None = input_path()
     prompt_tokens: list[int] | None
     max_new_tokens: int = at_least(1)
     n_samples: int = at_least(1)
@@ -388,11 +403,11 @@ class ReportConfig:
     """scripts/report.py: keys are explained in configs/report.yaml."""
 
     group: str | None = plain_name()
-    summary: str | None
-    results_dir: str
-    output_dir: str | None
+    summary: str | None = input_path()
+    results_dir: str = input_path()
+    output_dir: str | None = output_path()
     max_batch_group: str = plain_name()
-    breakdowns: str
+    breakdowns: str = input_path()
 
 
 @dataclass
@@ -415,7 +430,7 @@ class BenchLossConfig(ReadingConfig):
     backends: list[str] | None
     logits: list[str] | None
     gradients: list[str] | None
-    checkpoint: str | None
+    checkpoint: str | None = input_path()
     tokens: int = at_least(1)
     batches: int | None = at_least(1)
     dtype: str = one_of("bf16", "fp32")
@@ -425,8 +440,8 @@ class BenchLossConfig(ReadingConfig):
     device: str = one_of("auto", "cpu", "cuda")
     measure: bool
     resume: bool
-    results_dir: str
-    output_dir: str | None
+    results_dir: str = input_path()
+    output_dir: str | None = output_path()
     sets: dict[str, BenchLossSet]
 
 
@@ -448,8 +463,8 @@ class BenchParallelConfig:
     warmup: int = at_least(1)
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
-    timeout_seconds: float = at_least(1)
-    output_dir: str
+    timeout_seconds: float = between(1, 1e8)
+    output_dir: str = output_path()
     part: str | None
 
 

@@ -8,9 +8,9 @@ each takes rows [i·W·B, (i + 1)·W·B), rank r those at r, r + W, r + 2W, … 
 one number, with any number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -201,7 +201,7 @@ def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> t
 
 
 def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_document: bool) -> None:
-    """Refuse a text of which :func:`batches_once` would give no label.
+    """Refuse a text of which `ShardSet.batches_once` would give no label.
 
     Raises:
         DataError: it is too short, or it has documents of one token alone, whose first tokens are never predicted.
@@ -220,25 +220,53 @@ def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_docum
         )
 
 
-def batches_once(
-    shards: ShardSet,
-    seq_len: int,
-    batch_size: int,
-    max_tokens: int | None = None,
-    *,
-    reset_at_document: bool = False,
-    token_bytes: TokenBytes | None = None,
-) -> Iterator[Batch]:
+class BatchesOnce(Sequence[Batch]):
     """A validation pass: each token but the first is predicted exactly once, in order, the same at every
-    call.
+    call. A batch is built when it is asked for.
 
-    All batches have the full shape; what is missing from the last one has label -100. `max_tokens` bounds the
-    labels; `token_bytes` has their bytes counted.
+    All batches have the full shape; what is missing from the last one has label -100.
+
+    Args:
+        max_tokens: bounds the labels; None: all.
+        token_bytes: what tokens stand for, where the labels' bytes are to be counted.
+
+    Raises:
+        DataError: there is not one label.
     """
-    check_validation(shards, max_tokens, reset_at_document=reset_at_document)
-    stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
-    for start in range(0, stop - 1, batch_size * seq_len):
-        starts = start + np.arange(batch_size) * seq_len
-        yield make_batch(
-            shards, starts, seq_len, stop=stop, reset_at_document=reset_at_document, token_bytes=token_bytes
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        seq_len: int,
+        batch_size: int,
+        max_tokens: int | None = None,
+        *,
+        reset_at_document: bool = False,
+        token_bytes: TokenBytes | None = None,
+    ) -> None:
+        check_validation(shards, max_tokens, reset_at_document=reset_at_document)
+        self._stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
+        self._shards, self._seq_len, self._batch_size = shards, seq_len, batch_size
+        self._reset, self._token_bytes = reset_at_document, token_bytes
+
+    def __len__(self) -> int:
+        return -(-(self._stop - 1) // (self._batch_size * self._seq_len))
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        number = range(len(self))[index]
+        return make_batch(
+            self._shards,
+            (number * self._batch_size + np.arange(self._batch_size)) * self._seq_len,
+            self._seq_len,
+            stop=self._stop,
+            reset_at_document=self._reset,
+            token_bytes=self._token_bytes,
         )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
+from linrnn.output import say
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -71,8 +73,7 @@ class ConsoleProgress:
             return
         self._next = now + (0.2 if self._renews else 10.0)
         ends = "\n" if progress.finished or not self._renews else ""
-        self._stream.write(("\r\x1b[K" if self._renews else "") + describe(progress) + ends)
-        self._stream.flush()
+        say(("\r\x1b[K" if self._renews else "") + describe(progress), self._stream, ends)
 
 
 def describe(progress: Progress) -> str:

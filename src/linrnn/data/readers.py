@@ -118,6 +118,8 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
             record = json.loads(line)
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}", "mend or remove that line") from None
+        except RecursionError:
+            raise DataError(f"{where}: JSON nested too deeply", "mend or remove that line") from None
         if not isinstance(record, dict):
             raise DataError(f"{where}: not a JSON object", 'each line must be like {"text": "…"}')
         if text_field not in record:

@@ -29,7 +29,7 @@ from linrnn.errors import DataError, StorageError
 from linrnn.tokenizer import TokenBytes
 
 if TYPE_CHECKING:
-    from linrnn.data.loader import Batch
+    from linrnn.data.loader import BatchesOnce
 
 FORMAT_VERSION = 1
 META = "meta.json"
@@ -303,11 +303,11 @@ class ShardSet:
         *,
         reset_at_document: bool = False,
         token_bytes: TokenBytes | None = None,
-    ) -> "Iterator[Batch]":
+    ) -> "BatchesOnce":
         """Every token predicted once, in order, `max_tokens` of them at most; see `linrnn.data.loader`."""
-        from linrnn.data.loader import batches_once
+        from linrnn.data.loader import BatchesOnce
 
-        return batches_once(
+        return BatchesOnce(
             self, seq_len, batch_size, max_tokens, reset_at_document=reset_at_document, token_bytes=token_bytes
         )
 
@@ -331,7 +331,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         fingerprint = meta.pop("fingerprint")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(path, f"cannot be read ({type(error).__name__}: {error})") from None
     if meta.get("format") != FORMAT_VERSION:
         raise _broken(path, f"has format {meta.get('format')}, this version reads {FORMAT_VERSION}")

@@ -214,7 +214,7 @@ class FileHashes:
     def __init__(self, cache_dir: Path) -> None:
         self._path = cache_dir / "file_hashes.json"
         self._known: dict[str, str] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             self._known = dict(json.loads(self._path.read_text(encoding="utf-8")))
 
     def of(self, file: Path) -> str:

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from linrnn import cpu_ops
+from linrnn.checksums import check_checksums
 from linrnn.errors import ConfigError, DataError
 from linrnn.models.attention import install_sdpa
 from linrnn.models.fla_models import CLASSES, fla_classes
@@ -18,14 +19,15 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
 
     Raises:
         ConfigError: it is none of the architectures here.
-        DataError: it has no safetensors, is damaged, or lacks parameters.
+        DataError: it has no safetensors, lacks parameters, is damaged, or differs from the checksums beside it.
     """
     try:
         name = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
     if name not in CLASSES:
         raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(CLASSES)}")
+    check_checksums(directory)
     model_class, _ = fla_classes(name)
     if name == "transformer":
         install_sdpa()

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from linrnn.architecture import Architecture
+from linrnn.checksums import check_checksums
 from linrnn.errors import ConfigError, DataError
 from linrnn.models.fla_models import CLASSES, fla_classes
 from linrnn.models.language_model import LanguageModel
@@ -78,6 +79,7 @@ def load_weights(model: LanguageModel, source: str) -> None:
         ConfigError: another architecture; the remedy names the overrides that give this one.
     """
     directory = find_pretrained(source)
+    check_checksums(directory)
     _check_config(directory, source, model.arch, model.hf.config)
     expected = model.hf.state_dict()
     found: set[str] = set()
@@ -161,7 +163,7 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
 def _settings(directory: Path, source: str) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"init_from={source}: {directory}/config.json cannot be read",
             "save the model with save_pretrained",

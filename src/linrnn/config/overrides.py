@@ -1,0 +1,52 @@
+"""From a configuration back to the command line that makes it."""
+
+import dataclasses
+from typing import Any, cast
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
+
+from linrnn.config.compose import compose_config, leaves
+from linrnn.config.schema import SCHEMAS, Config
+from linrnn.config.strings import quoted
+
+
+def overrides_of(config: Config) -> list[str]:
+    """The shortest list of overrides for which `linrnn.config.load_config` returns `config`."""
+    menu = _defaults([])
+    values = dict(leaves(dataclasses.asdict(config)))
+    names = [f"{field.name}.name" for field in dataclasses.fields(Config) if field.name in SCHEMAS]
+    chosen = [f"{n.partition('.')[0]}={values[n]}" for n in names if n in menu and values[n] != menu[n]]
+    defaults = _defaults(chosen)
+    changed = [(key, value) for key, value in values.items() if key not in defaults or value != defaults[key]]
+    return [*chosen, *quoted([f"{key}={_text(value)}" for key, value in changed], "train")]
+
+
+def _defaults(groups: list[str]) -> dict[str, Any]:
+    """Every key with its default, for these options of groups; a key that must be given has "???"."""
+    return dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(groups)))))
+
+
+def override_value(value: Any) -> str:
+    """A value as the right-hand side of an override."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_item, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_item(item)}' for key, item in value.items())}}}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _text(value: Any) -> str:
+    """As :func:`override_value`, of a string that is not to be read as `null` or as quoted already."""
+    if isinstance(value, str) and (value.lower() == "null" or value[:1] in "'\""):
+        return _item(value)
+    return override_value(value)
+
+
+def _item(value: Any) -> str:
+    """An entry of a list or mapping: strings in quotes, since nothing else tells them from numbers."""
+    if isinstance(value, str):
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
+    return override_value(value)

@@ -1,0 +1,95 @@
+"""Values of string keys: what stands behind `=` is the value, whatever Hydra's grammar would make of it.
+
+Hydra reads values as numbers, lists, mappings and functions. A path such as `it's [mine], 50%` is none of these, and
+`1e5` would become 100000.0. Values of keys that hold a string are therefore quoted before Hydra reads them.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException, OverrideParseException
+
+from linrnn.config.schema import COMMANDS, SCHEMAS
+from linrnn.errors import ConfigError
+
+HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
+def quoted(overrides: Sequence[str], config_name: str) -> list[str]:
+    """Overrides of one configuration, each value of a string key in Hydra's quotes.
+
+    What the user has quoted, and `null`, stay as they are.
+    """
+    keys = string_keys(config_name)
+    return [_quote(override) if _key(override) in keys else override for override in overrides]
+
+
+def quoted_choices(overrides: Sequence[str], config_name: str) -> list[str]:
+    """As :func:`quoted`, for a command line on which `key=a,b` stands for two runs.
+
+    Raises:
+        ConfigError: a value with a comma is no list of values as it stands.
+    """
+    keys = string_keys(config_name)
+    return [_quote_choice(override) if _key(override) in keys else override for override in overrides]
+
+
+def unreadable(error: OverrideParseException) -> ConfigError:
+    """Hydra's grammar has no place for an override: what the user may have meant, and how to write it."""
+    override = error.override
+    key, _, value = override.partition("=")
+    if value.startswith(("[", "{")):
+        return ConfigError(f"{override!r} cannot be read", HOW_TO_QUOTE.replace("KEY", key))
+    return ConfigError(f"{override!r} cannot be read", "write overrides as key=value or group=option")
+
+
+@functools.cache
+def string_keys(config_name: str) -> frozenset[str]:
+    """Every key of a command, and of every option of the groups, that holds a string or null."""
+    groups = (_strings(schema, f"{group}.") for group, options in SCHEMAS.items() for schema in options.values())
+    return frozenset(key for keys in (_strings(COMMANDS[config_name], ""), *groups) for key in keys)
+
+
+def _strings(schema: type, prefix: str) -> Iterator[str]:
+    types = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        kind: Any = types[field.name]
+        if isinstance(kind, UnionType):
+            [kind] = set(get_args(kind)) - {NoneType}
+        if kind is str:
+            yield f"{prefix}{field.name}"
+        elif dataclasses.is_dataclass(kind):
+            yield from _strings(kind, f"{prefix}{field.name}.")
+
+
+def _key(override: str) -> str:
+    """The key whose value an override sets; empty where it sets none (`~key`)."""
+    key, equals, _ = override.partition("=")
+    return key.lstrip("+") if equals else ""
+
+
+def _quote(override: str) -> str:
+    key, _, value = override.partition("=")
+    if value.lower() == "null" or _QUOTED.fullmatch(value):
+        return override
+    return f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
+
+
+def _quote_choice(override: str) -> str:
+    try:
+        several = OverridesParser.create().parse_override(override).is_sweep_override()
+    except (HydraException, ValueError, RecursionError) as error:
+        key, _, value = override.partition("=")
+        if "," in value and not _QUOTED.fullmatch(value):
+            raise ConfigError(
+                f"{override}: one value or several?", f"quote each for Hydra, all for the shell: '{key}=\"a, b\",c'"
+            ) from error
+        several = False
+    return override if several else _quote(override)

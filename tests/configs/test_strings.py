@@ -1,0 +1,258 @@
+"""Values of string keys are taken as they stand: no character of a path is Hydra's."""
+
+import dataclasses
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from linrnn.config import compose, data_for, load_config, overrides_of
+from linrnn.config.compose import fields_of
+from linrnn.config.grids import sweep_points
+from linrnn.config.schema import COMMANDS, SCHEMAS, SweepConfig
+from linrnn.config.strings import quoted, quoted_choices, string_keys
+from linrnn.errors import ConfigError
+
+HOSTILE = [
+    "a b",
+    " a ",
+    "it's",
+    'say "x"',
+    "a,b",
+    "a=b",
+    "[x]",
+    "a[1",
+    "{x}",
+    "a}",
+    "$HOME",
+    "$(ls)",
+    "back\\slash",
+    "end\\",
+    "'\\",
+    "über/größe",
+    "日本",
+    "😀",
+    "a(b)",
+    "choice(a)",
+    "a#b",
+    "a;b&c|d",
+    "~/x",
+    "a:b",
+    "50%",
+    "*?",
+    "-x",
+    "@x",
+    "!x",
+    "true",
+    "1e5",
+    "0x10",
+    "a'b\"c",
+    "a  b",
+]
+NEEDED = {"evaluate": ["checkpoint=x"], "generate": ["checkpoint=x"], "export": ["checkpoint=x", "output=y"]}
+NEEDED |= {"report": ["group=x"], "run_sweep": ["sweep=mve"], "profile_sparsity": ["checkpoints=[x]"]}
+
+
+def path_keys(schema: type) -> Iterator[str]:
+    """The keys of a schema, not of groups below it, that hold one path."""
+    for field in dataclasses.fields(schema):
+        if "path" in field.metadata and field.type != list[str]:
+            yield field.name
+
+
+def keys_of_paths() -> list[tuple[str, list[str], str]]:
+    """Every key that holds a path: its command, the group option that has it, and the key."""
+    own = [(command, [], key) for command, schema in COMMANDS.items() for key in path_keys(schema)]
+    of_groups = [
+        ("train", [f"{group}={option}"], f"{group}.{key}")
+        for group, options in SCHEMAS.items()
+        for option, schema in options.items()
+        for key in path_keys(schema)
+    ]
+    return own + of_groups
+
+
+def value_of(config: object, key: str) -> object:
+    return next(value for name, _, value in fields_of(config) if name == key)
+
+
+@pytest.mark.parametrize(("command", "option", "key"), keys_of_paths(), ids=lambda value: str(value))
+def test_every_key_of_a_path_takes_every_name(command: str, option: list[str], key: str) -> None:
+    assert key in string_keys(command)
+    for name in HOSTILE:
+        [override] = quoted([f"{key}={name}"], command)
+        assert OverridesParser.create().parse_override(override).value() == name
+
+
+def test_the_names_come_through_to_the_configuration() -> None:
+    names = itertools.cycle(HOSTILE)
+    for command, option, key in keys_of_paths():
+        needed = [o for o in [*NEEDED.get(command, []), *option] if not o.startswith(f"{key}=")]
+        needed += ["data.path=x"] if option == ["data=text"] and key != "data.path" else []
+        for name in itertools.islice(names, 3):
+            found = value_of(load_config([*needed, f"{key}={name}"], command), key)
+            assert found == os.path.expanduser(name)
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.cache_dir"])
+def test_the_data_of_a_command_that_reads_runs(key: str) -> None:
+    trained = load_config(["data=text", "data.path=x"]).data
+    config = load_config(["checkpoint=x", f"{key}=it's [mine], ü"], "evaluate")
+    assert value_of(data_for(trained, config.data), key.removeprefix("data.")) == "it's [mine], ü"
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "\u202egnp"])
+def test_a_path_that_cannot_be_printed_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        load_config([f"results_dir={text}"])
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        load_config(["checkpoints=[a]", f'checkpoints=["{text}"]'], "profile_sparsity")
+
+
+def test_a_prompt_may_have_lines_quotes_and_commas() -> None:
+    prompt = 'He said: "it\'s, well,\nfine" [x]'
+    assert load_config(["checkpoint=x", f"prompt={prompt}"], "generate").prompt == prompt
+
+
+def test_what_the_user_has_quoted_and_null_keep_their_meaning() -> None:
+    config = load_config(["results_dir='a, b'", 'init_from="it\'s"'])
+    assert (config.results_dir, config.init_from) == ("a, b", "it's")
+    assert load_config(["init_from=null"]).init_from is None
+    assert load_config(["init_from='null'"]).init_from == "null"
+
+
+def test_lists_keep_hydra_s_grammar_and_say_how_to_quote() -> None:
+    config = load_config(["checkpoints=[\"a, b\",c d,'ü']"], "profile_sparsity")
+    assert config.checkpoints == ["a, b", "c d", "ü"]
+    with pytest.raises(ConfigError, match="cannot be read") as error:
+        load_config(["checkpoints=[it's,ü]"], "profile_sparsity")
+    assert "'checkpoints=[\"a, b\",c]'" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "cause", "remedy"),
+    [
+        ("seed=1,2", "seed=1,2: seed takes one value", "scripts/sweep.py"),
+        ("seed=[1", "cannot be read", "for the shell"),
+        ("seed=it's", "cannot be read", "key=value"),
+        ("seed=99999999999999999999", "64 bits", "2**63"),
+        ("size.vocab_size=9223372036854775808", "64 bits", "2**63"),
+        ("trainer.max_steps=9223372036854775808", "64 bits", "2**63"),
+        ("data.data_seed=-1", "below the minimum of 0", "0 or more"),
+        ("optimizer.lr=inf", "not a finite number", "finite"),
+        ("optimizer.eps=inf", "not a finite number", "finite"),
+        ("optimizer.weight_decay=inf", "not a finite number", "finite"),
+        ("memory_budget_gib=inf", "not a finite number", "finite"),
+        ("logger.console_every_seconds=inf", "not a finite number", "finite"),
+    ],
+)
+def test_refused_with_the_key_and_a_remedy(override: str, cause: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([override])
+    assert cause in error.value.cause
+    assert remedy in error.value.remedy
+
+
+def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits() -> None:
+    config = load_config(["parallel=ddp"])
+    for key, field, _ in fields_of(config):
+        for kind, value in ((float, "inf"), (int, "99999999999999999999")):
+            if key != "optimizer.max_grad_norm" and field.type in (kind, kind | None):
+                with pytest.raises(ConfigError, match=r"finite|64 bits|above the maximum"):
+                    load_config(["parallel=ddp", f"{key}={value}"])
+
+
+def test_numbers_in_lists_fit_in_64_bits() -> None:
+    with pytest.raises(ConfigError, match="64 bits"):
+        load_config(["checkpoint=x", "prompt_tokens=[99999999999999999999]"], "generate")
+
+
+def test_an_infinite_max_grad_norm_is_pytorch_s_word_for_no_clipping() -> None:
+    config = load_config(["optimizer.max_grad_norm=inf"])
+    assert config.optimizer.max_grad_norm is None
+    assert config == load_config(["optimizer.max_grad_norm=null"])
+    assert math.isfinite(load_config().optimizer.max_grad_norm)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=kda", "loss=standard", "size=mve", "seed=3"],
+        ["data=text", "data.path=it's [mine], ü", "init_from=null", "results_dir='null'", "run_name=x"],
+        ["loss=cce_filter", "loss.filter_eps=1e-5", "optimizer.max_grad_norm=inf", "trainer.compile_blocks=true"],
+        ["parallel=fsdp", "parallel.shard_ranks=2", "logger.wandb.tags=[a,'b, c']", "size.mixers.gla.num_heads=2"],
+        ["experiment=mve", "trainer.max_tokens=null", "trainer.max_steps=7", "results_dir='quoted\\''"],
+    ],
+)
+def test_a_configuration_goes_back_to_the_overrides_that_make_it(overrides: list[str]) -> None:
+    config = load_config(overrides)
+    assert load_config(overrides_of(config)) == config
+    assert len(overrides_of(config)) <= len(overrides) or "experiment=mve" in overrides
+
+
+# -------------------------------------------------------------------------------------------------------- sweeps
+def test_a_sweep_takes_several_values_and_paths_as_they_stand() -> None:
+    sweep = SweepConfig(name="x", overrides=[], grids=[{"loss": ["standard"]}])
+    points = sweep_points(sweep, ["data.path=/my texts/it's.txt", "init_from=a,b", "results_dir=a=b"])
+    assert [load_config(["data=text", *point]).data.path for point in points] == ["/my texts/it's.txt"] * 2
+    assert [load_config(["data=text", *point]).init_from for point in points] == ["a", "b"]
+    assert {load_config(["data=text", *point]).results_dir for point in points} == {"a=b"}
+
+
+def test_a_sweep_asks_whether_a_comma_divides_values() -> None:
+    with pytest.raises(ConfigError, match="one value or several") as error:
+        quoted_choices(["data.path=it's,b"], "train")
+    assert "'data.path=\"a, b\",c'" in error.value.remedy
+    assert quoted_choices(["data.path='it,s',b"], "train") == ["data.path='it,s',b"]
+
+
+def test_a_grid_s_strings_lists_and_mappings_reach_the_runs() -> None:
+    grid = {"init_from": ["a, b", "it's"], "logger.wandb.tags": [["ü", "x, y"], []]}
+    points = [load_config(point) for point in sweep_points(SweepConfig(name="x", overrides=[], grids=[grid]), [])]
+    assert [config.init_from for config in points] == ["a, b", "a, b", "it's", "it's"]
+    assert [config.logger.wandb.tags for config in points] == [["ü", "x, y"], []] * 2
+
+
+HEAD = "defaults: [/schema/sweep@_here_, _self_]\n\nname: broken\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], loss: [compiled}}\n", "line 6"),
+        (f"{HEAD}overrides: []\ngrids:\n\t- {{model: [gla]}}\n", "line 6"),
+        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla]}}\n  - {{model: gla}}\n", "line 7: sweep.grids[1]"),
+        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], model: [kda]}}\n", "line 6: found duplicate key model"),
+        (f"{HEAD}overrides: x\ngrids:\n  - {{model: [gla]}}\n", "line 4: sweep.overrides"),
+        (f"{HEAD}overrides: []\ngrid:\n  - {{model: [gla]}}\n", "line 5: there is no such key as sweep.grid"),
+        (f"{HEAD}overrides: []\ngrids:\n  - {{seed: [!!python/object/apply:os.system [ls]]}}\n", "line 6"),
+        ("name: \x00\n", "is no YAML"),
+        ("name: \xff\n", "is no YAML"),
+    ],
+)
+def test_a_broken_sweep_names_file_and_line(
+    text: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
+    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
+    compose._composed.cache_clear()
+    (tmp_path / "configs" / "sweep" / "broken.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError) as error:
+        load_config(["sweep=broken"], "run_sweep")
+    assert "configs/sweep/broken.yaml" in error.value.cause
+    assert cause in error.value.cause
+    compose._composed.cache_clear()
+
+
+def test_an_override_of_a_sweep_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
+    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
+    (tmp_path / "configs/sweep/slip.yaml").write_text(f"{HEAD}overrides: [trainer.max_steps: 3]\ngrids: []\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"sweep\.overrides holds"):
+        load_config(["sweep=slip"], "run_sweep")

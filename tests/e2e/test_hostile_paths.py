@@ -1,0 +1,49 @@
+"""Directories and files with any printable name: every command reads and writes them."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from linrnn.config import load_config
+from linrnn.export import export
+from linrnn.results import read_runs
+from linrnn.trained import load_trained
+from linrnn.trainer import Trainer
+
+NAME = 'it\'s [mine], a=b {ü} $x 😀 "50%" \\'
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_run_and_what_is_made_of_it_lie_anywhere(
+    small: Callable[..., list[str]], tmp_path: Path, command: Command
+) -> None:
+    here = tmp_path / NAME
+    here.mkdir()
+    (here / "text, 1.txt").write_text("\n\n".join(f"the cat number {i} sat" for i in range(2000)), encoding="utf-8")
+    options = [o for o in small() if not o.startswith(("data.n_", "results_dir=", "data.cache_dir="))]
+    options += ["data=text", f"data.path={here}/text, 1.txt", "data.tokenizer_vocab_size=300"]
+    options += [f"results_dir={here}/results", f"data.cache_dir={here}/cache"]
+    done = command("train.py", *options, "run_name=run")
+    assert done.returncode == 0, done.stderr
+    run = here / "results" / "default" / "run"
+    assert len(read_runs(run.parent)) == 1
+
+    [line] = [line.strip() for line in done.stdout.splitlines() if "evaluate.py" in line]
+    shown = subprocess.run(
+        ["/bin/sh", "-c", f"printf '%s\\n' {line.split(' ', 1)[1]}"], capture_output=True, text=True, check=True
+    )
+    script, *arguments = shown.stdout.splitlines()
+    assert arguments == [f"checkpoint={run}", f"data.cache_dir={here}/cache"], "the printed command is quoted"
+    evaluated = command(script, *arguments, "device=cpu", "max_tokens=100")
+    assert evaluated.returncode == 0, evaluated.stderr
+
+    trained = load_trained(load_config([f"checkpoint={run}"], "generate").checkpoint, torch.device("cpu"))
+    output = load_config([f"checkpoint={run}", f"output={here}/out"], "export").output
+    export(trained, Path(output))
+    again = Trainer(load_config([*options, f"init_from={output}", "run_name=again"]))
+    weights = again.model.hf.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trained.model.state_dict().items())
+    report = command("scripts/report.py", "group=default", f"results_dir={here}/results")
+    assert report.returncode == 0, report.stderr

@@ -1,0 +1,132 @@
+"""A command ends with its own exit code whatever becomes of what it prints, and calls only a bug a bug."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = """
+import sys
+from linrnn.config.cli import run_plain
+from linrnn.errors import DataError
+from linrnn.output import say
+
+def main():
+    {body}
+
+sys.argv = ["command.py"]
+run_plain(main, "A command.")
+"""
+FULL = Path("/dev/full")
+
+
+def call(
+    body: str, redirect: str = "", cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    """A command whose function has this body, started by a shell."""
+    return subprocess.run(
+        ["/bin/sh", "-c", f'"$0" -c "$1" {redirect}', sys.executable, COMMAND.format(body=body)],
+        capture_output=True,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "1</dev/null"])
+def test_a_run_needs_no_open_stream(redirect: str, tmp_path: Path) -> None:
+    body = f"say('spoken'); say('an error', sys.stderr); open({str(tmp_path / 'file')!r}, 'w').write('mine')"
+    done = call(body, redirect)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_text() == "mine", "a file takes no closed stream's place"
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", ">&- 2>&-"])
+def test_an_error_keeps_its_exit_code_without_streams(redirect: str) -> None:
+    assert call("raise DataError('cause', 'remedy')", redirect).returncode == 3
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+class TestFullDisk:
+    def test_a_run_goes_on_and_says_so_once(self) -> None:
+        done = call("say('a'); say('b'); print('c')", "> /dev/full")
+        assert done.returncode == 0
+        assert done.stderr.decode().splitlines() == ["standard output is given up (No space left on device)"]
+
+    def test_a_command_that_prints_its_result_fails_with_the_cause(self) -> None:
+        done = call("print('result')", "> /dev/full")
+        assert done.returncode == 7
+        error, remedy = done.stderr.decode().splitlines()
+        assert error == "error: standard output cannot be written (No space left on device)"
+        assert remedy.startswith("  -> free space")
+
+    def test_errors_that_nobody_can_read_keep_their_exit_code(self) -> None:
+        assert call("raise DataError('cause', 'remedy')", "2> /dev/full").returncode == 3
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+    ],
+    ids=["encoding", "locale"],
+)
+def test_a_terminal_without_the_letters_gets_escapes(environment: dict[str, str]) -> None:
+    done = call(r"print('loss=\u2026, gr\xf6\xdfer'); raise DataError('\xfc', '\u2192')", **environment)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.decode("ascii") == "loss=\\u2026, gr\\xf6\\xdfer\n"
+    assert done.stderr.decode("ascii") == "error: \\xfc\n  -> \\u2192\n"
+
+
+def test_a_working_directory_that_was_deleted(tmp_path: Path) -> None:
+    script = f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && "$0" -c "$1"'
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable, COMMAND.format(body="print('spoken')")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: the working directory is there no more", "  -> cd to one that is"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "first"),
+    [
+        ("raise MemoryError('Unable to allocate 2 EiB')", 5, "error: out of memory: Unable to allocate 2 EiB"),
+        ("import numpy; numpy.zeros(2**62)", 5, "error: out of memory: "),
+        ("import numpy; numpy.arange(2**61)", 5, "error: out of memory: "),
+        ("import numpy; numpy.zeros((2**62, 2**62))", 5, "error: out of memory: "),
+        ("open('/nowhere/at/all/x')", 1, "unexpected error: FileNotFoundError"),
+        ("{}['x']", 1, "unexpected error: KeyError: 'x'"),
+        ("raise ValueError('x')", 1, "unexpected error: ValueError: x"),
+    ],
+)
+def test_a_bug_alone_is_called_a_bug(body: str, code: int, first: str) -> None:
+    done = call(body)
+    lines = done.stderr.decode().splitlines()
+    assert (done.returncode, len(lines)) == (code, 2), lines
+    assert lines[0].startswith(first)
+    assert ("this is a bug" in lines[1]) == (code == 1)
+
+
+def test_a_signal_s_handler_may_speak_in_the_middle_of_a_print() -> None:
+    body = (
+        "import signal\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: say('heard')); signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)\n"
+        "    for n in range(20000): say('x' * 200)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0)"
+    )
+    done = call(body)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert b"heard" in done.stdout
+
+
+def test_a_reader_that_has_gone_ends_no_run() -> None:
+    done = call("[say('x' * 1000) for _ in range(1000)]; say('done', sys.stderr)", "| head -1")
+    assert b"done" in done.stderr
