@@ -65,7 +65,7 @@ def _strings(schema: type, prefix: str) -> Iterator[str]:
             [kind] = set(get_args(kind)) - {NoneType}
         if kind is str:
             yield f"{prefix}{field.name}"
-        elif dataclasses.is_dataclass(kind):
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from _strings(kind, f"{prefix}{field.name}.")
 
 
