@@ -12,6 +12,7 @@ from linrnn.config.schema import ReportConfig
 from linrnn.criteria import LEAST_STEPS, MVE_CHANGED, OPEN, RULES, RULES_CHANGED, Verdict
 from linrnn.curves import LAST, SMOOTHED_STEPS, mean_of_last
 from linrnn.errors import ConfigError
+from linrnn.figures import host_decides
 from linrnn.mixtures import same_origin
 from linrnn.results import (
     BREAKDOWNS,
@@ -23,7 +24,6 @@ from linrnn.results import (
     backend_names,
     check_origin,
     comparison,
-    host_decides,
     loss_time_share,
     read_breakdowns,
     read_committed,
@@ -274,7 +274,7 @@ def _host_lines(runs: Sequence[Run]) -> list[str]:
         f"* **the host decides the speed of {run.name}**: of a step's {run.summary['wall_step_ms']:.2f} ms by wall "
         f"clock {run.summary['host_step_ms']:.2f} are not the device's"
         for run in runs
-        if host_decides(run)
+        if host_decides(run.summary)
     ]
 
 

@@ -34,7 +34,6 @@ AGAIN = "run that run's command again (trainer.resume=never), or move its direct
 STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
 CURVE_POINTS = 1000  # of a committed curve, at most
 WALL_CLOCK = "wall clock"  # tokens_per_second_is of a summary; without it they come from the device time of a step
-HOST_DECIDES = 0.02  # share of the wall-clock time between steps from which a report says so
 # What tells settings apart: runs that share all of it differ in loss and seed alone.
 SETTING = (
     "model",
@@ -275,12 +274,6 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
         telling = [key for key in own if any(other.get(key) != own[key] for other in others)]
         names.append(" ".join([summary["loss"], *(f"{key}={own[key]}" for key in telling)]))
     return names
-
-
-def host_decides(run: Run) -> bool:
-    """Whether what the host does between steps takes more than 2 % of their wall-clock time."""
-    host, wall = run.summary.get("host_step_ms"), run.summary.get("wall_step_ms")
-    return host is not None and wall is not None and host > HOST_DECIDES * wall
 
 
 def loss_time_share(run: Run) -> float | None:

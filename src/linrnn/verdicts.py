@@ -28,6 +28,7 @@ from linrnn.criteria import (
     Verdict,
     judge,
 )
+from linrnn.figures import host_decides
 from linrnn.mixtures import same_origin
 from linrnn.results import (
     SETTING,
@@ -35,7 +36,6 @@ from linrnn.results import (
     Run,
     backend_names,
     comparison,
-    host_decides,
     without_horizon,
 )
 
@@ -89,7 +89,7 @@ def speed_ratio(run: Run, base: Run) -> Compared | None:
     return Compared(
         value / other,
         doubt="" if clocks == {WALL_CLOCK} else DEVICE_TIME,
-        note="the host decides the speed" if host_decides(run) or host_decides(base) else "",
+        note="the host decides the speed" if host_decides(run.summary) or host_decides(base.summary) else "",
         limits=(1 / least, most) if least and most else None,
     )
 
