@@ -32,7 +32,9 @@ def free_disk(path: Path) -> int:
 
 def _of_machine(root: Path) -> int | None:
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
+        )
     except OSError:
         found = None
     if found:
@@ -46,7 +48,7 @@ def _of_machine(root: Path) -> int | None:
 def _left_by_cgroups(root: Path) -> list[int]:
     """Bytes left by every limit from this process's cgroups up to their roots (version 1's memory controller, 2)."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     left = []
@@ -67,9 +69,11 @@ def _left_by_cgroups(root: Path) -> list[int]:
 def _left(directory: Path, limit: str, used: str, inactive: str) -> int | None:
     """The limit less what is used; file pages that were not read lately can be dropped and do not count as used."""
     try:
-        most = int((directory / limit).read_text())  # version 2 writes "max" where there is none
-        taken = int((directory / used).read_text())
-        droppable = re.search(rf"^{inactive} (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE)
+        most = int((directory / limit).read_text(encoding="utf-8"))  # version 2 writes "max" where there is none
+        taken = int((directory / used).read_text(encoding="utf-8"))
+        droppable = re.search(
+            rf"^{inactive} (\d+)$", (directory / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
+        )
     except (OSError, ValueError):
         return None
     return None if most >= NO_LIMIT else max(0, most - taken + (int(droppable[1]) if droppable else 0))
