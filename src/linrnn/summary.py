@@ -58,6 +58,7 @@ def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str
     """What tells a run from others, as every summary has it."""
     trainer = config.trainer
     return {
+        "choices": shlex.join(overrides_of(config)),  # all of them; a long name has only some
         "model": config.model.name,
         "size": config.size.name,
         "loss": config.loss.name,

@@ -86,7 +86,8 @@ def _is_operational(key: str) -> bool:
 def run_name(config: Config, world_size: int = 1) -> str:
     """`model-size-loss`, every non-default choice, the seed: deterministic and complete.
 
-    Beyond 80 characters the choices are replaced by a short hash of them.
+    Beyond 80 characters as many choices as fit are named; a short hash of all choices stands for the rest, which the
+    summary lists.
     """
     if config.run_name:
         return config.run_name
@@ -103,9 +104,11 @@ def run_name(config: Config, world_size: int = 1) -> str:
             words.append(f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}")
     stem = f"{config.model.name}-{config.size.name}-{config.loss.name}"
     name = "-".join([stem, *words, f"s{config.seed}"])
-    if len(name) > _MAX_LENGTH:
-        digest = hashlib.sha256("-".join(words).encode()).hexdigest()[:8]
-        name = f"{stem}-{digest}-s{config.seed}"
+    digest = hashlib.sha256("-".join(words).encode()).hexdigest()[:8]
+    kept = list(words)
+    while kept and len(name) > _MAX_LENGTH:
+        kept.pop()
+        name = "-".join([stem, *kept, digest, f"s{config.seed}"])
     return name
 
 
