@@ -33,6 +33,9 @@ def scratch_bytes(dtype: torch.dtype | None, accumulate: str) -> int:
     return {"kahan": 1, "fp32": 4, "bf16": 0}[accumulate]
 
 
+EXPONENT_BITS = 0x7F800000  # of fp32; not every device has frexp
+
+
 class Accumulator:
     """A sum of gradient parts of one shape: `value` and `lost` (None if nothing is kept beside it).
 
@@ -75,5 +78,6 @@ class Accumulator:
 def _unit(value: Tensor) -> Tensor:
     """The unit of `lost`, fp32: 1 / 256 of the value's last place."""
     info = torch.finfo(value.dtype)
-    _, exponent = value.float().abs().clamp(min=info.tiny).frexp()  # 2^(exponent − 1) <= |value|
-    return torch.ldexp(torch.full_like(exponent, info.eps / 512, dtype=torch.float32), exponent)
+    size = value.float().abs().clamp(min=info.tiny)
+    power = (size.view(torch.int32) & EXPONENT_BITS).view(torch.float32)  # 2^n <= |value| < 2^(n + 1)
+    return power * (info.eps / 256)

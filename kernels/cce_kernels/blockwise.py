@@ -1,11 +1,12 @@
-"""The loss in plain torch, a vocabulary chunk at a time: what CPU tensors run.
+"""The loss in plain torch, a vocabulary chunk at a time: what runs where the kernels do not (devices.py).
 
 Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of exponentials,
 the target's left out: of a token that the model is sure of, the others are the loss. Backward: for each chunk, z again,
 turned in place into dL/dz; then dE += dL/dz C_chunk and dC_chunk = dL/dzᵀ E.
 
 At most N × width fp32 numbers exist at once (two buffers with a softcap); width follows from `workspace_mib`.
-Costs N D V multiply-adds forward and 3 N D V backward. Inputs of 16 bits are multiplied in fp32.
+Costs N D V multiply-adds forward and 3 N D V backward. Inputs of 16 bits are multiplied in fp32. Shapes never depend on
+values, so that nothing waits for the device, and tensors without values get shapes.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ def forward(
     z_target = e.new_full((n_rows,), -torch.inf)  # of a row without a target
     for chunk in _chunks(vocab, _width(e, vocab, 0, o)):
         z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
-        rows, cols = _targets_in(columns, chunk)
-        z_target[rows] = z[rows, cols]
+        here, place = _targets_in(columns, chunk)
+        of_target = z.gather(1, place)
+        z_target = torch.where(here, of_target, z_target[:, None])[:, 0]
         if o.label_smoothing:
             z_sum += z.sum(dim=1)
-        z[rows, cols] = -torch.inf
+        z.scatter_(1, place, of_target.masked_fill(here, -torch.inf))
         new_largest = torch.maximum(largest, z.amax(dim=1))
         anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a chunk may be masked out by the bias
         decay = (largest - anchor).exp_()
@@ -124,18 +126,19 @@ def backward(
         c_chunk = c[chunk].float()
         z = _logits(e32, c_chunk, None if bias is None else bias[chunk], o)
         slope = None if o.softcap is None else 1 - (z / o.softcap).square_()
-        rows, cols = _targets_in(columns, chunk)
+        here, place = _targets_in(columns, chunk)
+        at_target = torch.where(here, ((1 - o.label_smoothing) * b)[:, None], 0)
         p = z.sub_(lse[:, None]).exp_()
 
         if rule is not None and stats is not None:
-            _record(rule, p, rows, cols, chunk, kept, dropped)
+            _record(rule, p, here, place, chunk, kept, dropped)
         for i, (side, for_e, for_c) in enumerate(sides):
-            dz = _weights(rule, side, p, rows, cols, chunk, e.shape[1], vocab)
+            dz = _weights(rule, side, p, here, place, chunk, e.shape[1], vocab)
             last = dz is not p or i == len(sides) - 1  # who looks at it
             dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
             if o.label_smoothing:
                 dz -= (o.label_smoothing / vocab * b)[:, None]
-            dz[rows, cols] -= (1 - o.label_smoothing) * b[rows]
+            dz.scatter_(1, place, dz.gather(1, place) - at_target)
             if slope is not None:
                 dz *= slope
             if sum_e is not None and for_e:
@@ -169,6 +172,8 @@ def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
     if o.filter_eps is not None:  # weights and flags; 64-bit places
         buffers += 8 + (20 if o.filter_unbiased else 0)
     width = o.chunk_width(vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE)
+    if e.device.type != "cpu":  # a launch costs more than a cache saves: as wide as the workspace allows
+        return width
     return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
 
 
@@ -187,9 +192,9 @@ def _logits(e: Tensor, c_chunk: Tensor, bias_chunk: Tensor | None, o: Options) -
 
 
 def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Rows whose target lies in the chunk, and its column there."""
-    rows = torch.nonzero((columns >= chunk.start) & (columns < chunk.stop)).squeeze(1)
-    return rows, columns[rows] - chunk.start
+    """Whether each row's target lies in the chunk, (N, 1) bool, and its column there, (N, 1), some column if not."""
+    here = (columns >= chunk.start) & (columns < chunk.stop)
+    return here[:, None], (columns - chunk.start).clamp(0, chunk.stop - chunk.start - 1)[:, None]
 
 
 def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tuple[str, bool, bool]]:
@@ -201,21 +206,20 @@ def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tu
 
 
 def _weights(
-    rule: Rule | None, side: str, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice, dim: int, vocab: int
+    rule: Rule | None, side: str, p: Tensor, here: Tensor, place: Tensor, chunk: slice, dim: int, vocab: int
 ) -> Tensor:
     """What a side takes of a chunk's p: p itself, or weights in new memory, those of targets as they are."""
     if rule is None or side == "exact":
         return p
     entries = torch.arange(chunk.start, chunk.stop, device=p.device)
     weights = rule.weights_e(p, entries, dim, vocab) if side == "e" else rule.weights_c(p, entries)
-    weights[rows, cols] = p[rows, cols]
-    return weights
+    return weights.scatter_(1, place, torch.where(here, p.gather(1, place), weights.gather(1, place)))
 
 
-def _record(rule: Rule, p: Tensor, rows: Tensor, cols: Tensor, chunk: slice, kept: Tensor, dropped: Tensor) -> None:
+def _record(rule: Rule, p: Tensor, here: Tensor, place: Tensor, chunk: slice, kept: Tensor, dropped: Tensor) -> None:
     """Add a chunk's share to the entries kept and the mass dropped of each row (N,)."""
     stays = rule.keeps(p, torch.arange(chunk.start, chunk.stop, device=p.device))
-    stays[rows, cols] = True
+    stays.scatter_(1, place, stays.gather(1, place) | here)
     kept += stays.sum(dim=1)
     dropped += torch.where(stays, 0, p).sum(dim=1)
 
@@ -232,7 +236,6 @@ def _rule(
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
     for chunk in _chunks(vocab, width):
         p = _logits(e, c[chunk], None if bias is None else bias[chunk], o).sub_(lse[:, None]).exp_()
-        rows, cols = _targets_in(columns, chunk)
-        _record(rule, p, rows, cols, chunk, kept, dropped)
+        _record(rule, p, *_targets_in(columns, chunk), chunk, kept, dropped)
     exact = rule.drops_more(dropped, o.filter_mass)
     return rule.exact_if(exact), exact

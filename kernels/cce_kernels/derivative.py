@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import without_values
+
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
 STATS = 5  # place among the inputs
 
@@ -89,9 +91,10 @@ def differentiable(
             )
 
     def call(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not without_values(inputs[0]):
             return Direct.apply(*inputs)
-        if inputs[STATS] is not None:
+        if compiling and inputs[STATS] is not None:
             from .uncompiled import uncompiled  # imports all of torch's compiler: 2 s
 
             return uncompiled(call, *inputs)

@@ -43,10 +43,10 @@ from .tiles import (
     cdiv,
     descriptor,
     grouped,
+    inner_of,
     logits_tiles,
     multiprocessors,
     softcapped,
-    tiles_for,
 )
 
 MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
@@ -211,7 +211,7 @@ def _target_logits(
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
         e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
-        IGNORED, OUTSIDE, ROWS, tiles_for(e.dtype).inner, o.softcap is not None, skip, num_warps=4,
+        IGNORED, OUTSIDE, ROWS, inner_of(e.dtype), o.softcap is not None, skip, num_warps=4,
     )  # fmt: skip
     return z
 
@@ -242,7 +242,7 @@ def exponentials(
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
-    tiles = hopper.logits_tiles(dim) if on_hopper else logits_tiles(e.dtype, dim)
+    tiles = hopper.logits_tiles(dim) if on_hopper else logits_tiles(e)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)

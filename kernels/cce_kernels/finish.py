@@ -24,7 +24,7 @@ from .exponentials import Sums, exponentials, target_logits
 from .launch import quick
 from .options import Options
 from .rows import Rows, empty_metrics
-from .tiles import cdiv, finish_logits, tiles_for
+from .tiles import cdiv, finish_logits, inner_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything formed from the two is a normal number
@@ -218,7 +218,7 @@ def finish_rows(
         e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
         factor, coefficient, scaled, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
         0 if scaled is None else scaled.stride(0), n_rows, vocab, dim, sums.w.shape[0],
-        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, tiles_for(e.dtype).inner,
+        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner_of(e.dtype),
         o.softcap is not None, num_warps=4,
     )  # fmt: skip
 

@@ -47,7 +47,30 @@ COLUMNS = 8  # columns of a program, for dC: their lists are short
 SORTED = 512  # entries or columns of a program of by_column_kernel
 SCALED = 16  # rows of a program of head_operands_kernel
 
-_launched: set[tuple[Any, ...]] = set()  # kinds of calls whose way around the lists has been launched
+KINDS = 64  # of calls that are remembered; a batch's rows are part of a kind, and ragged batches are of many
+
+
+class Recent:
+    """What was met lately: at most `size` things, of which the one met longest ago is forgotten first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._met: dict[tuple[Any, ...], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    def meet(self, thing: tuple[Any, ...]) -> bool:
+        """Whether the thing is known; from now on it is."""
+        known = thing in self._met
+        self._met.pop(thing, None)
+        self._met[thing] = None
+        if len(self._met) > self._size:
+            del self._met[next(iter(self._met))]
+        return known
+
+
+_launched = Recent(KINDS)  # kinds of calls whose way around the lists has been launched
 
 
 @quick
@@ -263,8 +286,7 @@ def backward(
     estimate(active, 0)
     filtering = None
     kind = (e.device, e.shape, vocab, dtypes, main_grad_c is None, width, o)
-    if kind not in _launched or not void.is_zero():
-        _launched.add(kind)
+    if not _launched.meet(kind) or not void.is_zero():
         if o.filter_mass is None:  # where mass is too large, nothing is dropped
             kept, dropped = parts(e)
             filtering = Filter(rule, kept, dropped)

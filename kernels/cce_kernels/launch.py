@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.experimental.gluon.nvidia import hopper
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -92,15 +91,16 @@ class _Readers(dict[type, Callable[[Any], Any]]):
         super().__init__({int: _specialised if specialised else _fits_32_bits, float: type, type(None): type})
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        if issubclass(kind, Tensor):
-            self[kind] = lambda x: (x.dtype, x.data_ptr() % 16 == 0)
-        elif issubclass(kind, TensorDescriptor):
-            self[kind] = lambda x: (x.base.dtype, *x.block_shape)
-        elif issubclass(kind, hopper.TensorDescriptor):
-            self[kind] = lambda x: (x.base.dtype, *x.block_shape, x.layout)
-        else:
-            raise TypeError(f"an argument of type {kind.__name__} is not one that launches are known by")
-        return self[kind]
+        for known, reader in READERS.items():
+            if issubclass(kind, known):
+                self[kind] = reader
+                return reader
+        raise TypeError(f"an argument of type {kind.__name__} is not one that launches are known by")
 
 
+# Of the types of which an argument may be of a subclass; hopper_kernels.py adds its own descriptors.
+READERS: dict[type, Callable[[Any], Any]] = {
+    Tensor: lambda x: (x.dtype, x.data_ptr() % 16 == 0),
+    TensorDescriptor: lambda x: (x.base.dtype, *x.block_shape),
+}
 SPECIALISED, PLAIN = _Readers(True), _Readers(False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import as_integer, check_option, check_tensor
+from .devices import refuse_device, without_values
 from .filtered import FilterStats
 from .operators import cross_entropy
 from .options import Options
@@ -65,9 +66,9 @@ def linear_cross_entropy(
     number of backward passes can follow one another: where the first one uses up stored exponentials (schemes.py), the
     later ones make the logits again, in as much workspace and a third more time. Under torch.compile a
     custom operator, without a graph break (and without the check of CPU targets), compiled anew for another number
-    of rows. CUDA tensors run Triton kernels, others a blockwise torch path with the same results and memory bound;
-    TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same bit for bit from call to call. Nothing
-    waits for the device.
+    of rows. NVIDIA GPUs run Triton kernels, CPUs and other GPUs a blockwise torch path with the same results and memory
+    bound (devices.py says which); TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same bit for
+    bit from call to call. Nothing waits for the device.
 
     Args:
         e: (..., D) hidden states; c: (V, D) classifier; bf16, fp16 or fp32 each. Two dtypes are promoted to
@@ -161,7 +162,7 @@ def linear_cross_entropy(
 def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     """What e and c are multiplied in."""
     device = e.device.type
-    if torch.is_autocast_enabled(device):
+    if not e.is_meta and torch.is_autocast_enabled(device):  # torch has no autocast on meta
         return torch.get_autocast_dtype(device)
     return torch.promote_types(e.dtype, c.dtype)
 
@@ -220,6 +221,7 @@ def check_inputs(
         if x is not None or name in ("e", "c", "targets"):
             check_tensor(name, x)
     ignore_index, shift = as_integer("ignore_index", ignore_index), as_integer("shift", shift)
+    refuse_device(e)
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and hasattr(x, "__tensor_flatten__"):
             raise ValueError(
@@ -252,7 +254,7 @@ def check_inputs(
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
     # In 64 bits before anything is compared with ignore_index, which a narrower type may not hold.
     targets = targets.long()
-    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and not without_values(targets):
         vocab = c.shape[0] if vocab is None else vocab
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if outside.any():

@@ -161,7 +161,7 @@ class Filter:
 
 def parts(e: Tensor) -> Tensor:
     """Zeros (2, splits, N), fp32, for `Filter.kept` and `Filter.dropped`."""
-    row_tiles = cdiv(e.shape[0], gradient_tiles(e.dtype).rows)
+    row_tiles = cdiv(e.shape[0], gradient_tiles(e).rows)
     splits = most_splits(row_tiles, multiprocessors(e))
     return torch.zeros(2, splits, e.shape[0], dtype=torch.float32, device=e.device)
 
@@ -186,7 +186,7 @@ def gradient_of_chunk(
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     tail = filtering is not None and filtering.kept is None
     on_hopper = hopper.fits(e) and (filtering is None or tail) and bias_chunk is None and o.softcap is None
-    tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e.dtype)
+    tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
     eps = rank = times = kept = dropped = None

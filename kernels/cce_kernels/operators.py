@@ -8,16 +8,14 @@ options alone, so that the fake kernel knows the shapes of everything.
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import blockwise
 from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
+from .devices import backend_of
 from .filtered import FilterStats
-from .interpreter import INTERPRETED
 from .options import Options
 from .rows import assemble_loss, reduce_loss
 from .schemes import Plan, Problem
@@ -34,16 +32,6 @@ INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
     "ScalarType dtype, str reduction, bool with_lse, bool with_metrics, bool[] needs"
 )
-
-
-def backend_of(x: Tensor) -> ModuleType:
-    """The implementation that runs x: a module with target_columns, find_targets, prepare, plan, forward, backward,
-    row_coefficients, mean_logits, filter_figures (and, if planned, stored, entries and gather)."""
-    if x.is_cuda or INTERPRETED:
-        from . import fused  # needs Triton, which a machine without a GPU may lack
-
-        return fused
-    return blockwise
 
 
 def _cross_entropy(
@@ -220,13 +208,18 @@ def _finish_stored(
     c: Tensor,
     columns: Tensor,
     rows: int,
-    state: list[Tensor],
+    held: list[Tensor],
+    sums: list[Tensor],
     main_grad_c: Tensor | None,
     stats: Tensor | None,
 ) -> None:
-    """Finish the sums of both gradients, times scale (), where they lie in `state`; see stored.py."""
+    """Finish the sums of both gradients, times scale (), where they lie.
+
+    held, sums: the state from stored.py before its place SUMS, which is only read, and from there on. (The compiler
+    copies what an operator may write to.)
+    """
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        backend_of(e).stored.backward(e, c, columns, scale, rows, state, main_grad_c)
+        backend_of(e).stored.backward(e, c, columns, scale, rows, [*held, *sums], main_grad_c)
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
 
@@ -234,8 +227,8 @@ def _finish_stored(
 _finish_stored_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_backward_stored",
     _finish_stored,
-    mutates_args=("state", "main_grad_c", "stats"),
-    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor(a!)[] state, "
+    mutates_args=("sums", "main_grad_c", "stats"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor[] held, Tensor(a!)[] sums, "
     "Tensor(b!)? main_grad_c, Tensor(c!)? stats) -> ()",
 )
 
@@ -256,8 +249,9 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     if plan.rows and not ctx.finished:  # another backward pass makes the logits again
         if finish_stored is _finish_stored:
             ctx.finished, state = True, used_up(state)
-        finish_stored(grad_rows, e, c, columns, plan.rows, state, main_grad_c, stats)
         stored = backend_of(e).stored
+        held, sums = state[: stored.SUMS], state[stored.SUMS :]
+        finish_stored(grad_rows, e, c, columns, plan.rows, held, sums, main_grad_c, stats)
         return state[stored.GRAD_E], state[stored.GRAD_C], None
     if plan.capacity:
         return *gather(

@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .compensated import read_sum, write_sum
+from .gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from .launch import quick
 from .tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
 
@@ -135,8 +135,8 @@ def product(
     """
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
-    tiles = tiles_for(a.dtype, cols)
-    overlap = launches_overlap(a)
+    tiles = tiles_for(a, cols)
+    overlap = AVAILABLE and launches_overlap(a)
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
     product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
@@ -144,5 +144,5 @@ def product(
         out, lost, into, scale, times, active, n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
         tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None, overlap,
-        launch_pdl=beside and overlap, **tiles.launch,
+        **tiles.launch, **({"launch_pdl": True} if beside and overlap else {}),
     )  # fmt: skip

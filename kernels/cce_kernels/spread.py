@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -105,11 +106,29 @@ class Spread:
         return torch.cat([piece.chunk(self.ranks)[self.rank] for piece in x.split(self.chunk or len(x))])
 
 
-def process_group(name: str) -> dist.ProcessGroup:
-    """The group of that name, as torch's functional collectives find it."""
-    from torch.distributed import distributed_c10d  # missing where torch was built without
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str since torch 2.12
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """The group's name, by which `process_group` finds the group from now on: custom operators take names."""
+    group = getattr(group, "real_obj", group)  # torch.compile traces with a stand-in
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group of that name: the default group, or one that `name_of` has seen.
+
+    Raises:
+        ValueError: there is none, or none any more.
+    """
+    world = dist.group.WORLD
+    if world is not None and world.group_name == name:
+        return world
+    group = _groups.get(name)
+    if group is None:
+        raise ValueError(f"group: there is no process group {name!r} in this process, or it has been destroyed")
+    return group
 
 
 @lru_cache(maxsize=64)
@@ -184,3 +203,37 @@ class Reduced:
             work.wait()
         assert self._sum is not None
         return self._sum
+
+
+class Same:
+    """Whether numbers x (n,) of every rank are the same: known to the device at once, to the host later.
+
+    NaNs are the same as all. The host waits for no more than the exchange, with what follows it launched already.
+    """
+
+    CLOSE = 1e-5  # relative; copies that ranks compute on their own may differ by rounding
+
+    def __init__(self, x: Tensor, spread: Spread) -> None:
+        every = spread.all_gather(x[None])
+        self._flag = (((every - x).abs() <= self.CLOSE * x.abs()) | every.isnan() | x.isnan() | (every == x)).all()
+        self._capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._seen = self._flag
+        if x.is_cuda and not self._capturing:
+            self._seen = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._seen.copy_(self._flag, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def or_nothing(self, grad: Tensor) -> Tensor:
+        """The gradient; 0 where the numbers differ, so that nothing is added to any sum before `check` raises. In a
+        CUDA graph, which cannot raise, NaN."""
+        return torch.where(self._flag, grad, torch.nan if self._capturing else 0.0)
+
+    def check(self, message: str) -> None:
+        """Raise RuntimeError, on every rank, if the numbers differ."""
+        if self._capturing:
+            return
+        if self._seen is not self._flag:
+            self._arrived.synchronize()
+        if not self._seen.item():
+            raise RuntimeError(message)

@@ -1,4 +1,5 @@
-"""What the Triton kernels share: tile sizes, TMA descriptors, the order of tiles, logits from products.
+"""What the Triton kernels share: the tiles of an operand (from tile_table.py), TMA descriptors, the order of tiles,
+logits from products.
 
 Sizes are not specialised on (do_not_specialize): TMA takes any, and a ragged batch shall not compile anew.
 Only the width of a gradient is: it decides how wide the stores are.
@@ -6,7 +7,7 @@ Only the width of a gradient is: it decides how wide the stores are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .devices import IN_INTERPRETER, Device, properties, target
 from .interpreter import INTERPRETED, mend
+from .tile_table import FULL_PRECISION, Tiles, row_for
 
 if INTERPRETED:
     mend()
@@ -33,58 +36,40 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-TILE = 128  # rows of a tile of 16-bit operands
+SHORT = 1024  # dimensions at most where logits take small tiles (H200)
 GROUP = 16  # row tiles that walk over the same columns together, so that both operands stay in L2
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tile of a product: rows × cols of output, `inner` of the summed dimension a step."""
+def inner_of(dtype: torch.dtype) -> int:
+    """What small kernels take of the summed dimension a step."""
+    return FULL_PRECISION.inner if dtype == torch.float32 else 64
 
-    rows: int
-    cols: int
-    inner: int
-    num_warps: int
-    num_stages: int
-    resident: int = 1  # programs on a multiprocessor at a time, for persistent kernels
 
-    @property
-    def launch(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+def tiles_for(x: Tensor, cols: int) -> Tiles:
+    """Tiles of a product of operands like x; an output of few columns narrows them."""
+    return _product_tiles(x.dtype, cols, device_of(x))
 
 
 @lru_cache
-def tiles_for(dtype: torch.dtype, cols: int | None = None) -> Tiles:
-    """Tiles for operands of `dtype`; `cols` narrows the tile for outputs of few columns.
-
-    16 bits: 128 × 256 × 64 with two warpgroups, the shape that keeps Hopper's tensor cores busy: 128
-    accumulator registers a thread, 48 KiB of shared memory a stage, 192 of 227 KiB for four.
-    fp32 multiplies on the ordinary units (IEEE, never TF32): small tiles, so that the accumulators fit.
-    """
+def _product_tiles(dtype: torch.dtype, cols: int, device: Device) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(64, 64, 32, 8, 2)
-    width = 256 if cols is None else min(256, max(64, power_of_2(cols)))
-    return Tiles(TILE, width, 64, 8 if width > 64 else 4, 4)
+        return FULL_PRECISION
+    tiles = row_for(device).product
+    width = min(tiles.cols, max(64, power_of_2(cols)))
+    return replace(tiles, cols=width, num_warps=tiles.num_warps if width > 64 else 4)
 
 
-@lru_cache
-def logits_tiles(dtype: torch.dtype, dim: int) -> Tiles:
-    """Tiles of a product that is short (`dim` long) and followed by exponentials.
-
-    Two programs a multiprocessor, of half the tile each, take the exponentials of one while the tensor cores work
-    for the other; where the product is long, the large tile's smaller traffic weighs more (H200: 1024 and below).
-    """
-    if dtype == torch.float32:
-        return tiles_for(dtype)
-    return Tiles(TILE, 128, 64, 4, 3, resident=2) if dim <= 1024 else Tiles(TILE, 256, 64, 8, 3)
+def logits_tiles(x: Tensor) -> Tiles:
+    """Tiles of a product of rows like x (N, D), followed by exponentials."""
+    if x.dtype == torch.float32:
+        return FULL_PRECISION
+    row = row_for(device_of(x))
+    return row.short_logits if x.shape[1] <= SHORT else row.logits
 
 
-@lru_cache
-def gradient_tiles(dtype: torch.dtype) -> Tiles:
-    """Tiles of dL/dz: one stage fewer, as the result leaves through shared memory."""
-    if dtype == torch.float32:
-        return tiles_for(dtype)
-    return Tiles(TILE, 256, 64, 8, 3)
+def gradient_tiles(x: Tensor) -> Tiles:
+    """Tiles of dL/dz, from a product of operands like x."""
+    return FULL_PRECISION if x.dtype == torch.float32 else row_for(device_of(x)).gradient
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -111,33 +96,21 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return Descriptor(x, x.shape, x.stride(), [rows, cols])
 
 
+def device_of(x: Tensor) -> Device:
+    """The device that kernels on x are compiled for: x's, or the driver's where x is not on one."""
+    if x.is_cuda:
+        return properties(x.device)
+    return IN_INTERPRETER if INTERPRETED else target(driver.active.get_current_target().arch)
+
+
 def multiprocessors(x: Tensor) -> int:
     """Programs that a persistent kernel launches."""
-    return _properties(x.device).multi_processor_count if x.is_cuda else 4
-
-
-def compute_capability(x: Tensor) -> int:
-    """Of the device that kernels on x are compiled for, 90 for Hopper; 0 in the interpreter."""
-    if INTERPRETED:
-        return 0
-    if not x.is_cuda:
-        return driver.active.get_current_target().arch
-    return _compute_capability(x.device)
+    return device_of(x).multiprocessors
 
 
 def launches_overlap(x: Tensor) -> bool:
     """Whether a kernel on x's device may begin before the one ahead of it is over (programmatic dependent launch)."""
-    return compute_capability(x) >= 90
-
-
-@lru_cache
-def _compute_capability(device: torch.device) -> int:
-    return 10 * _properties(device).major + _properties(device).minor
-
-
-@lru_cache
-def _properties(device: torch.device):
-    return torch.cuda.get_device_properties(device)
+    return device_of(x).capability >= 90
 
 
 @triton.jit

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from .spread import name_of
 
 
 @torch.compiler.disable(
@@ -15,3 +18,9 @@ import torch
 def uncompiled(function: Callable[..., Any], *inputs: Any) -> Any:
     """function(*inputs), eagerly."""
     return function(*inputs)
+
+
+@torch.compiler.assume_constant_result
+def constant_name_of(group: dist.ProcessGroup) -> str:
+    """`spread.name_of`, called while a graph is traced."""
+    return name_of(group)

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
+from .devices import backend_of
 from .filtered import FilterStats, Rule
-from .operators import OPTIONS, backend_of
+from .operators import OPTIONS
 from .options import Options
 from .rows import IGNORED, Rows, assemble_loss, where_it_counts
 from .schemes import Plan, Problem
-from .spread import Gathered, Reduced, Spread, chunk_rows, process_group
+from .spread import Gathered, Reduced, Same, Spread, chunk_rows, process_group
 
 # As of operators.py, but the reduction: rows are summed where the ranks' are, or not at all.
 INPUTS = (
@@ -182,7 +183,8 @@ def _finish_stored(
     c: Tensor,
     columns: Tensor,
     here: Tensor,
-    state: list[Tensor],
+    held: list[Tensor],
+    sums: list[Tensor],
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     chunk: int,
@@ -190,16 +192,17 @@ def _finish_stored(
     shards: list[int],
     own: bool,
 ) -> Tensor:
-    """Finish the sums of both gradients, times scale (), where they lie in `state`; with `own`, the gradient of e that
-    is returned is the sum of the ranks', of this rank's rows (N, D) fp32 (empty if not wanted)."""
-    stored = backend_of(e).stored
+    """Finish the sums of both gradients, times scale (), where they lie (held, sums: see operators.py); with `own`, the
+    gradient of e that is returned is the sum of the ranks', of this rank's rows (N, D) fp32 (empty if not wanted)."""
+    stored, state = backend_of(e).stored, [*held, *sums]
     spread = replace(Spread.of(group, shards, own), chunk=chunk)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        scales, reduced = Gathered(replace(spread, chunk=0), scale[None]), Reduced(spread)
+        same = Same(scale[None], spread)
+        scale, reduced = same.or_nothing(scale), Reduced(spread)
         grad_e = state[stored.GRAD_E]
         stored.backward(e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part))
-        torch._assert_async((scales.all() == scale).all() | scale.isnan(), DIFFERENT)
         total = reduced.result() if grad_e.numel() else grad_e
+        same.check(DIFFERENT)
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
     return total if own and grad_e.numel() else grad_e.new_empty(0)
@@ -208,15 +211,16 @@ def _finish_stored(
 _finish_stored_op = torch.library.custom_op(
     "cce_kernels::vocab_parallel_backward_stored",
     _finish_stored,
-    mutates_args=("state", "main_grad_c", "stats"),
-    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor(a!)[] state, "
+    mutates_args=("sums", "main_grad_c", "stats"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor[] held, Tensor(a!)[] sums, "
     f"Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, {PLACE}) -> Tensor",
 )
 
 
 @_finish_stored_op.register_fake
-def _(scale, e, c, columns, here, state, main_grad_c, stats, chunk, group, shards, own):
-    wanted = own and state[backend_of(e).stored.GRAD_E].numel()
+def _(scale, e, c, columns, here, held, sums, main_grad_c, stats, chunk, group, shards, own):
+    stored = backend_of(e).stored
+    wanted = own and sums[stored.GRAD_E - stored.SUMS].numel()
     return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
 
 
@@ -245,6 +249,11 @@ def _recompute(
     o, spread = Options(*options), Spread.of(group, shards, own)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
+        same = None
+        if not own:  # each rank's own, and they have to be copies of one another
+            sums = [x.sum() for x in upstream if x is not None]
+            same = Same(torch.stack(sums), spread)
+            upstream = [None if x is None else same.or_nothing(x) for x in upstream]
         grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
         a, b = backend_of(e).row_coefficients(grad_rows, upstream[1], lse, columns, o)
         # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
@@ -267,6 +276,8 @@ def _recompute(
             reduced = Reduced(spread)
             reduced.add(grads[0], slice(0, len(grads[0])))
             grads = (reduced.result().to(dtype_e), *grads[1:])
+        if same is not None:
+            same.check(DIFFERENT)
     grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
     return grad_e, grad_c, grad_bias
 
@@ -308,7 +319,10 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
         if finish_stored is _finish_stored:
             ctx.finished, state = True, used_up(state)
         stored, chunk = backend_of(e).stored, chunk_rows(plan.rows, len(shards), own)
-        total = finish_stored(grad_rows[0].float(), e, c, columns, here, state, main_grad_c, stats, chunk, *ctx.place)
+        held, sums = state[: stored.SUMS], state[stored.SUMS :]
+        total = finish_stored(
+            grad_rows[0].float(), e, c, columns, here, held, sums, main_grad_c, stats, chunk, *ctx.place
+        )
         return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
     return recompute(
         grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,

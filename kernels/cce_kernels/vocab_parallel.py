@@ -32,9 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import agree
+from .arguments import check_tensor
 from .filtered import FilterStats
 from .linear_cross_entropy import check_inputs, gradients_wanted, make_options, product_dtype, shifted
-from .spread import vocabulary_shards
+from .options import Options
+from .spread import name_of, vocabulary_shards
 from .vocab_operators import total, vocabulary_parallel
 
 ROWS = ("same", "own")
@@ -85,32 +88,59 @@ def vocabulary_parallel_linear_cross_entropy(
         As `linear_cross_entropy`.
 
     Raises:
-        ValueError: as there, on the rank that finds it; shards that are not the group's, or not c's; no group.
+        ValueError: as there; shards that are not the group's, or not c's; no targets; no group. Where one rank finds
+            it, or ranks call with other shapes or options than the rest, all ranks raise the same error (agreement.py;
+            not under torch.compile, nor while a CUDA graph is captured).
         WorkspaceTooSmall: as there.
+        RuntimeError: in the backward pass, on all ranks: the gradients of the ranks' losses differ where they must not.
+            No gradient has been written or added then.
     """
-    o = make_options(preset, options)
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group: torch.distributed has no process group yet")
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if len(shards) != ranks or min(shards) < 1:
-        raise ValueError(f"shards: must be {ranks} positive numbers, one for each rank, got {list(shards)}")
-    if rows not in ROWS:
-        raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")
-    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
-    if c.shape[0] != shards[rank]:
-        raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
+    check_tensor("e", e)
+    options_of_call = {"returned": (return_lse, return_metrics, return_stats), "rows": rows, "reduction": reduction}
+
+    def check() -> tuple[Options, Tensor, int]:
+        o = make_options(preset, options)
+        _check_place(shards, rows, group)
+        found = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
+        rank = dist.get_rank(group)
+        if c.shape[0] != shards[rank]:
+            raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
+        if not targets.numel():
+            raise ValueError("targets: must not be empty")
+        return o, *found
+
+    def describe(o: Options, _targets: Tensor, ignore_index: int) -> str:
+        tensors = {"e": e, "c": c, "bias": bias, "main_grad_c": main_grad_c}
+        dtypes = {name: (x.dtype, x.requires_grad) for name, x in tensors.items() if x is not None}
+        return (
+            f"e {tuple(e.shape)}, dtypes and whether they require gradients {dtypes}, gradients enabled "
+            f"{torch.is_grad_enabled()}, products in {product_dtype(e, c)}, shards {list(shards)}, shift {shift}, "
+            f"ignore_index {ignore_index}, {options_of_call}, {o}"
+        )
+
+    if torch.compiler.is_compiling():
+        from .uncompiled import constant_name_of  # imports all of torch's compiler: 2 s
+
+        name = constant_name_of(group)
+    else:
+        name = name_of(group)
+    capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing or dist.get_world_size(group) == 1:
+        o, targets, ignore_index = check()
+    else:
+        o, targets, ignore_index = agree(check, describe, group, e.device)
     if shift:
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)
-    if not flat.numel():
-        raise ValueError("targets: must not be empty")
     stats = FilterStats.empty(e.device) if return_stats else None
     needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     row_losses, lse, metrics = vocabulary_parallel(
         e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
         reduction != "none" and not return_lse, return_metrics, needs,
-        group.group_name, list(shards), rows == "own", *o.values(),
+        name, list(shards), rows == "own", *o.values(),
     )  # fmt: skip
 
     last = shape[-1] - shift if shift else None
@@ -119,7 +149,7 @@ def vocabulary_parallel_linear_cross_entropy(
         kept = flat != ignore_index
         sums = [torch.where(kept, x, 0).sum(dtype=torch.float64) for x in (kept, *metrics.T)]
         of_rows = torch.stack(sums)
-        n_kept, *sums = (total(of_rows, group.group_name) if rows == "own" else of_rows).float()
+        n_kept, *sums = (total(of_rows, name) if rows == "own" else of_rows).float()
         if reduction == "mean":
             loss = loss / n_kept.clamp(min=1)
     extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
@@ -129,3 +159,11 @@ def vocabulary_parallel_linear_cross_entropy(
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))
     return (loss, *extras) if extras else loss
+
+
+def _check_place(shards: Sequence[int], rows: str, group: dist.ProcessGroup) -> None:
+    ranks = dist.get_world_size(group)
+    if len(shards) != ranks or min(shards) < 1:
+        raise ValueError(f"shards: must be {ranks} positive numbers, one for each rank, got {list(shards)}")
+    if rows not in ROWS:
+        raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")

@@ -1,83 +1,26 @@
-"""Every kernel, as the launchers call it, compiles for Hopper (sm_90), Ampere and Ada within their resources; no GPU
-needed."""
+"""Every kernel, as the launchers call it, compiles for Hopper (sm_90) within its resources; no GPU needed. Other
+architectures: test_architectures.py."""
 
 import os
 
 import pytest
 import torch
-from cases import BF16, FP32, Case, draw
+from cases import BF16, FP32, Case
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from cce_kernels import hopper  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver, jit  # noqa: E402
+from compiling import EVERYTHING, PLAIN, compile_only, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 SHARED_MEMORY_BYTES = 227 * 1024  # of one multiprocessor, for one program
 
 
-class Driver:
-    """As much of a driver as compiling without a device takes."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability  # kernels are cached by device
-
-    def get_current_stream(self, device):
-        return 0
-
-
 @pytest.fixture
-def capability():
-    return 90
+def compiled(monkeypatch):
+    """What launches compiled for Hopper instead of running: a list of (name, CompiledKernel)."""
+    return compile_only(monkeypatch, 90)
 
 
-@pytest.fixture
-def compiled(monkeypatch, capability):
-    """What launches compiled instead of running: a list of (name, CompiledKernel)."""
-    kernels, run = [], jit.JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **options):
-        kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
-
-    monkeypatch.setattr(jit.JITFunction, "run", compile_only)
-    monkeypatch.setattr(hopper, "TRITONS", ("",))  # every version's
-    monkeypatch.setattr(driver, "_active", Driver(capability))
-    return kernels
-
-
-def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False) -> None:
-    """Launch what forward and backward of a case launch, with stored exponentials if `rows` (per chunk) says so.
-    Nothing runs: the tensors' values mean nothing."""
-    from cce_kernels import fused
-    from cce_kernels.filtered import FilterStats
-    from cce_kernels.options import Options
-
-    e, c, targets, bias = draw(case, "cpu")
-    e, c, options = fused.prepare(e.detach()), fused.prepare(c.detach()), Options(**case.options)
-    bias = None if bias is None else bias.detach()
-    fused.target_columns(targets, -100, c.shape[0])
-    columns, z_target = fused.find_targets(e, c, bias, targets, -100, options)
-    ones = torch.ones(e.shape[0])
-    dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
-    if rows:
-        state = fused.stored.forward(e, c, columns, rows, dtypes[:2], with_metrics, options)[1]
-        fused.stored.backward(e, c, targets, ones[0], rows, state, None)
-        return
-    fused.forward(e, c, bias, columns, with_metrics, options, z_target)
-    stats = FilterStats(FilterStats.empty(e.device), fused.filter_figures, c.shape[0])
-    a, b = fused.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options)
-    fused.backward(e, c, bias, targets, ones, a, b, 512, options, dtypes, None, stats)
-
-
-PLAIN = {"shape": (256,), "dim": 512, "vocab": 1024, "ignored": 0}
-EVERYTHING = {"softcap": 20.0, "logit_scale": 2.0, "label_smoothing": 0.1, "workspace_mib": 1.5}
 # Together: every branch of every kernel, operands of 16 and 32 bits (fp16 takes bf16's path), sizes of 1.
 LAUNCHES = [
     Case("bf16", dtype=BF16, **PLAIN, options={"workspace_mib": 1.5}),
@@ -151,24 +94,6 @@ def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
     check_resources(name, kernel, BF16)
 
 
-def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
-    """As `launch_all`, for a filter that goes by lists; gradients of `dtype`."""
-    from cce_kernels import fused
-    from cce_kernels.filtered import FilterStats
-    from cce_kernels.options import Options
-
-    o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased, filter_mass=mass)
-    e, c, targets, _ = draw(Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192}), "cpu")
-    e, c, ones = e.detach(), c.detach(), torch.ones(e.shape[0])
-    state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
-    if unbiased:  # nothing has run that would have ranked and drawn
-        lists = fused.entries.Lists.of(state)
-        for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
-            x.zero_()
-    stats = FilterStats(FilterStats.empty(e.device), fused.filter_figures, c.shape[0])
-    fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
-
-
 @pytest.mark.parametrize(("unbiased", "mass"), [(False, None), (True, None), (True, 0.1)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
 def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
@@ -197,17 +122,3 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
 def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(compiled):
     launch_all(LAUNCHES[0], dtypes=(FP32, FP32, None))
     assert any("wgmma" in kernel.asm["ptx"] for name, kernel in compiled if name == "product_kernel")
-
-
-@pytest.mark.parametrize(("capability", "shared_memory"), [(80, 163 * 1024), (89, 99 * 1024)], ids=["ampere", "ada"])
-@pytest.mark.parametrize("rows", [0, 128, None], ids=["recomputed", "stored", "lists"])
-def test_compiles_for_ampere_and_ada_without_tma(compiled, capability, shared_memory, rows):
-    """There Triton turns the descriptors into pointers."""
-    if rows is None:
-        launch_lists(BF16, unbiased=True, mass=None)
-    else:
-        launch_all(Case("older", dtype=BF16, **PLAIN | {"dim": 2048}), rows=rows, with_metrics=True)
-    for name, kernel in compiled:
-        assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= shared_memory, (name, kernel.metadata.shared)
-        assert "cp.async.bulk" not in kernel.asm["ptx"]

@@ -83,7 +83,7 @@ def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkey
     launched, real = [], gather.gradients
     monkeypatch.setattr(gather, "gradients", lambda *args: launched.append(True) or real(*args))
     monkeypatch.setattr(gather, "Glance", Known)
-    monkeypatch.setattr(gather, "_launched", set())
+    monkeypatch.setattr(gather, "_launched", gather.Recent(gather.KINDS))
     e, c, targets, _ = drawn(Filtered("known"), BF16, "cpu")
 
     def run(e):

@@ -79,8 +79,9 @@ def test_communication_goes_on_while_chunks_are_computed(interpreted):
             forward += [f"wait {name}", *of_chunk, *products]
         del forward[-2:]  # the last chunk's wait for the gradient of the loss
         scale = "all_gather float32 1"
-        backward = [f"begin {scale}", *(f"begin {name}" for name in sums[:2]), *products, f"begin {sums[2]}"]
-        backward += [f"wait {name}" for name in (scale, *sums)]
+        backward = [f"begin {scale}", f"wait {scale}"]  # gradients that differ must not be added to anything
+        backward += [*(f"begin {name}" for name in sums[:2]), *products, f"begin {sums[2]}"]
+        backward += [f"wait {name}" for name in sums]
         assert trace[first:] == forward + backward
 
 
@@ -199,13 +200,15 @@ def test_the_custom_operator_keeps_to_pytorchs_rules(options, rows, alone):
     torch.library.opcheck(torch.ops.cce_kernels.vocab_parallel.default, (*inputs, *place, *Options(**options).values()))
 
 
-def test_under_torch_compile_all_of_it_is_in_one_graph(alone):
+@pytest.mark.parametrize("own_group", [False, True])
+def test_under_torch_compile_all_of_it_is_in_one_graph(alone, own_group):
+    group = dist.new_group([0]) if own_group else dist.group.WORLD
     e, c = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
     targets = torch.tensor([1, IGNORE, 3, 9])
 
     def losses(e: torch.Tensor) -> Any:
         loss, metrics = vocabulary_parallel_linear_cross_entropy(
-            2 * e, c, targets, shards=[10], rows="own", return_metrics=True, group=dist.group.WORLD
+            2 * e, c, targets, shards=[10], rows="own", return_metrics=True, group=group
         )
         return 2 * loss, metrics["entropy"]
 

@@ -1,0 +1,78 @@
+"""On every architecture the kernels compile with the tiles that the table names, and fit its shared memory; no GPU
+needed."""
+
+import os
+
+import pytest
+from cases import BF16, FP32, Case
+
+pytest.importorskip("triton")
+
+from cce_kernels.devices import SHARED_KIB
+from cce_kernels.tile_table import HOPPER, row_for
+from cce_kernels.tiles import target
+from compiling import EVERYTHING, PLAIN, compile_only, launch_all, launch_lists
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
+
+# Bytes of shared memory that one program may have (CUDA C++ Programming Guide, technical specifications by compute
+# capability). A multiprocessor has 1 KiB more, and every program on it takes that much.
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+RESERVED = 1024
+
+EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 2048}, options=EVERYTHING)
+SOFTCAP = Case("softcap", dtype=BF16, **PLAIN | {"dim": 2048}, options={"softcap": 20.0})
+SHORT = Case("short", dtype=BF16, **PLAIN)
+FILTERED = Case("filtered", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False})
+FULL_PRECISION = Case("fp32", dtype=FP32, bias=True, **PLAIN, options={"softcap": 9.0, "filter_eps": 2**-8})
+LARGE = ("exponentials_kernel", "gradient_kernel", "product_kernel")  # those that the table is for
+LAUNCHES = {
+    "recomputed": lambda: launch_all(EVERY_OPTION, with_metrics=True),
+    "filtered": lambda: launch_all(FILTERED),
+    "stored": lambda: launch_all(SOFTCAP, rows=128, with_metrics=True),
+    "stored-short": lambda: launch_all(SHORT, rows=128, with_metrics=True),
+}
+# The others are the same everywhere: with pointers and with TMA is enough (Hopper: test_compiles.py).
+EVERY_KERNEL = {
+    "lists": lambda: launch_lists(BF16, unbiased=True, mass=None),
+    "fp32": lambda: launch_all(FULL_PRECISION),
+    "recomputed": LAUNCHES["recomputed"],
+}
+
+
+def check(compiled, capability: int, resident: int = 1) -> None:
+    assert compiled
+    room = (SHARED_BYTES[capability] + RESERVED) // resident - RESERVED
+    for name, kernel in compiled:
+        assert kernel.asm["cubin"], name
+        assert kernel.metadata.shared <= (room if name == "exponentials_kernel" else SHARED_BYTES[capability]), name
+        if capability < 90:  # Triton turns descriptors into pointers
+            assert "cp.async.bulk" not in kernel.asm["ptx"], name
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_large_kernels_compile_and_fit(monkeypatch, capability, launch):
+    compiled = compile_only(monkeypatch, capability, LARGE)
+    LAUNCHES[launch]()
+    check(compiled, capability, row_for(target(capability)).short_logits.resident if launch == "stored-short" else 1)
+
+
+@pytest.mark.parametrize("launch", EVERY_KERNEL)
+@pytest.mark.parametrize("capability", [80, 120])
+def test_every_kernel_compiles_and_fits(monkeypatch, capability, launch):
+    compiled = compile_only(monkeypatch, capability)
+    EVERY_KERNEL[launch]()
+    assert len({name for name, _ in compiled}) >= 9
+    check(compiled, capability)
+
+
+def test_the_table_goes_by_the_shared_memory_that_devices_have():
+    assert {capability: SHARED_KIB[capability] * 1024 for capability in SHARED_BYTES} == SHARED_BYTES
+
+
+def test_a_device_of_a_known_kind_with_less_shared_memory_gets_smaller_tiles():
+    large = target(100)
+    assert row_for(large._replace(shared_memory=100_000)) == row_for(target(120))
+    assert row_for(target(90)) is HOPPER
+    assert row_for(large) != HOPPER

@@ -1,0 +1,81 @@
+"""What torch.compile makes of the operators: their graphs write to no more than the operators do.
+
+Kernels are neither compiled nor run here; the graphs are of shapes alone.
+"""
+
+import os
+
+import pytest
+import torch
+from cases import BF16, Case, draw
+from cce_kernels import linear_cross_entropy
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+pytest.importorskip("triton")
+
+from cce_kernels import fused, operators, stored
+from cce_kernels.options import Options
+from cce_kernels.schemes import Plan
+from compiling import compile_only
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the same without kernels")
+ROWS, VOCAB = 64, 391
+
+
+@pytest.fixture
+def backward_graph(monkeypatch):
+    """A function of options to the graph of the backward pass through a compiled loss, exponentials stored."""
+    compile_only(monkeypatch, 90, names=())
+    monkeypatch.setattr(operators, "backend_of", lambda x: fused)
+    monkeypatch.setattr(fused, "plan", lambda *_: Plan(ROWS, 0))
+
+    def of(**options) -> torch.fx.Graph:
+        graphs = []
+
+        def keep(module, inputs):
+            graphs.append(module.graph)
+            return make_boxed_func(module.forward)
+
+        e, c, targets, _ = draw(Case("compiled", shape=(150,), dim=64, vocab=VOCAB, dtype=BF16), "cpu")
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=lambda module, inputs: make_boxed_func(module.forward), bw_compiler=keep)
+
+        def program(e, c):
+            return linear_cross_entropy(2 * e, c, targets, **options)
+
+        torch.compile(program, backend=backend, fullgraph=True)(e, c).backward()
+        [graph] = graphs
+        return graph
+
+    return of
+
+
+def written(graph: torch.fx.Graph) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what the compiler copies, as the one operator may write to it."""
+    [node] = [node for node in graph.nodes if "auto_functionalized" in str(node.target)]
+    assert node.args[0] is torch.ops.cce_kernels.cross_entropy_backward_stored.default
+    bases = [base.meta["val"] for base in node.kwargs["_all_bases"]]
+    return [(tuple(base.shape), base.dtype) for base in bases]
+
+
+def test_exponentials_keys_and_factors_are_read_only(backward_graph):
+    graph = backward_graph()
+    n_sums = len(stored.empty_state(*sizes())[stored.SUMS :])
+    found = written(graph)
+    assert len(found) == n_sums
+    assert all(shape[0] != ROWS for shape, _ in found), "stored exponentials, or hidden states times factors"
+    assert {dtype for _, dtype in found} <= {torch.bfloat16, torch.float32, torch.int8}, "keys are integers"
+    assert sum(shape == (VOCAB, 64) for shape, _ in found) == 2  # dC and what its rounding lost
+    assert not [node for node in graph.nodes if "copy_" in str(node.target) or "clone" in str(node.target)]
+
+
+def test_a_buffer_of_the_callers_is_the_only_other_thing_written_to(backward_graph):
+    plain = written(backward_graph())
+    with_buffer = written(backward_graph(main_grad_c=torch.zeros(VOCAB, 64)))
+    assert sorted(map(str, with_buffer)) == sorted(map(str, [*plain, ((VOCAB, 64), torch.float32)]))
+
+
+def sizes():
+    e, c, *_ = draw(Case("compiled", shape=(150,), dim=64, vocab=VOCAB, dtype=BF16), "cpu")
+    return e, c, ROWS, (BF16, BF16), Options()

@@ -1,0 +1,144 @@
+"""Where the kernels do not run the loss says so: which implementation serves which device, and what is optional."""
+
+import os
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cce_kernels import blockwise, devices, linear_cross_entropy
+from cce_kernels.options import Options
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(interpreted, reason="there the kernels run on the CPU")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that there is a GPU of a compute capability, and nothing known of any device yet."""
+
+    def pretend(major: int, minor: int, hip: str | None = None) -> None:
+        found = SimpleNamespace(
+            major=major, minor=minor, shared_memory_per_block_optin=64 * 1024, multi_processor_count=100
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        forget()
+
+    def forget() -> None:
+        devices.properties.cache_clear()
+        devices._backend_on.cache_clear()
+
+    forget()
+    yield pretend
+    forget()
+
+
+def on(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor there without values, whether the device is here or not."""
+    with FakeTensorMode():
+        return torch.empty(*shape, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [((9, 0), "6.4", "not tested on AMD"), ((7, 5), None, r"need compute capability 8.0, it has 7.5")],
+    ids=["MI200, which says it is 9.0", "Turing"],
+)
+def test_amd_and_old_gpus_take_the_path_in_torch_and_say_so_once(gpu, capability, hip, reason):
+    gpu(*capability, hip)
+    x = on("cuda", 4, 8)
+    with pytest.warns(UserWarning, match=f"no kernels run on cuda:0 .*{reason}"):
+        assert devices.backend_of(x) is blockwise
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert devices.backend_of(x) is blockwise
+
+
+def test_a_gpu_without_triton_takes_the_path_in_torch_and_names_the_remedy(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="pip install triton"):
+        assert devices.backend_of(on("cuda", 4, 8)) is blockwise
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_newer_nvidia_gpus_run_the_kernels(gpu, capability):
+    pytest.importorskip("triton")
+    gpu(*capability)
+    assert devices.backend_of(on("cuda", 4, 8)).__name__ == "cce_kernels.fused"
+
+
+def test_a_cpu_runs_torch_without_a_word(gpu):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert devices.backend_of(torch.zeros(1)) is blockwise
+
+
+def test_a_device_that_nobody_has_tried_is_refused_with_a_remedy():
+    e, c, targets = on("mps", 4, 8), on("mps", 10, 8), on("mps", 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^e: is on mps:0; .* Move e, c and targets to the CPU"):
+        linear_cross_entropy(e, c, targets)
+
+
+OPTIONS = {
+    "plain": {},
+    "everything": {"softcap": 20.0, "label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 1.3},
+    "filter": {"filter_eps": 2.0**-10},
+    "unbiased": {"filter_eps": 2.0**-10, "filter_unbiased": True, "filter_mass": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_path_in_torch_never_asks_a_device_for_values(options):
+    """A tensor on meta raises where an operation would have to wait for values (nonzero, item)."""
+    o = Options(**options)
+    e, c = (torch.empty(n, 64, device="meta", dtype=torch.bfloat16) for n in (300, 2000))
+    bias, lse = torch.empty(2000, device="meta"), torch.empty(300, device="meta")
+    columns, _ = blockwise.find_targets(e, c, bias, torch.zeros(300, device="meta", dtype=torch.int64), -100, o)
+    rows = blockwise.forward(e, c, bias, columns, True, o)
+    dtypes = (torch.bfloat16, torch.bfloat16, torch.float32)
+    grads = blockwise.backward(e, c, bias, columns, lse, lse, lse, 512, o, dtypes, None, None)
+    assert rows.lse.shape == (300,)
+    assert [grad.shape for grad in grads] == [(300, 64), (2000, 64), (2000,)]
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        torch.nonzero(lse)
+
+
+def test_its_chunks_are_as_wide_as_the_workspace_where_no_cpu_cache_counts():
+    e, o = on("xpu", 8192, 1024), Options()
+    width = blockwise._width(e, 128_000, 0, o)
+    assert 2_000 < width <= 8_192
+    assert blockwise._width(on("cpu", 8192, 1024), 128_000, 0, o) == 256
+    width = blockwise._width(e, 128_000, 0, Options(workspace_mib=2000))
+    assert 30_000 < width < 60_000
+
+
+WITHOUT = """
+import sys
+from types import ModuleType
+import pytest
+from cases import BF16, Case
+import triton.language.extra.cuda
+sys.modules["triton.language.extra.cuda"] = ModuleType("triton.language.extra.cuda")  # one that has no names
+sys.modules["triton.experimental.gluon.language.nvidia.hopper"] = None  # the import of it fails
+from compiling import PLAIN, compile_only, launch_all
+compiled = compile_only(pytest.MonkeyPatch(), 90)
+launch_all(Case("plain", dtype=BF16, **PLAIN), rows=128)
+ptx = {name: kernel.asm["ptx"] for name, kernel in compiled}
+assert "exponentials_kernel" in ptx and "hopper_exponentials_kernel" not in ptx, sorted(ptx)
+assert "griddepcontrol" not in ptx["product_kernel"]
+"""
+
+
+def test_a_triton_without_gluon_and_dependent_launches_runs_the_plain_kernels():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
