@@ -43,7 +43,7 @@ class Device(NamedTuple):
 # What stands in for a GPU where there is none: in the interpreter, and for the shapes of fake tensors (an H100).
 IN_INTERPRETER = Device(0, 227 * 1024, 4)
 ABSENT = Device(90, 227 * 1024, 132)
-# KiB that a program may have, by compute capability, where kernels are compiled without the device.
+# KiB that a program may have, by compute capability, where neither the device nor torch says it.
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 
 
@@ -107,7 +107,10 @@ def properties(device: torch.device) -> Device:
     if not torch.cuda.is_available():
         return ABSENT
     found = torch.cuda.get_device_properties(device)
-    return Device(10 * found.major + found.minor, found.shared_memory_per_block_optin, found.multi_processor_count)
+    capability = 10 * found.major + found.minor
+    known = SHARED_KIB.get(capability, min(SHARED_KIB.values())) * 1024
+    shared_memory = getattr(found, "shared_memory_per_block_optin", known)  # not in every torch
+    return Device(capability, shared_memory, found.multi_processor_count)
 
 
 @lru_cache
