@@ -55,8 +55,8 @@ def load_trained(source: str, device: torch.device) -> Trained:
     if directory := checkpoint.resolve(path):
         return _from_run(directory, device)
     if (path / "config.json").is_file():
+        model = open_pretrained(path, device)  # which compares checksums first
         tokenizer = _tokenizer_in(path)
-        model = open_pretrained(path, device)
         eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
         return Trained(model.eval(), tokenizer, eos_id, None, path)
     raise ConfigError(

@@ -21,13 +21,13 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
         ConfigError: it is none of the architectures here.
         DataError: it has no safetensors, lacks parameters, is damaged, or differs from the checksums beside it.
     """
+    check_checksums(directory)
     try:
         name = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
     if name not in CLASSES:
         raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(CLASSES)}")
-    check_checksums(directory)
     model_class, _ = fla_classes(name)
     if name == "transformer":
         install_sdpa()
