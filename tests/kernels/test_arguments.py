@@ -1,5 +1,6 @@
 """Arguments of a wrong type or layout: one clear line that starts with the argument's name."""
 
+import numpy as np
 import pytest
 import torch
 from cce_kernels import linear_cross_entropy, patch
@@ -31,7 +32,9 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG_TYPES, ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize(
+    ("name", "value", "message"), WRONG_TYPES, ids=lambda x: "array" if isinstance(x, np.ndarray) else str(x)[:20]
+)
 def test_a_wrong_type(name, value, message):
     with pytest.raises(TypeError, match=f"^{name}: {message}") as error:
         linear_cross_entropy(**{"e": E, "c": C, "targets": TARGETS, name: value})
