@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: runners share their cores
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from forked import ROOT, run_elsewhere, start
 from interpreted import ON, Interpreter
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup as elsewhere
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SECONDS = 300  # that a command may take
 # Three steps of the smallest model, wandb off: the overrides that most end-to-end tests start from.

@@ -39,6 +39,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     too_large = ("Maximum allowed dimension exceeded", "array is too big", "Maximum allowed size exceeded")
     return (
         isinstance(error, MemoryError)
+        or any(kind.__module__ == "torch" and kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
         or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
         or (isinstance(error, ValueError) and any(word in str(error) for word in too_large))
     )

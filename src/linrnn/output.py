@@ -18,7 +18,8 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # a terminal opened for appending cannot seek
+                stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:

@@ -19,6 +19,7 @@ from linrnn.config.schema import (
 )
 
 ID = 8  # bytes of a token id or label
+AGREEMENT = 1024  # bytes: what every rank says of its arguments (cce_kernels.agreement)
 # Whether FLA's kernels need some of a model's parameters in fp32: FSDP then gathers its blocks in fp32 under autocast.
 KEEPS_FP32 = {"gla": False, "gated_deltanet": True, "kda": True, "transformer": False}
 
@@ -100,7 +101,7 @@ def communication(
 
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
     """Of the vocabulary-parallel loss over `tokens` of all ranks: labels, hidden states of `compute` bytes an element,
-    their gradients in fp32, two numbers of every rank for every token.
+    their gradients in fp32, two numbers of every rank for every token, and every rank's line about its arguments.
 
     Where logits are made again, the gradient of every token's loss as well. A filter's statistics are sums over the
     ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with. The unbiased
@@ -110,7 +111,7 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None
     assert isinstance(loss, CceKahanLossConfig)
-    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
+    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * (tokens * 2 * FP32 + AGREEMENT)
     shard = -(-vocab // ranks)
     if cce_scheme(loss, tokens, d, shard, compute).rows:
         return sent
