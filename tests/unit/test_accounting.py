@@ -477,7 +477,7 @@ def test_a_filter_that_may_drop_nothing_is_none():
 def test_what_the_vocabulary_parallel_loss_sends_by_hand():
     """Each of 4 ranks, a batch in bf16; fp32 and filters have no stored exponentials."""
     n, d, v = 16384, 2048, 128256
-    exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, hidden states, their gradients; two numbers
+    exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8 + 3 * 1024  # labels, states, gradients; two numbers; a line
     rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up
     entries = 3 * v * 4 // 4
     for loss, more in (
