@@ -19,7 +19,7 @@ from linrnn.config.schema import (
 )
 
 ID = 8  # bytes of a token id or label
-AGREEMENT = 1024  # bytes: what every rank says of its arguments (cce_kernels.agreement)
+AGREEMENT = 1024  # bytes: what every rank says of its arguments
 # Whether FLA's kernels need some of a model's parameters in fp32: FSDP then gathers its blocks in fp32 under autocast.
 KEEPS_FP32 = {"gla": False, "gated_deltanet": True, "kda": True, "transformer": False}
 
