@@ -13,6 +13,7 @@ from linrnn.config.schema import SweepConfig
 from linrnn.config.strings import quoted, quoted_choices, unreadable
 from linrnn.errors import ConfigError
 
+HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
 MAX_VALUES = 1000  # of one key
 
 
@@ -50,11 +51,9 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
-        raise unreadable(error) from error
+        raise unreadable(error, HOW_TO_WRITE) from error
     except (HydraException, ValueError, RecursionError) as error:
-        raise ConfigError(
-            str(error).strip().splitlines()[0], "write overrides as key=value, group=option or key=a,b,c"
-        ) from error
+        raise ConfigError(str(error).strip().splitlines()[0], HOW_TO_WRITE) from error
 
 
 def _choices(override: Override) -> tuple[str, list[str]]:

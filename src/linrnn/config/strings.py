@@ -19,13 +19,17 @@ from linrnn.config.schema import COMMANDS, SCHEMAS
 from linrnn.errors import ConfigError
 
 HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
+HOW_TO_WRITE = "write overrides as key=value or group=option"
+_PLAIN = re.compile(
+    r"(?!(?:true|false|null|inf|nan)$)[A-Z_a-z][\w./-]*", re.ASCII | re.IGNORECASE
+)  # a word to Hydra, too
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
 def quoted(overrides: Sequence[str], config_name: str) -> list[str]:
     """Overrides of one configuration, each value of a string key in Hydra's quotes.
 
-    What the user has quoted, and `null`, stay as they are.
+    Plain words, what the user has quoted, and `null` stay as they are.
     """
     keys = string_keys(config_name)
     return [_quote(override) if _key(override) in keys else override for override in overrides]
@@ -41,13 +45,13 @@ def quoted_choices(overrides: Sequence[str], config_name: str) -> list[str]:
     return [_quote_choice(override) if _key(override) in keys else override for override in overrides]
 
 
-def unreadable(error: OverrideParseException) -> ConfigError:
+def unreadable(error: OverrideParseException, how_to_write: str = HOW_TO_WRITE) -> ConfigError:
     """Hydra's grammar has no place for an override: what the user may have meant, and how to write it."""
     override = error.override
     key, _, value = override.partition("=")
     if value.startswith(("[", "{")):
         return ConfigError(f"{override!r} cannot be read", HOW_TO_QUOTE.replace("KEY", key))
-    return ConfigError(f"{override!r} cannot be read", "write overrides as key=value or group=option")
+    return ConfigError(f"{override!r} cannot be read", how_to_write)
 
 
 @functools.cache
@@ -77,7 +81,7 @@ def _key(override: str) -> str:
 
 def _quote(override: str) -> str:
     key, _, value = override.partition("=")
-    if value.lower() == "null" or _QUOTED.fullmatch(value):
+    if value.lower() == "null" or _PLAIN.fullmatch(value) or _QUOTED.fullmatch(value):
         return override
     return f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
 
