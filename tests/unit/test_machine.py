@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from linrnn import accounting, architecture, machine, room
+from linrnn.accounting.losses import FORMULAS_OF_LOSSES
 from linrnn.architecture import resolve
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig, MarkovDataConfig
@@ -296,7 +297,7 @@ def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
 
 @pytest.mark.parametrize("what", ["model", "loss"])
 def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
-    what: str, fifth_model: str, small: Small
+    what: str, fifth_model: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from linrnn.breakdown import assemble, markdown, to_json
 
@@ -305,7 +306,7 @@ def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
     if what == "model":
         arch = replace(arch, model=fifth_model)
     else:
-        config = replace(config, loss=LossConfig("focal"))
+        monkeypatch.delitem(FORMULAS_OF_LOSSES, config.loss.name)
     times = [{"step": 0.1, "mixer/forward": 0.01}]
     found = assemble(Plan(config, torch.device("cpu"), "fp32"), arch, "name", {"peak": 2**30}, {"mixer": 2**20}, times)
     assert to_json(found)["flops"] is None
