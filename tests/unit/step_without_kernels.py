@@ -1,6 +1,7 @@
 """What FLA's own modules hold in a training step, on CPU tensors with the Triton kernels left out; prints JSON.
 
 Kernels only fill tensors that FLA has allocated before, so that without them every tensor is there, of no meaning.
+Matrix products are left out likewise: on a CPU without bf16 units they take minutes.
 Arguments: sequences, their length, vocabulary. Of every model at the size mve, and in chunks of other sizes than FLA's,
 without and with activation checkpointing, under bf16 autocast: bytes beyond the parameters, when the loss begins and at
 most in the backward pass after the final norm's.
@@ -28,6 +29,7 @@ from linrnn.models import build_model, chunk_size
 from linrnn.models.chunk_size import _ChunkGLA
 
 CASES = [(name, None) for name in MODELS] + [("gla", 64), ("gla", 128), ("gated_deltanet", 16), ("kda", 32)]
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
 class Held(TorchDispatchMode):
@@ -39,7 +41,11 @@ class Held(TorchDispatchMode):
         self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
+        if operation in PRODUCTS:
+            *_, left, right = args
+            result = left.new_empty(*left.shape[:-1], right.shape[-1])
+        else:
+            result = operation(*args, **(kwargs or {}))
         # On a GPU logsigmoid has an empty buffer.
         made = result[:1] if operation is torch.ops.aten.log_sigmoid_forward.default else result
         for tensor in tree_leaves(made):

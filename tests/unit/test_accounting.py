@@ -408,7 +408,7 @@ def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds()
     batch_size, seq_len, vocab_size = 8, 1024, 2048
     script = Path(__file__).with_name("step_without_kernels.py")
     sizes = (str(size) for size in (batch_size, seq_len, vocab_size))
-    run = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True, timeout=1800)
+    run = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert {case.partition("/")[0] for case in found} == set(MODELS)
