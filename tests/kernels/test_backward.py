@@ -1,28 +1,26 @@
 """Which gradients a backward pass gives, and how often: every dtype, frozen inputs, several passes."""
 
+import contextlib
 from itertools import product
 
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case, check, draw, error, gradients
 from cce_kernels import linear_cross_entropy, schemes
-from everywhere import HERE, devices, not_in_interpreter, run_in_interpreter
+from cce_kernels.interpreter import INTERPRETED
+from everywhere import devices, devices_with
 
 DTYPES = (BF16, FP16, FP32)
 
 
-@not_in_interpreter
-def test_the_kernels_pass_these_tests_in_the_interpreter():
-    run_in_interpreter(__file__)
-
-
-@pytest.fixture
-def launches_are_free(monkeypatch):
+@contextlib.contextmanager
+def launches_are_free():
     """The planner stores exponentials for small problems, too, and in chunks of 128 rows."""
-    monkeypatch.setattr(schemes, "LAUNCH_SECONDS", 0.0)
-    monkeypatch.setattr(schemes, "LEAST_ROWS", 128)
-    schemes.plan.cache_clear()
-    yield
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(schemes, "LAUNCH_SECONDS", 0.0)
+        monkeypatch.setattr(schemes, "LEAST_ROWS", 128)
+        schemes.plan.cache_clear()
+        yield
     schemes.plan.cache_clear()
 
 
@@ -33,7 +31,7 @@ PASSES = {
     "stored_fp32_sums": {"accumulate": "fp32"},
     "recomputed": {"label_smoothing": 0.1},
     "row_losses": {"reduction": "none"},
-    **({} if HERE else {"listed": {"filter_eps": 2.0**-10}}),  # two minutes there; test_interpreter has it
+    "listed": {"filter_eps": 2.0**-10},
 }
 FROZEN = [{}, {"reduction": "none"}, {"workspace_mib": 0.5}, {"label_smoothing": 0.1}, {"bias": True}]
 
@@ -44,19 +42,20 @@ CROSSED = [
         dtype_c=c, bias=bias is not None, dtype_bias=bias, autocast=autocast, peak=3,
     )
     for e, c, bias, autocast in product(DTYPES, DTYPES, (None, *DTYPES), (None, BF16, FP16))
-    if not HERE or bias in ((None, e) if e == c else (None,))  # the interpreter takes a second a case
 ]  # fmt: skip
+OF_ONE_BIAS = [case for case in CROSSED if not case.bias or case.dtype == case.dtype_c == case.dtype_bias]
 
 
-@devices
-@pytest.mark.parametrize("case", CROSSED, ids=str)
-def test_every_dtype_of_e_c_bias_and_autocast(case, device, launches_are_free):
+@devices_with("case", CROSSED, OF_ONE_BIAS)
+@launches_are_free()
+def test_every_dtype_of_e_c_bias_and_autocast(case, device):
     check(case, device)
 
 
 @devices
 @pytest.mark.parametrize("dtype_c", DTYPES, ids=str)
-def test_a_sum_over_rows_that_fp16_cannot_hold_is_only_held_finished(dtype_c, device, launches_are_free):
+@launches_are_free()
+def test_a_sum_over_rows_that_fp16_cannot_hold_is_only_held_finished(dtype_c, device):
     """dC of the summed loss is beyond fp16's numbers; that of the mean is not."""
     case = Case("large", shape=(260,), dim=16, vocab=20, dtype=BF16, dtype_c=dtype_c, autocast=BF16, ignored=0)
     e, c, targets, _ = draw(case, device)
@@ -71,9 +70,9 @@ def test_a_sum_over_rows_that_fp16_cannot_hold_is_only_held_finished(dtype_c, de
     assert error(grad, want) < 1e-2
 
 
-@devices
-@pytest.mark.parametrize("options", FROZEN if HERE else [*FROZEN, {"filter_eps": 2.0**-6}], ids=str)
-def test_main_grad_is_not_touched_where_c_is_frozen(options, device, launches_are_free):
+@devices_with("options", [*FROZEN, {"filter_eps": 2.0**-6}], FROZEN)
+@launches_are_free()
+def test_main_grad_is_not_touched_where_c_is_frozen(options, device):
     e, c, targets, bias = draw(Case("frozen", dtype=BF16, bias=True, dim=16, vocab=100), device)
     c = c.detach()
     options = {**options, "bias": bias} if "bias" in options else options
@@ -93,12 +92,12 @@ def test_main_grad_is_not_touched_by_a_call_for_the_bias_alone(device):
     assert bias.grad.any()
 
 
-@devices
-@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES)
-@pytest.mark.parametrize("main_grad", [True] if HERE else [False, True])
-def test_backward_passes_may_follow_one_another(options, main_grad, device, launches_are_free):
+@devices_with("passes", [*product(PASSES, (False, True))], [(name, True) for name in PASSES if name != "listed"])
+@launches_are_free()
+def test_backward_passes_may_follow_one_another(passes, device):
     """With retain_graph=True; whatever becomes of the first pass's gradients."""
-    if "workspace_mib" in options and device == "cpu" and not HERE:
+    options, main_grad = PASSES[passes[0]], passes[1]
+    if "workspace_mib" in options and device == "cpu" and not INTERPRETED:
         options = {"workspace_mib": 0.5}  # of CPU tensors all memory counts
     e, c, targets, _ = draw(Case("passes", shape=(260,), dim=8, vocab=60, dtype=BF16, peak=3), device)
     buffer = torch.zeros(c.shape, device=device) if main_grad else None
@@ -122,7 +121,8 @@ def test_backward_passes_may_follow_one_another(options, main_grad, device, laun
 
 
 @devices
-def test_the_gradients_of_e_and_of_c_may_be_asked_for_one_after_the_other(device, launches_are_free):
+@launches_are_free()
+def test_the_gradients_of_e_and_of_c_may_be_asked_for_one_after_the_other(device):
     e, c, targets, _ = draw(Case("one_each", shape=(260,), dim=8, vocab=60, dtype=BF16, peak=3), device)
     both = gradients(linear_cross_entropy(e, c, targets), (e, c))
     loss = linear_cross_entropy(e, c, targets)
@@ -133,7 +133,8 @@ def test_the_gradients_of_e_and_of_c_may_be_asked_for_one_after_the_other(device
 
 
 @devices
-def test_a_changed_weight_is_still_refused_between_two_passes(device, launches_are_free):
+@launches_are_free()
+def test_a_changed_weight_is_still_refused_between_two_passes(device):
     e, c, targets, _ = draw(Case("changed", shape=(260,), dim=8, vocab=60, dtype=BF16), device)
     loss = linear_cross_entropy(e, c, targets)
     loss.backward(retain_graph=True)
@@ -144,7 +145,8 @@ def test_a_changed_weight_is_still_refused_between_two_passes(device, launches_a
 
 
 @devices
-def test_a_compiled_programs_second_backward_pass_is_right_or_refused(device, launches_are_free):
+@launches_are_free()
+def test_a_compiled_programs_second_backward_pass_is_right_or_refused(device):
     e, c, targets, _ = draw(Case("compiled", shape=(70,), dim=8, vocab=40, dtype=BF16, peak=3), device)
 
     def program(e, c):

@@ -4,16 +4,12 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, IGNORE, error, gradients, in_fp64
 from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
-from everywhere import HERE, devices, not_in_interpreter, run_in_interpreter
+from everywhere import devices
 from torch import Tensor
+from triton_interpreter import MARKS
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 KINDS = {"plain": {}, "bias": {"bias": True}, "softcap": {"softcap": 50.0}, "scaled": {"logit_scale": 0.7}}
-
-
-@not_in_interpreter
-def test_the_kernels_pass_these_tests_in_the_interpreter():
-    run_in_interpreter(__file__)
 
 
 def sure(dtype: torch.dtype, device: str, peak: float, n_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,9 +121,8 @@ def test_the_log_sum_exp_of_an_ignored_row_is_right_where_it_is_asked_for(dtype,
         assert error(grad, wanted) < 1e-2
 
 
-@pytest.mark.skipif(not HERE, reason="of the kernels in the interpreter")
 @DTYPES
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", [pytest.param(name, marks=MARKS) for name in ("mean", "none")])
 def test_no_row_goes_the_slow_way_for_an_ignored_rows_sake(reduction, dtype, monkeypatch):
     """rows_kernel takes a row's logits one by one where its sum overflowed."""
     from cce_kernels import finish
