@@ -208,34 +208,57 @@ class LossTimer:
 
 
 class WallClock:
-    """Wall-clock time between moments at which the device had done its work, without what was :meth:`paused`."""
+    """Wall-clock time from the end of each step to the end of the next, without what was :meth:`paused`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: float | None = None
+    A lap holds the step and what the host does before it. The device says when a step ended, on a GPU by a CUDA event:
+    the host learns that later, by as much as it is behind or ahead of the device.
 
-    def start(self, moment: float | None = None) -> None:
-        """Begin at `moment`, a reading of `time.perf_counter`, or once the device has done what it was given."""
-        self._last = self._now() if moment is None else moment
+    Args:
+        device: where the steps run.
+        skip: laps left out, as of :class:`StepTimer`.
+    """
 
-    def lap(self, moment: float) -> float:
-        """Seconds from the last lap, or from the start, to `moment`, a reading of `time.perf_counter`."""
-        assert self._last is not None, "the clock was not started"
-        seconds, self._last = moment - self._last, moment
-        return seconds
+    def __init__(self, device: torch.device, skip: int) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self._skip = skip
+        self._begun: Any = None
+        self._stretches: list[tuple[Any, Any]] = []  # of the lap that runs, before its last pause
+        self._pending: deque[list[tuple[Any, Any]]] = deque()
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """The first lap begins once the device has done what it was given."""
+        self._begun = self._mark_when_idle()
+
+    def lap(self) -> None:
+        """A step ends; never waits for the device."""
+        now = _moment(self._cuda)
+        stretches = [*self._stretches, (self._begun, now)]
+        self._begun, self._stretches = now, []
+        if self._skip > 0:
+            self._skip -= 1
+        else:
+            self._pending.append(stretches)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """The block counts for no lap. At its beginning and its end the host waits for the device."""
-        last, begun = self._last, self._now()
+        if self._begun is not None:
+            self._stretches.append((self._begun, self._mark_when_idle()))
         yield
-        if last is not None:
-            self._last = last + self._now() - begun
+        self.start()
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
+    @property
+    def seconds(self) -> list[float]:
+        """Times of the measured laps that the device has finished, in order."""
+        while self._pending and (not self._cuda or self._pending[0][-1][1].query()):
+            self._seconds.append(sum(_seconds_between(*stretch) for stretch in self._pending.popleft()))
+        return self._seconds
+
+    def _mark_when_idle(self) -> Any:
+        if self._cuda:
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return _moment(self._cuda)
 
 
 @dataclass(frozen=True)
@@ -259,16 +282,26 @@ class SpeedMeter:
     def __init__(self, device: torch.device, skip: int, tokens_per_step: int) -> None:
         self._skip, self._tokens_per_step = skip, tokens_per_step
         self.steps, self.loss = StepTimer(device, skip), LossTimer(device, skip)
-        self.clock = WallClock(device)
+        self.clock = WallClock(device, skip)
         self._measured = 0
         self._since_record: list[_Lap] = []
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    def arrived(self, step_of_process: int, moment: float) -> None:
-        """Step `step_of_process` (from 1) is done on the device, as the host learnt at `moment`; once for each step."""
+    def step_begins(self) -> None:
+        """Before the step's first work."""
+        self.steps.start()
+
+    def step_ended(self) -> None:
+        """The step's last work is given to the device; never waits for it."""
+        self.steps.stop()
+        self.loss.step_ended()
+        self.clock.lap()
+
+    def arrived(self, step_of_process: int) -> None:
+        """Step `step_of_process` (from 1) is done on the device; once for each step."""
         if step_of_process <= self._skip:
             return
-        wall = self.clock.lap(moment)
+        wall = self.clock.seconds[self._measured]
         self._recent.append(wall)
         self._since_record.append(_Lap(wall, self.steps.seconds[self._measured], self.loss.seconds[self._measured]))
         self._measured += 1

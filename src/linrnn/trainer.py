@@ -85,8 +85,6 @@ class StepRecord:
         step: of the run.
         number_here: of this process, from 1.
         lr: the step's learning rate.
-        arrived_at: reading of `time.perf_counter` when the host knew that the step was done; of a GPU's step None until
-            :meth:`read`.
     """
 
     def __init__(self, step: int, number_here: int, lr: float, tensors: dict[str, torch.Tensor]) -> None:
@@ -95,14 +93,12 @@ class StepRecord:
         stacked = torch.stack([tensor.detach().float() for tensor in tensors.values()])
         self._values = stacked.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if stacked.is_cuda else None
-        self.arrived_at = None if self._arrived else time.perf_counter()
         if self._arrived:
             self._arrived.record()
 
     def read(self) -> dict[str, float]:
         if self._arrived:
             self._arrived.synchronize()
-            self.arrived_at = time.perf_counter()
         return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
@@ -311,10 +307,10 @@ class Trainer:
         self.model.train()
         if self._misses_validation():
             self._validate()
+        self.speed.clock.start()
         while self.step < self.plan.total_steps:
             if self.steps_here == self.plan.unmeasured_steps:
                 self.memory.start()
-                self.speed.clock.start(self._pending.arrived_at if self._pending else None)
             record = self.train_step()
             end_of_step()
             self._flush()  # the previous step's scalars, while the device works on this one
@@ -380,7 +376,7 @@ class Trainer:
         Every micro-step's summed loss is divided by the tokens of the whole step on all ranks, so that the gradient
         equals that of one large batch however it is split and however many labels are ignored.
         """
-        self.speed.steps.start()
+        self.speed.step_begins()
         lr = self.schedule.apply(self.step)
         batches = [next(self.loader) for _ in range(self.config.trainer.accumulation_steps)]
         n_tokens = max(int(self.ranks.total(sum(batch.n_tokens for batch in batches))[0]), 1)
@@ -394,8 +390,7 @@ class Trainer:
         grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.ranks.zero_gradients(self.optimizer)
-        self.speed.steps.stop()
-        self.speed.loss.step_ended()
+        self.speed.step_ended()
         self.step += 1
         self.steps_here += 1
         return StepRecord(
@@ -431,8 +426,7 @@ class Trainer:
                 "checkpoint is kept",
             )
         self.recent_losses.append(loss)
-        assert record.arrived_at is not None
-        self.speed.arrived(record.number_here, record.arrived_at)
+        self.speed.arrived(record.number_here)
         self._show_progress(record.step, loss)
         if record.step % self.config.trainer.log_every == 0 or record.step == self.plan.total_steps:
             metrics: dict[str, float | None] = {

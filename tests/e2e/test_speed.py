@@ -150,6 +150,18 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
     assert 195 < summary["host_step_ms"] < summary["wall_step_ms"]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None:
+    """The host reads the last step before a validation at once, and every other step after it has begun the next."""
+    overrides = [o for o in small("trainer.max_steps=30", "trainer.valid_every=4") if o != "device=cpu"]
+    trainer = Trainer(load_config([*overrides, "device=cuda"]))
+    trainer.fit()
+    measured = [r for r in step_records(trainer) if "speed/step_ms" in r]
+    assert len(measured) == 30 - trainer.plan.unmeasured_steps
+    for record in measured:
+        assert record["speed/wall_step_ms"] >= 0.99 * record["speed/step_ms"], record["step"]
+
+
 def test_every_record_and_summary_and_line_of_the_log_has_its_date(small: Small) -> None:
     from datetime import UTC, datetime
 

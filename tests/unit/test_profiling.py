@@ -12,7 +12,17 @@ from torch import nn
 
 from linrnn import profiling
 from linrnn.errors import StorageError, UnsupportedError
-from linrnn.profiling import LossTimer, MemoryByComponent, StepTimer, matmul_rate, memory_snapshot, trace, watched_loss
+from linrnn.profiling import (
+    LossTimer,
+    MemoryByComponent,
+    SpeedMeter,
+    StepTimer,
+    WallClock,
+    matmul_rate,
+    memory_snapshot,
+    trace,
+    watched_loss,
+)
 
 CPU = torch.device("cpu")
 
@@ -155,6 +165,35 @@ def test_the_timer_leaves_out_the_first_steps_and_what_lies_between_steps():
     assert len(timer.seconds) == 3
     assert timer.seconds[0] >= 0.01
     assert 0.002 <= statistics.median(timer.seconds) < 0.02
+
+
+def test_a_lap_goes_from_step_to_step_without_what_was_paused(monkeypatch):
+    clock = iter([10.0, 11.0, 13.0, 14.0, 24.0, 26.0, 27.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    laps = WallClock(CPU, skip=1)
+    laps.start()  # 10
+    laps.lap()  # 11: left out
+    laps.lap()  # 13
+    with laps.paused():  # 14 to 24
+        pass
+    laps.lap()  # 26
+    laps.lap()  # 27
+    assert laps.seconds == [2.0, 3.0, 1.0]
+
+
+def test_the_speed_of_a_step_is_that_of_its_end_and_not_of_when_the_host_reads_it(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = SpeedMeter(CPU, skip=0, tokens_per_step=6)
+    meter.clock.start()
+    for end in (2.0, 4.0):
+        meter.step_begins()
+        now = end
+        meter.step_ended()
+    now = 9.0
+    for step in (1, 2):
+        meter.arrived(step)
+        assert meter.record()["speed/tokens_per_second"] == 3.0, "two seconds a step"
 
 
 def test_the_rate_of_a_matrix_product_is_its_flops_over_its_time(monkeypatch):
