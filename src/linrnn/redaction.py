@@ -8,7 +8,7 @@ NAMES = re.compile(r"(API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|TOKEN|PASSWORD|PASS
 SHORTEST = 8  # what is shorter could be any word
 
 
-def _secrets() -> dict[str, str]:
+def secrets() -> dict[str, str]:
     """Values of variables such as WANDB_API_KEY, by name; longest first, so that none is cut by a part of it."""
     found = {name: value for name, value in os.environ.items() if NAMES.search(name) and len(value) >= SHORTEST}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
@@ -16,12 +16,12 @@ def _secrets() -> dict[str, str]:
 
 def scrub(text: str) -> str:
     """`text` with the name of the variable in place of each secret."""
-    for name, value in _secrets().items():
+    for name, value in secrets().items():
         text = text.replace(value, f"<{name}>")
     return text
 
 
-def holds_secret(value: Any) -> str | None:
-    """The name of the variable whose secret is part of a configuration's value, or None."""
+def holds_secret(value: Any, found: dict[str, str]) -> str | None:
+    """The name of the variable whose secret, one of `found`, is part of a configuration's value; or None."""
     text = str(value)
-    return next((name for name, secret in _secrets().items() if secret in text), None)
+    return next((name for name, secret in found.items() if secret in text), None)

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
-from linrnn.config.compose import fields_of, nearest
+from linrnn.config.compose import compose_config, fields_of, nearest, register_schemas
 from linrnn.config.schema import COMMANDS, SCHEMAS, ReadingConfig
 from linrnn.errors import ConfigError
 
@@ -227,6 +229,24 @@ def test_nearest_names_the_intended_one_first() -> None:
 
 def test_commands_have_their_files() -> None:
     assert all((CONFIG_DIR / f"{name}.yaml").exists() for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["seed=3", "data.data_seed=1", "data=markov", "+trainer.max_steps=7", "experiment=mve", "device=cpu"],
+        ["size.mixers={gla:{num_heads:2,head_k_dim:8,head_v_dim:8}}", "size=mve", "++optimizer.lr=0.1"],
+        ["logger.wandb.tags=[a,b]", "parallel=fsdp", "parallel.shard_ranks=2", "~dry_run", "group=g", "seed=1"],
+    ],
+)
+def test_options_first_and_single_keys_then_is_what_hydra_does(overrides: list[str]) -> None:
+    register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
+        at_once = compose("train", overrides=overrides)
+    found = compose_config(overrides)
+    assert found == at_once
+    assert OmegaConf.get_type(found) is OmegaConf.get_type(at_once)
+    assert OmegaConf.is_struct(found) is OmegaConf.is_struct(at_once) is True
 
 
 def test_losses_and_models_cross_freely() -> None:

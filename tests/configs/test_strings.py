@@ -241,13 +241,11 @@ def test_a_broken_sweep_names_file_and_line(
 ) -> None:
     shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
     monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
-    compose._composed.cache_clear()
     (tmp_path / "configs" / "sweep" / "broken.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as error:
         load_config(["sweep=broken"], "run_sweep")
     assert "configs/sweep/broken.yaml" in error.value.cause
     assert cause in error.value.cause
-    compose._composed.cache_clear()
 
 
 def test_an_override_of_a_sweep_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
