@@ -13,11 +13,11 @@ def main(config: Config) -> None:
 
     with join(config.parallel, config.device) as ranks:
         if not config.dry_run:
-            from linrnn.trainer import Trainer
+            from linrnn.training.trainer import Trainer
 
             Trainer(config, ranks).fit()
         elif ranks.is_first:
-            from linrnn.forecast import print_forecast
+            from linrnn.experiments.dry_run import print_forecast
 
             print_forecast(config)
 

@@ -8,7 +8,7 @@ from linrnn.config.schema import BenchLossConfig
 
 
 def main(config: BenchLossConfig) -> None:
-    from linrnn.loss_benchmark import report_set, run_benchmark
+    from linrnn.bench.loss.run import report_set, run_benchmark
 
     if config.measure:
         run_benchmark(config, shlex.join(["python", "scripts/bench_loss.py", *sys.argv[1:]]), say=print)

@@ -5,14 +5,14 @@ from pathlib import Path
 from linrnn.config import load_config
 from linrnn.config.cli import run
 from linrnn.config.schema import BenchParallelConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 
 def main(config: BenchParallelConfig) -> None:
+    from linrnn.bench.parallel.report import write_pages
+    from linrnn.bench.parallel.run import run_benchmark
     from linrnn.distributed import Launch, join
-    from linrnn.environment import command_line
-    from linrnn.parallel_benchmark import run_benchmark
-    from linrnn.parallel_report import write_pages
+    from linrnn.runs.environment import command_line
 
     if config.measure:
         if not Launch.from_environment().launched:

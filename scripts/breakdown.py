@@ -6,12 +6,12 @@ from pathlib import Path
 from linrnn.config import load_config, run_name
 from linrnn.config.cli import run_many
 from linrnn.config.schema import BreakdownConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 
 def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> None:
-    from linrnn.breakdown import markdown, measure, to_json
-    from linrnn.trainer import Trainer
+    from linrnn.experiments.breakdown import markdown, measure, to_json
+    from linrnn.training.trainer import Trainer
 
     if launcher:
         raise ConfigError(f"{launcher[0]}: a breakdown is measured on this machine", "drop the hydra… overrides")

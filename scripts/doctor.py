@@ -5,7 +5,7 @@ from linrnn.config.schema import Config
 
 
 def main(config: Config) -> None:
-    from linrnn.doctor import diagnose
+    from linrnn.experiments.doctor import diagnose
 
     print(diagnose(config))
 

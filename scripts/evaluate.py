@@ -9,16 +9,16 @@ from linrnn.config.schema import EvaluateConfig
 
 
 def main(config: EvaluateConfig) -> None:
-    from linrnn import checkpoint
-    from linrnn.accounting import loss_memory
-    from linrnn.errors import ConfigError
-    from linrnn.evaluation import evaluate
+    from linrnn.core.errors import ConfigError
+    from linrnn.costs import loss_memory
+    from linrnn.inference.load import open_data, vocab_size
     from linrnn.losses import build_loss
     from linrnn.models import build_model
-    from linrnn.plan import make_plan
-    from linrnn.room import check_reading_fits
-    from linrnn.runtime import compute_dtype, parameter_dtype
-    from linrnn.trained import open_data, vocab_size
+    from linrnn.training import checkpoint
+    from linrnn.training.evaluation import evaluate
+    from linrnn.training.plan import make_plan
+    from linrnn.training.preflight import check_reading_fits
+    from linrnn.training.runtime import compute_dtype, parameter_dtype
 
     directory = checkpoint.resolve(Path(config.checkpoint))
     if directory is None:

@@ -9,8 +9,8 @@ from linrnn.config.schema import ExportConfig
 def main(config: ExportConfig) -> None:
     import torch
 
-    from linrnn.export import export
-    from linrnn.trained import load_trained
+    from linrnn.inference.export import export
+    from linrnn.inference.load import load_trained
 
     trained = load_trained(config.checkpoint, torch.device("cpu"))
     export(trained, Path(config.output))

@@ -2,12 +2,12 @@
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import FindMaxBatchConfig
-from linrnn.errors import ConfigError
-from linrnn.output import say
+from linrnn.core.errors import ConfigError
+from linrnn.core.output import say
 
 
 def main(config: FindMaxBatchConfig, overrides: list[str], launcher: list[str]) -> None:
-    from linrnn.batch_finder import find_max_batch
+    from linrnn.experiments.max_batch import find_max_batch
 
     if launcher:
         raise ConfigError(f"{launcher[0]}: the probes of a search run on this machine", "drop the hydra… overrides")

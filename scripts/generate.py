@@ -5,9 +5,9 @@ from linrnn.config.schema import GenerateConfig
 
 
 def main(config: GenerateConfig) -> None:
-    from linrnn.generation import readable, samples
-    from linrnn.runtime import resolve_device
-    from linrnn.trained import load_trained
+    from linrnn.inference.generate import readable, samples
+    from linrnn.inference.load import load_trained
+    from linrnn.training.runtime import resolve_device
 
     trained = load_trained(config.checkpoint, resolve_device(config.device))
     for number, (prompt, tokens) in enumerate(samples(trained, config)):

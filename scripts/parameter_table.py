@@ -1,9 +1,9 @@
 """The README's table of sizes, as it stands between the `sizes` markers there."""
 
-from linrnn.architecture import MODELS, parameter_table
 from linrnn.config import load_config
 from linrnn.config.cli import run_plain
 from linrnn.config.schema import MarkovDataConfig
+from linrnn.models.architecture import MODELS, parameter_table
 
 SIZES = ("smoke", "mve", "350m", "1b3")
 

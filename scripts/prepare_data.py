@@ -2,7 +2,7 @@
 
 from linrnn.config.cli import run
 from linrnn.config.schema import Config
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 
 def main(config: Config) -> int:

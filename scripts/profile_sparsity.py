@@ -10,8 +10,8 @@ from linrnn.config.schema import ProfileSparsityConfig
 def main(config: ProfileSparsityConfig) -> None:
     import torch
 
-    from linrnn import sparsity
-    from linrnn.trained import open_reading
+    from linrnn.inference.load import open_reading
+    from linrnn.study import sparsity
 
     profiles = []
     for source in config.checkpoints:

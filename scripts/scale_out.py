@@ -6,8 +6,8 @@ from linrnn.config.cli import run_plain
 
 
 def main() -> None:
-    from linrnn.parallel_report import read
-    from linrnn.scale_out import page
+    from linrnn.bench.parallel.report import read
+    from linrnn.bench.parallel.scale_out import page
 
     results = Path(__file__).resolve().parents[1] / "results"
     path = results / "scale_out.md"

@@ -2,11 +2,11 @@
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import RunSweepConfig
-from linrnn.output import say
+from linrnn.core.output import say
 
 
 def main(config: RunSweepConfig, overrides: list[str], launcher: list[str]) -> None:
-    from linrnn.sweeps import run_sweep
+    from linrnn.experiments.sweep import run_sweep
 
     run_sweep(config, overrides, launcher, say)
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
 from linrnn.config.compose import compose_config, fields_of, nearest, register_schemas
 from linrnn.config.schema import COMMANDS, SCHEMAS, ReadingConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONFIG_DIR.glob("*/*.yaml"))]
 NEEDED = {"text": ["data.path=some.txt"]}

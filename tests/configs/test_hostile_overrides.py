@@ -20,8 +20,8 @@ from linrnn.config.compose import fields_of
 from linrnn.config.grids import sweep_points
 from linrnn.config.safety import check_launcher
 from linrnn.config.schema import SCHEMAS
-from linrnn.errors import ConfigError, LinrnnError
-from linrnn.plan import make_training_plan
+from linrnn.core.errors import ConfigError, LinrnnError
+from linrnn.training.plan import make_training_plan
 
 COUNT = int(os.environ.get("LINRNN_FUZZ", "150"))
 SEED = int(os.environ.get("LINRNN_FUZZ_SEED", "0"))

@@ -16,7 +16,7 @@ from linrnn.config.compose import fields_of
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import COMMANDS, SCHEMAS, SweepConfig
 from linrnn.config.strings import quoted, quoted_choices, string_keys
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 HOSTILE = [
     "a b",

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from forked import NEEDED, ROOT
 
 from linrnn import distributed
-from linrnn.metrics import read_jsonl
-from linrnn.trainer import Trainer
+from linrnn.runs.metrics import read_jsonl
+from linrnn.training.trainer import Trainer
 
 
 def start_ranks(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from linrnn.config import load_config
+from linrnn.core.errors import DataError
 from linrnn.data.shards import META, read_meta, sha256_of, write_meta
-from linrnn.errors import DataError
-from linrnn.trainer import Trainer
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 SHARD = "train-00000.bin"

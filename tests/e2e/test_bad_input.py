@@ -12,9 +12,9 @@ import torch
 
 from linrnn.config import load_config
 from linrnn.config.outputs import check_outputs
-from linrnn.errors import DataError, OutOfMemoryError, StorageError, UnsupportedError
-from linrnn.results import read_runs
-from linrnn.trainer import Trainer
+from linrnn.core.errors import DataError, OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.study.results import read_runs
+from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -144,7 +144,7 @@ def test_the_traceback_is_there_for_the_asking(command: Command) -> None:
 def test_a_full_disk_ends_the_run_with_its_cause(
     small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.checkpoint import saving
+    from linrnn.training.checkpoint import saving
 
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")

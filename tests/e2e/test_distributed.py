@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rank_process import ROOT, curve, ended, output, start_ranks, summary_of, trained
 
-from linrnn.checkpoint import found
 from linrnn.config import load_config
+from linrnn.core.errors import ConfigError
 from linrnn.distributed import Launch
-from linrnn.errors import ConfigError
-from linrnn.trainer import Trainer
+from linrnn.training.checkpoint import found
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 ROUNDING = 2e-5  # as for gradient accumulation on one process

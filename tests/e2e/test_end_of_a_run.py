@@ -15,14 +15,14 @@ import pytest
 import torch
 from forked import run_script, start
 
-from linrnn import trainer as trainer_module
-from linrnn.checkpoint import found
 from linrnn.config import load_config
+from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
+from linrnn.core.interrupts import StopRequest, heeded
 from linrnn.data import check_validation
-from linrnn.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
-from linrnn.interrupts import StopRequest, heeded
-from linrnn.metrics import read_jsonl
-from linrnn.trainer import Trainer
+from linrnn.runs.metrics import read_jsonl
+from linrnn.training import trainer as trainer_module
+from linrnn.training.checkpoint import found
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 GIB = 2**30

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses import check_loss, loss_names
-from linrnn.trainer import Trainer
+from linrnn.training.trainer import Trainer
 
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 from rank_process import leave_kernels_untuned
 
 from linrnn.config import load_config
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses import loss_names
-from linrnn.trainer import Trainer
+from linrnn.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
@@ -62,7 +62,7 @@ def first_loss(trainer: Trainer) -> float:
 
 
 def test_a_memory_budget_is_kept_and_explained(small: Callable[..., list[str]]) -> None:
-    from linrnn.errors import OutOfMemoryError
+    from linrnn.core.errors import OutOfMemoryError
 
     overrides = on_gpu(small, "memory_budget_gib=1", "size.vocab_size=131072", "trainer.batch_size=64", "loss=standard")
     with pytest.raises(OutOfMemoryError, match="out of memory") as error:

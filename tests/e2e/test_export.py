@@ -15,11 +15,11 @@ from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.config.schema import GenerateConfig
-from linrnn.errors import ConfigError, DataError, StorageError
-from linrnn.export import export
-from linrnn.generation import prompt_of, readable, samples
-from linrnn.trained import load_trained
-from linrnn.trainer import Trainer
+from linrnn.core.errors import ConfigError, DataError, StorageError
+from linrnn.inference.export import export
+from linrnn.inference.generate import prompt_of, readable, samples
+from linrnn.inference.load import load_trained
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 NOT_PERMITTED = 77

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from linrnn import batch_finder
-from linrnn.batch_finder import Answer, find_max_batch
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
+from linrnn.experiments import max_batch
+from linrnn.experiments.max_batch import Answer, find_max_batch
 
 Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -40,7 +40,7 @@ def test_probes_are_training_runs_and_are_not_made_again(
         own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
         return find_max_batch(load_config(own_keys, "find_max_batch"), runs, print)
 
-    monkeypatch.setattr(batch_finder, "in_another_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(max_batch, "in_another_process", lambda function, *arguments: function(*arguments))
     written = run.stat().st_mtime_ns
     again = search()
     assert [(p.batch, p.fits, p.peak_bytes) for p in again.probes] == [(probe["batch"], False, probe["peak_bytes"])]

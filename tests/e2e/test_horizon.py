@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from linrnn.checkpoint import found, read_progress, read_state
-from linrnn.checkpoint.files import write_state
 from linrnn.config import load_config
-from linrnn.errors import ConfigError
-from linrnn.points import foresee
-from linrnn.trainer import Trainer
+from linrnn.core.errors import ConfigError
+from linrnn.experiments.points import foresee
+from linrnn.training.checkpoint import found, read_progress, read_state
+from linrnn.training.checkpoint.files import write_state
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 COSINE = ("optimizer.warmup_steps=2", "trainer.max_steps=8")

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from linrnn.config import load_config
-from linrnn.export import export
-from linrnn.results import read_runs
-from linrnn.trained import load_trained
-from linrnn.trainer import Trainer
+from linrnn.inference.export import export
+from linrnn.inference.load import load_trained
+from linrnn.study.results import read_runs
+from linrnn.training.trainer import Trainer
 
 NAME = 'it\'s [mine], a=b {ü} $x 😀 "50%" \\'
 Command = Callable[..., subprocess.CompletedProcess[str]]

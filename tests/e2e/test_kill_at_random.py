@@ -20,7 +20,7 @@ from killed_run import start_run
 from rank_process import ROOT
 from safetensors.torch import load_file
 
-from linrnn.checkpoint import found
+from linrnn.training.checkpoint import found
 
 KILLS = int(os.environ.get("LINRNN_KILLS", "4"))
 SEED = int(os.environ.get("LINRNN_KILLS_SEED", "0"))

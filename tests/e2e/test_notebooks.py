@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.breakdown import measure, to_json
 from linrnn.config import load_config
-from linrnn.trainer import Trainer
+from linrnn.experiments.breakdown import measure, to_json
+from linrnn.training.trainer import Trainer
 
 nbclient = pytest.importorskip("nbclient", reason="pip install 'linrnn[test]'")
 pytest.importorskip("ipykernel", reason="pip install 'linrnn[test]'")

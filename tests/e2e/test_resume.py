@@ -16,11 +16,11 @@ import pytest
 from forked import ROOT, run_script, start
 from safetensors.torch import load_file
 
-from linrnn.checkpoint import TENSORS, found
 from linrnn.config import load_config
-from linrnn.errors import ConfigError, DataError, DivergedError
-from linrnn.interrupts import SIGNALS
-from linrnn.trainer import Trainer
+from linrnn.core.errors import ConfigError, DataError, DivergedError
+from linrnn.core.interrupts import SIGNALS
+from linrnn.training.checkpoint import TENSORS, found
+from linrnn.training.trainer import Trainer
 
 STEPS = 30
 LONG = (

@@ -16,13 +16,13 @@ from forked import start
 from killed_run import train
 from safetensors.torch import load_file
 
-from linrnn import checkpoint
-from linrnn.checkpoint.files import read_state, write_state
 from linrnn.config import load_config
 from linrnn.config.cli import one_line
+from linrnn.core.errors import ConfigError, DataError, LinrnnError
 from linrnn.data.shards import sha256_of
-from linrnn.errors import ConfigError, DataError, LinrnnError
-from linrnn.trainer import Trainer
+from linrnn.training import checkpoint
+from linrnn.training.checkpoint.files import read_state, write_state
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_PASSWORD")

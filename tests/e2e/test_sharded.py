@@ -10,14 +10,14 @@ import pytest
 import torch
 from rank_process import curve, ended, leave_kernels_untuned, output, start_ranks, summary_of, trained
 
-from linrnn.accounting import communication
-from linrnn.architecture import resolve
-from linrnn.checkpoint import found, load_model
 from linrnn.config import load_config
-from linrnn.errors import LinrnnError
-from linrnn.forecast import print_forecast
-from linrnn.plan import make_training_plan
-from linrnn.trainer import Trainer
+from linrnn.core.errors import LinrnnError
+from linrnn.costs import communication
+from linrnn.experiments.dry_run import print_forecast
+from linrnn.models.architecture import resolve
+from linrnn.training.checkpoint import found, load_model
+from linrnn.training.plan import make_training_plan
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 ROUNDING = 5e-5  # losses and gradient norms over three steps of AdamW, summed in another order

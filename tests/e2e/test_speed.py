@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from linrnn.config import load_config
-from linrnn.figures import host_decides, memory_of_run, speed_of_run
-from linrnn.metrics import JsonlWriter, read_jsonl
-from linrnn.trainer import Trainer
+from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
+from linrnn.runs.metrics import JsonlWriter, read_jsonl
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 TOKENS = 160  # of a step of the small run
@@ -50,7 +50,7 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both take a second each time; all steps and what the host does between them are counted, once."""
-    from linrnn import trainer as module
+    from linrnn.training import trainer as module
 
     evaluate, save = module.evaluate, module.checkpoint.Saver.save
     paused = 0.0

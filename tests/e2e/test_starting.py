@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from linrnn.checkpoint import found
 from linrnn.config import load_config
-from linrnn.errors import ConfigError, DataError
-from linrnn.export import export
-from linrnn.trained import load_trained
-from linrnn.trainer import Trainer
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.inference.export import export
+from linrnn.inference.load import load_trained
+from linrnn.training.checkpoint import found
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 FLAT = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
@@ -177,7 +177,7 @@ def test_evaluate_names_the_tokenizer_of_the_data_and_the_one_to_use(
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(small: Small) -> None:
-    from linrnn.checkpoint.files import read_state, write_state
+    from linrnn.training.checkpoint.files import read_state, write_state
 
     run = fitted(small("optimizer.schedule_steps=5"))
     [newest] = found(run.directory.checkpoints)

@@ -14,12 +14,12 @@ import small_disk
 from forked import start
 from killed_run import train
 
-from linrnn.checkpoint import found
 from linrnn.config import load_config
-from linrnn.errors import DivergedError, StorageError
-from linrnn.metrics import read_jsonl
-from linrnn.run_directory import SUMMARY, RunDirectory
-from linrnn.trainer import StepRecord, Trainer
+from linrnn.core.errors import DivergedError, StorageError
+from linrnn.runs.directory import SUMMARY, RunDirectory
+from linrnn.runs.metrics import read_jsonl
+from linrnn.training.checkpoint import found
+from linrnn.training.trainer import StepRecord, Trainer
 
 Small = Callable[..., list[str]]
 SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from linrnn import sweeps
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
+from linrnn.experiments import sweep
 
 Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,10 +31,10 @@ def test_a_sweep_is_listed_run_and_not_run_again(
     assert {s["loss"]: s["status"] for s in summaries} == {"standard": "finished", "liger": "unsupported"}
     assert len({frozenset(s) for s in summaries}) == 1, "a summary has the same keys whatever became of the run"
     # The same command in this process, which may take hold of the CPU.
-    monkeypatch.setattr(sweeps, "in_another_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(sweep, "in_another_process", lambda function, *arguments: function(*arguments))
     own, launcher, runs = split_overrides(points, "run_sweep")
     said: list[str] = []
-    sweeps.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
+    sweep.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
     assert any("2 points, 0 to run" in line for line in said)
 
 

@@ -15,11 +15,11 @@ import pytest
 import wandb
 
 from linrnn.config import load_config
-from linrnn.errors import ConfigError
-from linrnn.metrics import read_jsonl
-from linrnn.summary import final_lines
-from linrnn.trained import Reading, open_reading
-from linrnn.trainer import Trainer
+from linrnn.core.errors import ConfigError
+from linrnn.inference.load import Reading, open_reading
+from linrnn.runs.metrics import read_jsonl
+from linrnn.runs.summary import final_lines
+from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
@@ -289,8 +289,8 @@ def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
 
 
 def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) -> None:
-    from linrnn.report import write_report
-    from linrnn.results import read_runs
+    from linrnn.study.report import write_report
+    from linrnn.study.results import read_runs
 
     for loss in ("standard", "cce_kahan"):
         trained(small(f"loss={loss}", "group=pair", "trainer.max_steps=50"))

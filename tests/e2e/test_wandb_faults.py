@@ -13,10 +13,10 @@ import pytest
 import wandb
 from wandb_server import WandbServer
 
-from linrnn import loggers
 from linrnn.config import load_config
-from linrnn.metrics import read_jsonl
-from linrnn.trainer import Trainer
+from linrnn.runs import loggers
+from linrnn.runs.metrics import read_jsonl
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 STEPS = 6

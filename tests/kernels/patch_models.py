@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from linrnn import cpu_ops
+from linrnn.models import cpu_ops
 from linrnn.models.attention import install_sdpa
 
 VOCAB = 96

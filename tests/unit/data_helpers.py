@@ -11,7 +11,7 @@ import pytest
 from linrnn.config.schema import HubDataConfig, MarkovDataConfig, TextDataConfig
 from linrnn.data import ShardSet
 from linrnn.data.shards import SplitWriter, open_split, write_meta
-from linrnn.tokenizer import train_tokenizer
+from linrnn.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [

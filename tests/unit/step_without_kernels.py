@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
-from linrnn import cpu_ops
-from linrnn.architecture import MODELS, resolve
 from linrnn.config import load_config
 from linrnn.data import Batch
-from linrnn.evaluation import loss_inputs
-from linrnn.models import build_model, chunk_size
+from linrnn.models import build_model, chunk_size, cpu_ops
+from linrnn.models.architecture import MODELS, resolve
 from linrnn.models.chunk_size import _ChunkGLA
+from linrnn.training.evaluation import loss_inputs
 
 CASES = [(name, None) for name in MODELS] + [("gla", 64), ("gla", 128), ("gated_deltanet", 16), ("kda", 32)]
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)

@@ -13,7 +13,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from linrnn.accounting import (
+from linrnn.config import load_config
+from linrnn.config.schema import (
+    CceAppleLossConfig,
+    CceFilterLossConfig,
+    CceKahanLossConfig,
+    FlaLossConfig,
+    LigerLossConfig,
+    LossConfig,
+    TorchNativeLossConfig,
+)
+from linrnn.costs import (
     MemoryEstimate,
     kernel_flops,
     loss_memory,
@@ -25,22 +35,12 @@ from linrnn.accounting import (
     time_estimate,
     vocabulary_loss_bytes,
 )
-from linrnn.accounting.cce import cce_scheme
-from linrnn.accounting.flops import forward_flops
-from linrnn.accounting.mixers import FLOPS_OF_MIXERS
-from linrnn.architecture import MODELS, Architecture, resolve
-from linrnn.config import load_config
-from linrnn.config.schema import (
-    CceAppleLossConfig,
-    CceFilterLossConfig,
-    CceKahanLossConfig,
-    FlaLossConfig,
-    LigerLossConfig,
-    LossConfig,
-    TorchNativeLossConfig,
-)
+from linrnn.costs.cce import cce_scheme
+from linrnn.costs.flops import forward_flops
+from linrnn.costs.mixers import FLOPS_OF_MIXERS
+from linrnn.costs.utilisation import mfu_of_summary
 from linrnn.models import build_model
-from linrnn.utilisation import mfu_of_summary
+from linrnn.models.architecture import MODELS, Architecture, resolve
 
 GIB, MIB = 2**30, 2**20
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "summaries"
@@ -324,7 +324,7 @@ def foreseen(run: dict) -> MemoryEstimate:
 
     The committed runs are older than the bound of the default workspace.
     """
-    with mock.patch("linrnn.accounting.cce.MOST_DEFAULT_MIB", math.inf):
+    with mock.patch("linrnn.costs.cce.MOST_DEFAULT_MIB", math.inf):
         return _foreseen(run)
 
 

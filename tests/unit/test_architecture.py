@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.architecture import MODELS, Architecture, parameter_table, resolve
 from linrnn.config import load_config
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
+from linrnn.models.architecture import MODELS, Architecture, parameter_table, resolve
 
 SIZES = ("smoke", "mve", "350m", "1b3")
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linrnn.batch_finder import Answer, Probe, report, search
+from linrnn.experiments.max_batch import Answer, Probe, report, search
 
 GIB = 2**30
 

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from linrnn.accounting import (
+from linrnn.config import load_config
+from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LigerLossConfig, LossConfig
+from linrnn.costs import (
     loss_traffic,
     proposal_flops,
     proposal_memory,
     proposal_traffic,
     recurrent_state_bytes,
 )
-from linrnn.architecture import resolve
-from linrnn.breakdown import Breakdown, markdown, measure, sum_of_inputs
-from linrnn.config import load_config
-from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LigerLossConfig, LossConfig
-from linrnn.parts import PartClock, SavedActivations
-from linrnn.trainer import Trainer
-from linrnn.utilisation import mfu_of_summary
+from linrnn.costs.utilisation import mfu_of_summary
+from linrnn.experiments.breakdown import Breakdown, markdown, measure, sum_of_inputs
+from linrnn.models.architecture import resolve
+from linrnn.profiling.components import PartClock, SavedActivations
+from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from linrnn import checkpoint
-from linrnn.checkpoint import saving, tensors
-from linrnn.errors import ConfigError, DataError, StorageError
+from linrnn.core.errors import ConfigError, DataError, StorageError
+from linrnn.training import checkpoint
+from linrnn.training.checkpoint import saving, tensors
 
 
 def build(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrnn import cpu_ops
-from linrnn.cpu_ops import chunked, layers, mixers
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
+from linrnn.models import cpu_ops
+from linrnn.models.cpu_ops import chunked, layers, mixers
 
 HEADS, KEYS, VALUES = 2, 8, 12
 

@@ -9,9 +9,9 @@ import pytest
 from data_helpers import hub_config, sentences, shared_data, write_tokenizer
 
 from linrnn.config import load_config
+from linrnn.core.errors import DataError
 from linrnn.data import prepare
-from linrnn.errors import DataError
-from linrnn.tokenizer import load_tokenizer
+from linrnn.data.tokenizer import load_tokenizer
 
 HEADING = load_config(["data=wikitext103"]).data.document_start
 README = """---

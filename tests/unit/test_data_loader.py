@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import linrnn.data.shards
+from linrnn.core.errors import DataError
 from linrnn.data import Batch, BatchLoader, ShardSet, loader
 from linrnn.distributed import DistributedRanks, Ranks
-from linrnn.errors import DataError
-from linrnn.evaluation import _without_labels
+from linrnn.training.evaluation import _without_labels
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from data_helpers import markov_config
 
+from linrnn.core.errors import ConfigError
 from linrnn.data import BatchLoader, prepare
 from linrnn.data.markov import END, MarkovChain
-from linrnn.errors import ConfigError
 
 
 def transitions(tokens: np.ndarray, ends: np.ndarray, *, reset: bool) -> tuple[np.ndarray, np.ndarray]:

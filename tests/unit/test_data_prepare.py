@@ -18,9 +18,9 @@ from data_helpers import directory_bytes, sentences, shared_data, text_config, w
 import linrnn.data.shards
 import linrnn.data.tokenise
 from linrnn.config.schema import StdlibDataConfig
+from linrnn.core.errors import ConfigError, DataError, StorageError
 from linrnn.data import BatchLoader, PreparedData, Progress, prepare
-from linrnn.errors import ConfigError, DataError, StorageError
-from linrnn.tokenizer import Tokenizer, load_tokenizer
+from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import zstandard
 from data_helpers import sentences, write_jsonl
 
+from linrnn.core.errors import DataError
 from linrnn.data.readers import find_files, read_documents
-from linrnn.errors import DataError
 
 
 def zstd(data: bytes) -> bytes:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrnn import doctor
 from linrnn.config import load_config
-from linrnn.doctor import Finding, attempt, diagnose, free_bytes, losses, models, table
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
+from linrnn.experiments import doctor
+from linrnn.experiments.doctor import Finding, attempt, diagnose, free_bytes, losses, models, table
 from linrnn.losses import apple_variants, check_loss, loss_names
 
 ROOT = Path(__file__).resolve().parents[2]

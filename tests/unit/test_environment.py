@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrnn import environment
-from linrnn.environment import describe_environment
+from linrnn.runs import environment
+from linrnn.runs.environment import describe_environment
 
 ROOT = Path(environment.__file__).resolve().parents[2]
 

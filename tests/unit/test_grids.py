@@ -8,7 +8,7 @@ from linrnn.config import CONFIG_DIR, load_config, run_name
 from linrnn.config.cli import split_overrides
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import SweepConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 SWEEPS = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
 ONE = SweepConfig("one", ["group=one"], [{"loss": ["standard", "cce_kahan"], "seed": [0, 1]}])

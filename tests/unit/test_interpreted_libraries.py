@@ -13,10 +13,10 @@ import torch
 from test_losses import CONFIGS, CPU, error, make_case, truth
 from torch.nn.functional import logsigmoid
 
-from linrnn.cpu_ops import mixers
 from linrnn.losses.fla import Fla
 from linrnn.losses.liger import Liger
 from linrnn.models.chunk_size import _ChunkGLA
+from linrnn.models.cpu_ops import mixers
 from linrnn.models.fla_models import import_fla
 
 pytestmark = pytest.mark.interpreter

@@ -90,4 +90,4 @@ def test_hydra_and_omegaconf_stay_in_the_config_package() -> None:
 
 def test_nothing_in_the_package_imports_the_trainer_but_scripts() -> None:
     for path in files(LINRNN):
-        assert not any(f"{name}.".startswith("linrnn.trainer.") for name in imports(path)), path.name
+        assert not any(f"{name}.".startswith("linrnn.training.trainer.") for name in imports(path)), path.name

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.errors import ConfigError
-from linrnn.locks import DirectoryLock
-from linrnn.run_directory import RunDirectory
+from linrnn.core.errors import ConfigError
+from linrnn.core.locks import DirectoryLock
+from linrnn.runs.directory import RunDirectory
 
 
 def in_a_child(action: Callable[[], bool]) -> bool:

@@ -7,17 +7,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrnn import loss_benchmark, loss_sets
+from linrnn.bench.loss import run, sets
+from linrnn.bench.loss.problems import (
+    SHAPES,
+    Shape,
+    fp32_logits_of,
+    make_problem,
+    parse_shape,
+    relative_error,
+    truth_of,
+)
+from linrnn.bench.loss.report import filter_eps, power, sweep_axis, table, write_report
+from linrnn.bench.loss.rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, rows_for, slug, winners
+from linrnn.bench.loss.run import Entry, bootstrap_interval, record_times, report_set, run_benchmark
+from linrnn.bench.loss.sets import parse_loss
+from linrnn.bench.loss.trained import TrainedTensors
 from linrnn.config import load_config
-from linrnn.errors import ConfigError, DataError
-from linrnn.loss_benchmark import Entry, bootstrap_interval, record_times, report_set, run_benchmark
-from linrnn.loss_problems import SHAPES, Shape, fp32_logits_of, make_problem, parse_shape, relative_error, truth_of
-from linrnn.loss_report import filter_eps, power, sweep_axis, table, write_report
-from linrnn.loss_rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, rows_for, slug, winners
-from linrnn.loss_sets import parse_loss
-from linrnn.loss_trained import TrainedTensors
+from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
-from linrnn.notebook import bench_rows
+from linrnn.study.notebook import bench_rows
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)
@@ -26,7 +34,7 @@ TINY = Shape("tiny", 200, 16, 300)
 @pytest.fixture
 def eager_baseline(monkeypatch):
     """Eager torch in the place of torch.compile, which takes ten seconds."""
-    for module in (loss_sets, loss_benchmark):
+    for module in (sets, run):
         monkeypatch.setattr(module, "BASELINE", "standard")
 
 
@@ -80,7 +88,7 @@ def test_frequent_labels_are_not_the_first_entries_of_the_vocabulary():
 
 
 def test_the_truth_is_what_fp64_autograd_gives(monkeypatch):
-    monkeypatch.setattr("linrnn.loss_problems._BLOCK_ROWS", 64)
+    monkeypatch.setattr("linrnn.bench.loss.problems._BLOCK_ROWS", 64)
     problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0)
     truth = truth_of(problem)
     h, w = (
@@ -95,7 +103,7 @@ def test_the_truth_is_what_fp64_autograd_gives(monkeypatch):
 
 
 def test_relative_error_is_the_frobenius_norm_of_the_difference(monkeypatch):
-    monkeypatch.setattr("linrnn.loss_problems._BLOCK_ROWS", 1)
+    monkeypatch.setattr("linrnn.bench.loss.problems._BLOCK_ROWS", 1)
     true = torch.randn(50, 3, dtype=torch.float64)
     assert relative_error(1.01 * true, true) == pytest.approx(0.01)
 
@@ -255,7 +263,7 @@ def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
 
 
 def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
-    environment = {**loss_benchmark.describe_environment(), "gpu_driver": None}
+    environment = {**run.describe_environment(), "gpu_driver": None}
     runs = {id_: {"id": id_, "command": f"make {id_}", "environment": environment} for id_ in ("a", "b")}
     rows = [make_row("compiled", run="a", ratio_to_compiled=1.0), make_row("liger", run="b", ratio_to_compiled=2.0)]
     text = write_report(rows, runs, tmp_path, "mixed")[0].read_text()
@@ -377,8 +385,8 @@ def test_fp32_gradients_keep_what_bf16_ones_round_away(tmp_path, eager_baseline)
 
 
 def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, monkeypatch):
-    environment = loss_benchmark.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
-    monkeypatch.setattr(loss_benchmark, "describe_environment", lambda: environment)
+    environment = run.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
+    monkeypatch.setattr(run, "describe_environment", lambda: environment)
     overrides = ("resume=true", "logits=[flat]")
     assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 4
     assert run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str) == []
@@ -395,7 +403,7 @@ def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, eage
             raise torch.OutOfMemoryError("out of memory")
         return build_loss(config, **options)
 
-    monkeypatch.setattr(loss_benchmark, "build_loss", build)
+    monkeypatch.setattr(run, "build_loss", build)
     rows = run_benchmark(configure("backends=[cce_filter,fla,cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert [row.status for row in rows] == ["ok", "ok", "ok", "failed", "out_of_memory", "ok"]
     assert rows[3].reason == "RuntimeError: kernel exploded"
@@ -410,7 +418,7 @@ def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline,
             loss.compute = lambda *tensors: (compute(*tensors)[0] * torch.nan, {})
         return loss
 
-    monkeypatch.setattr(loss_benchmark, "build_loss", build)
+    monkeypatch.setattr(run, "build_loss", build)
     rows = run_benchmark(configure("backends=[cce_filter]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert (rows[-1].status, rows[-1].de_err) == ("failed", None)
     assert "not finite" in rows[-1].reason
@@ -418,7 +426,7 @@ def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline,
 
 
 def test_a_baseline_that_cannot_run_costs_the_ratios_alone(tmp_path, monkeypatch):
-    for module in (loss_sets, loss_benchmark):
+    for module in (sets, run):
         monkeypatch.setattr(module, "BASELINE", "liger")
     rows = run_benchmark(configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert [row.status for row in rows] == ["ok", "unsupported", "unsupported", "ok"]
@@ -430,7 +438,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
     def killed(self, problems):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loss_benchmark.Bench, "_run_rounds", killed)
+    monkeypatch.setattr(run.Bench, "_run_rounds", killed)
     with pytest.raises(KeyboardInterrupt):
         run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
     rows = read_rows(tmp_path / "bench_loss" / "cpu" / "60x16x90.json")
@@ -487,7 +495,7 @@ def test_over_batches_the_error_of_an_unbiased_filter_averages_out_and_a_thresho
     leaves = (x.detach() for x in (problem.hidden_ND, problem.weight_VD))
     hidden_ND, weight_VD = next(leaves)[orders], next(leaves)
     trained = TrainedTensors(Shape("s", 128, 24, 600), "a model", hidden_ND, weight_VD, problem.labels_N[orders])
-    monkeypatch.setattr(loss_benchmark, "read_trained", lambda config, batches: trained)
+    monkeypatch.setattr(run, "read_trained", lambda config, batches: trained)
     filters = ["cce_filter filter_eps=0.03", "cce_filter filter_eps=0.03 filter_unbiased=false"]
     backends = ",".join(f"'{text}'" for text in filters)
     overrides = f"backends=[cce_kahan,{backends}]", "batches=16", "checkpoint=run", "shapes=null"

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from linrnn.loss_problems import Shape
-from linrnn.loss_trained import TrainedTensors
+from linrnn.bench.loss.problems import Shape
+from linrnn.bench.loss.trained import TrainedTensors
 
 CPU = torch.device("cpu")
 

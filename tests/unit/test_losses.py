@@ -21,7 +21,7 @@ from linrnn.config.schema import (
     LossConfig,
     TorchNativeLossConfig,
 )
-from linrnn.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names, rival_names
 
 CPU = torch.device("cpu")

@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from linrnn import accounting, architecture, machine, room
-from linrnn.accounting.losses import FORMULAS_OF_LOSSES
-from linrnn.architecture import resolve
+from linrnn import costs
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig, MarkovDataConfig
+from linrnn.core import machine
+from linrnn.core.errors import ConfigError, OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.core.machine import GIB, available_memory, free_disk
+from linrnn.costs.losses import FORMULAS_OF_LOSSES
 from linrnn.data import prepare
 from linrnn.data.cache import KEPT_SECONDS, sweep
-from linrnn.errors import ConfigError, OutOfMemoryError, StorageError, UnsupportedError
-from linrnn.machine import GIB, available_memory, free_disk
-from linrnn.plan import Plan, make_training_plan
+from linrnn.models import architecture
+from linrnn.models.architecture import resolve
+from linrnn.training import preflight
+from linrnn.training.plan import Plan, make_training_plan
 
 Small = Callable[..., list[str]]
 
@@ -65,7 +68,7 @@ def test_version_one_of_cgroups_counts_as_well(tmp_path: Path) -> None:
 
 
 def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    monkeypatch.setattr(room, "available_memory", lambda: int(gib * GIB))
+    monkeypatch.setattr(preflight, "available_memory", lambda: int(gib * GIB))
     monkeypatch.setattr(machine, "available_memory", lambda: int(gib * GIB))
 
 
@@ -78,13 +81,13 @@ def test_a_step_that_cannot_fit_on_a_cpu_is_refused_with_both_figures(monkeypatc
     plan, arch = plan_of("model=gla", "size=1b3", "data=markov", "loss=cce_kahan")
     has(monkeypatch, 8)
     with pytest.raises(UnsupportedError) as refused:
-        room.check_step_fits(plan, arch)
+        preflight.check_step_fits(plan, arch)
     foreseen = plan.memory_estimate(arch)
     assert foreseen is not None
     assert f"{foreseen.peak / GIB:.1f} GiB" in refused.value.cause
     assert "8.0 GiB of memory are free" in refused.value.cause
     has(monkeypatch, 10 * foreseen.peak / GIB)
-    assert room.check_step_fits(plan, arch) is None
+    assert preflight.check_step_fits(plan, arch) is None
 
 
 def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +96,10 @@ def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyP
     assert estimate is not None
     has(monkeypatch, 2.5 * estimate.peak / GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    room.check_step_fits(plan, arch)
+    preflight.check_step_fits(plan, arch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UnsupportedError, match="each of 3 processes"):
-        room.check_step_fits(plan, arch)
+        preflight.check_step_fits(plan, arch)
 
 
 def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,22 +113,22 @@ def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: p
 
     gpu(state - 1)
     with pytest.raises(OutOfMemoryError, match="parameters, gradients and optimizer state alone"):
-        room.check_step_fits(plan, arch)
+        preflight.check_step_fits(plan, arch)
     gpu(estimate.peak - 1)
-    note = room.check_step_fits(plan, arch)
+    note = preflight.check_step_fits(plan, arch)
     assert note is not None
     assert "tried all the same" in note
     gpu(estimate.peak + 1)
-    assert room.check_step_fits(plan, arch) is None
+    assert preflight.check_step_fits(plan, arch) is None
     budget = replace(plan, config=replace(plan.config, memory_budget_gib=(state - 1) / GIB))
     with pytest.raises(OutOfMemoryError, match="memory_budget_gib has"):
-        room.check_step_fits(budget, arch)
+        preflight.check_step_fits(budget, arch)
 
 
 def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.trainer import Trainer
+    from linrnn.training.trainer import Trainer
 
     has(monkeypatch, 1e-6)
     cache, results = tmp_path / "cache", tmp_path / "results"
@@ -138,7 +141,7 @@ def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
 def test_the_search_for_the_largest_batch_refuses_a_budget_that_the_machine_lacks(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.batch_finder import _look_ahead
+    from linrnn.experiments.max_batch import _look_ahead
 
     has(monkeypatch, 2)
     with pytest.raises(ConfigError, match="memory_budget_gib=80 is more than"):
@@ -149,7 +152,7 @@ def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypa
     _, arch = plan_of("model=gla", "size=1b3", "data=markov")
     has(monkeypatch, 2)
     with pytest.raises(UnsupportedError, match=r"parameters need \d"):
-        room.check_reading_fits(arch, torch.device("cpu"))
+        preflight.check_reading_fits(arch, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------------ disk
@@ -225,17 +228,17 @@ def test_a_model_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
     sharded = {"world_size": 2, "sequences": 1, "seq_len": 64, "precision": "bf16_autocast", "loss": config.loss}
     for unknown in (
         plan.memory_estimate(arch),
-        accounting.model_flops(arch, 1, 64),
-        accounting.model_flops_6n(arch, 1, 64),
-        accounting.kernel_flops(arch, 1, 64, config.loss, "none"),
-        accounting.communication(arch, load_config(["parallel=fsdp"]).parallel, **sharded),
-        accounting.proposal_flops(arch, 64),
-        accounting.proposal_memory(arch, 1, 64),
-        accounting.recurrent_state_bytes(arch, 1, 64, 2),
+        costs.model_flops(arch, 1, 64),
+        costs.model_flops_6n(arch, 1, 64),
+        costs.kernel_flops(arch, 1, 64, config.loss, "none"),
+        costs.communication(arch, load_config(["parallel=fsdp"]).parallel, **sharded),
+        costs.proposal_flops(arch, 64),
+        costs.proposal_memory(arch, 1, 64),
+        costs.recurrent_state_bytes(arch, 1, 64, 2),
     ):
         assert unknown is None
     h200 = {"seq_len": 64, "tokens_per_second": 1e6, "device_name": "NVIDIA H200", "precision": "bf16"}
-    assert accounting.mfu(arch, **h200) == {"mfu": None, "mfu_6n": None}
+    assert costs.mfu(arch, **h200) == {"mfu": None, "mfu_6n": None}
     assert plan.training_state(arch)["parameters"] == 4 * arch.n_parameters
     _says_unknown(plan, arch, monkeypatch, capsys)
 
@@ -249,13 +252,13 @@ def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
         arch = plan.architecture(512)
         for unknown in (
             plan.memory_estimate(arch),
-            accounting.loss_memory(loss, 64, 64, 512, 4),
-            accounting.loss_traffic(loss, 64, 64, 512, 4),
-            accounting.kernel_flops(arch, 1, 64, loss, "none"),
-            accounting.vocabulary_loss_bytes(loss, 64, 64, 512, 4, 2),
+            costs.loss_memory(loss, 64, 64, 512, 4),
+            costs.loss_traffic(loss, 64, 64, 512, 4),
+            costs.kernel_flops(arch, 1, 64, loss, "none"),
+            costs.vocabulary_loss_bytes(loss, 64, 64, 512, 4, 2),
         ):
             assert unknown is None
-        assert accounting.model_flops(arch, 1, 64) is not None, "MFU does not depend on the loss"
+        assert costs.model_flops(arch, 1, 64) is not None, "MFU does not depend on the loss"
         _says_unknown(plan, arch, monkeypatch, capsys)
 
 
@@ -266,27 +269,27 @@ def _says_unknown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """dry_run, a sweep's listing, the search for the largest batch."""
-    from linrnn import batch_finder, forecast, points
+    from linrnn.experiments import dry_run, max_batch, points
 
-    monkeypatch.setattr(forecast, "make_training_plan", lambda config: plan)
-    monkeypatch.setattr(forecast, "run_name", lambda config, world_size: "name")  # which YAML files decide
-    monkeypatch.setattr("linrnn.plan.make_training_plan", lambda config: plan)
+    monkeypatch.setattr(dry_run, "make_training_plan", lambda config: plan)
+    monkeypatch.setattr(dry_run, "run_name", lambda config, world_size: "name")  # which YAML files decide
+    monkeypatch.setattr("linrnn.training.plan.make_training_plan", lambda config: plan)
     monkeypatch.setattr(Plan, "architecture", lambda self, vocab_size: arch)
-    forecast.print_forecast(plan.config)
+    dry_run.print_forecast(plan.config)
     printed = capsys.readouterr().out
     assert printed.count("unknown") >= 2
     assert "a step," not in printed, "no time is foreseen"
-    assert forecast.seconds_of_run(plan, arch) is None
+    assert dry_run.seconds_of_run(plan, arch) is None
     point = points._foresee((), plan.config, Path("nowhere"), "label")
     assert (point.memory_bytes, point.seconds, point.refusal) == (None, None, None)
     monkeypatch.setattr("linrnn.config.load_config", lambda overrides: plan.config)
-    assert batch_finder._look_ahead([], GIB)[1] is None
+    assert max_batch._look_ahead([], GIB)[1] is None
 
 
 def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.loss_benchmark import run_benchmark
+    from linrnn.bench.loss.run import run_benchmark
 
     config = load_config(["device=cpu", "shapes=[gemma2_2b]", f"output_dir={tmp_path / 'rows'}"], "bench_loss")
     has(monkeypatch, 8)
@@ -299,7 +302,7 @@ def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
 def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
     what: str, fifth_model: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.breakdown import assemble, markdown, to_json
+    from linrnn.experiments.breakdown import assemble, markdown, to_json
 
     config = load_config(small("trainer.max_steps=2"))
     arch = resolve(config.model, config.size, 512)
@@ -317,8 +320,8 @@ def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
 
 
 def test_a_sweep_s_listing_says_unknown(small: Small, tmp_path: Path) -> None:
-    from linrnn.points import Point
-    from linrnn.sweeps import listing
+    from linrnn.experiments.points import Point
+    from linrnn.experiments.sweep import listing
 
     point = Point((), load_config(small()), tmp_path / "run", "label", total_steps=1)
     row = listing([point], load_config(["sweep=mve"], "run_sweep"))[1]

@@ -8,8 +8,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from linrnn.errors import DataError, StorageError
-from linrnn.metrics import METRICS, JsonlWriter, bits_per_byte, perplexity, read_jsonl
+from linrnn.core.errors import DataError, StorageError
+from linrnn.runs.metrics import METRICS, JsonlWriter, bits_per_byte, perplexity, read_jsonl
 
 
 def write(path, *steps):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrnn.architecture import MODELS, Architecture, resolve
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
-from linrnn.errors import ConfigError, DataError, UnsupportedError
+from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.models import LanguageModel, build_model, check_supported, load_weights, support
+from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.chunk_size import KERNELS, leave_out_slow_configurations
 
 CPU = torch.device("cpu")
@@ -278,7 +278,7 @@ def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch
 def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     model: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.cpu_ops.chunked import ChunkGrid
+    from linrnn.models.cpu_ops.chunked import ChunkGrid
 
     seen = []
     plan = ChunkGrid.plan

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from linrnn.config.schema import OptimizerConfig
-from linrnn.errors import ConfigError
-from linrnn.optim import build_optimizer, build_schedule, clip_gradients, decay_groups
+from linrnn.core.errors import ConfigError
+from linrnn.training.optimizer import build_optimizer, build_schedule, clip_gradients, decay_groups
 
 CONFIG = OptimizerConfig(
     name="adamw",

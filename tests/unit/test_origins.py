@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from linrnn.errors import DataError
-from linrnn.origins import ended, read_processes, settled
+from linrnn.core.errors import DataError
+from linrnn.runs.provenance import ended, read_processes, settled
 
 
 def process(from_step: int, to_step: int | None) -> dict[str, Any]:

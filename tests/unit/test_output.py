@@ -10,8 +10,8 @@ import pytest
 COMMAND = """
 import sys
 from linrnn.config.cli import run_plain
-from linrnn.errors import DataError
-from linrnn.output import say
+from linrnn.core.errors import DataError
+from linrnn.core.output import say
 
 def main():
     {body}

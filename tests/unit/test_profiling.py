@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linrnn import profiling
-from linrnn.errors import StorageError, UnsupportedError
+from linrnn.core.errors import StorageError, UnsupportedError
 from linrnn.profiling import (
     LossTimer,
     MemoryByComponent,

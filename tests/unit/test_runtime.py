@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.runtime import prepare_process
+from linrnn.training.runtime import prepare_process
 
 knobs = pytest.importorskip("triton").knobs
 

@@ -6,10 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.accounting.memory import WORKSPACES
-from linrnn.parallel_report import CollectiveRow, LossRow, Measured, StepRow, markdown, read, write
-from linrnn.scale_out import ASSUMED, GPU, GPUS, SETTINGS, WAYS, compare, foresee, measured_rates, page, step_memory
-from linrnn.summary import GIB
+from linrnn.bench.parallel.report import CollectiveRow, LossRow, Measured, StepRow, markdown, read, write
+from linrnn.bench.parallel.scale_out import (
+    ASSUMED,
+    GPU,
+    GPUS,
+    SETTINGS,
+    WAYS,
+    compare,
+    foresee,
+    measured_rates,
+    page,
+    step_memory,
+)
+from linrnn.costs.memory import WORKSPACES
+from linrnn.runs.summary import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from linrnn.sparsity import (
+from linrnn.study.sparsity import (
     BANDS,
     EXPONENTS,
     FIRST,

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from linrnn.config import load_config
-from linrnn.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
-from linrnn.metrics import JsonlWriter
-from linrnn.points import Point, foresee, write_summary
-from linrnn.run_directory import SUMMARY
-from linrnn.sweeps import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of
+from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.experiments.points import Point, foresee, write_summary
+from linrnn.experiments.sweep import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of
+from linrnn.runs.directory import SUMMARY
+from linrnn.runs.metrics import JsonlWriter
 
 Small = Callable[..., list[str]]
 FINISHES = """
@@ -167,7 +167,7 @@ def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points) -> 
 def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> None:
     point = make_points(1)[0]
     program = (
-        "import sys, time, pickle\nfrom linrnn.points import Process\n"
+        "import sys, time, pickle\nfrom linrnn.experiments.points import Process\n"
         "process = Process(pickle.load(open(sys.argv[1], 'rb')), {}, [sys.executable, '-c', sys.argv[2]])\n"
         "print(process._process.pid, flush=True); time.sleep(600)"
     )

@@ -15,9 +15,9 @@ import linrnn.data.shards
 import linrnn.data.tokenise
 from linrnn.config.schema import LossConfig
 from linrnn.data import PreparedData, prepare
-from linrnn.evaluation import evaluate
+from linrnn.data.tokenizer import Tokenizer
 from linrnn.losses import build_loss
-from linrnn.tokenizer import Tokenizer
+from linrnn.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
 TEXTS = [f"Text {i}: {text}" for i, text in enumerate(sentences(120))]  # no first token is a part of a character

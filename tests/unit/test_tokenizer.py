@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from data_helpers import sentences, shared_data, write_tokenizer
 
-from linrnn.errors import DataError
-from linrnn.tokenizer import load_tokenizer, train_tokenizer
+from linrnn.core.errors import DataError
+from linrnn.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 def test_any_text_comes_back_from_a_tokenizer_trained_here() -> None:

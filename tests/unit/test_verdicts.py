@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from linrnn import criteria, curves, plots, verdicts
-from linrnn.branches import branches
 from linrnn.config import load_config
-from linrnn.criteria import Verdict
-from linrnn.errors import ConfigError, DataError
-from linrnn.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
-from linrnn.intervals import answer as answer_of
-from linrnn.mixtures import read_origin
-from linrnn.report import make_report, write_report
-from linrnn.results import (
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.runs.mixtures import read_origin
+from linrnn.study import criteria, curves, plots, verdicts
+from linrnn.study.criteria import Verdict
+from linrnn.study.hypotheses import branches
+from linrnn.study.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
+from linrnn.study.intervals import answer as answer_of
+from linrnn.study.report import make_report, write_report
+from linrnn.study.results import (
     BREAKDOWNS,
     CURVE_POINTS,
     MAX_BATCHES,

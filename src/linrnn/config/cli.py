@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 from linrnn.config.compose import CONFIG_DIR, compose_config, load_config
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import COMMANDS
-from linrnn.errors import EXIT_CODES, ConfigError, LinrnnError, OutOfMemoryError, StorageError, ran_out_of_memory
-from linrnn.output import drop_output, open_streams, output_error, say
-from linrnn.redaction import scrub
+from linrnn.core.errors import EXIT_CODES, ConfigError, LinrnnError, OutOfMemoryError, StorageError, ran_out_of_memory
+from linrnn.core.output import drop_output, open_streams, output_error, say
+from linrnn.core.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _HELP_FLAGS = {"--help", "-h"}

@@ -27,8 +27,8 @@ from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, ReadingConfig
 from linrnn.config.strings import quoted, unreadable
 from linrnn.config.yaml_lines import broken_yaml, place
-from linrnn.errors import ConfigError
-from linrnn.redaction import holds_secret, secrets
+from linrnn.core.errors import ConfigError
+from linrnn.core.redaction import holds_secret, secrets
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from linrnn.config.overrides import override_value
 from linrnn.config.schema import SweepConfig
 from linrnn.config.strings import quoted, quoted_choices, unreadable
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
 MAX_VALUES = 1000  # of one key

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from linrnn.config.compose import CONFIG_DIR, register_schemas
 from linrnn.config.safety import check_launcher
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 
 def launch(

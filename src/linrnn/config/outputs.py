@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.compose import fields_of
-from linrnn.errors import StorageError
+from linrnn.core.errors import StorageError
 
 
 def check_outputs(config: Any) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from linrnn.config.schema import SCHEMAS
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 LAUNCHERS = ("submitit_slurm", "submitit_local")
 # Resources that a sweep may ask of a cluster; keys that name programs or shell commands are not among them.

@@ -62,7 +62,7 @@ class SizeConfig:
     """Dimensions shared by the four architectures, and each mixer's heads.
 
     Every layer of every architecture has about `layer_parameters_per_d2 * hidden_size**2` parameters: the mixer takes
-    what it needs, the SwiGLU MLP's width fills the rest (see `linrnn.architecture`).
+    what it needs, the SwiGLU MLP's width fills the rest (see `linrnn.models.architecture`).
     """
 
     name: str = plain_name()

@@ -1,7 +1,7 @@
 """How long a run is: arithmetic on its configuration alone."""
 
 from linrnn.config.schema import Config
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 
 def sequences_per_step(config: Config, world_size: int = 1) -> int:

@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
 from linrnn.config.schema import COMMANDS, SCHEMAS
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
 HOW_TO_WRITE = "write overrides as key=value or group=option"

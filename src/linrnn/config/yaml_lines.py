@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 
 def broken_yaml(error: yaml.MarkedYAMLError) -> ConfigError:

@@ -1,6 +1,6 @@
 """Data: text to token shards once (`prepare`), shards to batches (`BatchLoader`, `ShardSet.batches_once`)."""
 
-from linrnn.data.loader import Batch, BatchLoader, check_validation
+from linrnn.data.batches import Batch, BatchLoader, check_validation
 from linrnn.data.prepare import PreparedData, prepare
 from linrnn.data.progress import ConsoleProgress, Progress
 from linrnn.data.shards import ShardSet

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.schema import DataConfig
+from linrnn.core.errors import StorageError
+from linrnn.core.machine import GIB, free_disk
 from linrnn.data.progress import Progress, ProgressCallback
 from linrnn.data.shards import FORMAT_VERSION, META, read_meta, storage_errors, write_meta
 from linrnn.data.tokenise import RECORD
-from linrnn.errors import StorageError
-from linrnn.machine import GIB, free_disk
 
 LOCK, PARTIAL = ".lock", ".partial"
 KEPT_SECONDS = 7 * 24 * 3600  # an interrupted tokenisation is kept so long for the same command to continue

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from linrnn.config.schema import MarkovDataConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 
 END = 0
 END_PROBABILITY = 1 / 128  # a document has 128 tokens on average, and its end token

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
+from linrnn.core.errors import ConfigError, DataError
 from linrnn.data.cache import check_disk, key_of, locked, write_once
 from linrnn.data.markov import END, MarkovChain
 from linrnn.data.progress import Meter, Progress, ProgressCallback
@@ -33,8 +34,7 @@ from linrnn.data.shards import (
 )
 from linrnn.data.sources import Source, make_source
 from linrnn.data.tokenise import Tokenisation, split_of
-from linrnn.errors import ConfigError, DataError
-from linrnn.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
+from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
 TOKENIZER_SAMPLE_BYTES = 16 << 20  # the first so many bytes of training text teach a tokenizer trained here
 

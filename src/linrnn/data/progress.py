@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from linrnn.output import say
+from linrnn.core.output import say
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import zstandard
 
-from linrnn.errors import DataError
+from linrnn.core.errors import DataError
 
 
 class Document(NamedTuple):

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linrnn.errors import DataError, StorageError
-from linrnn.tokenizer import TokenBytes
+from linrnn.core.errors import DataError, StorageError
+from linrnn.data.tokenizer import TokenBytes
 
 if TYPE_CHECKING:
-    from linrnn.data.loader import BatchesOnce
+    from linrnn.data.batches import BatchesOnce
 
 FORMAT_VERSION = 1
 META = "meta.json"
@@ -304,8 +304,8 @@ class ShardSet:
         reset_at_document: bool = False,
         token_bytes: TokenBytes | None = None,
     ) -> "BatchesOnce":
-        """Every token predicted once, in order, `max_tokens` of them at most; see `linrnn.data.loader`."""
-        from linrnn.data.loader import BatchesOnce
+        """Every token predicted once, in order, `max_tokens` of them at most; see `linrnn.data.batches`."""
+        from linrnn.data.batches import BatchesOnce
 
         return BatchesOnce(
             self, seq_len, batch_size, max_tokens, reset_at_document=reset_at_document, token_bytes=token_bytes

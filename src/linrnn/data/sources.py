@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
+from linrnn.core.errors import ConfigError, DataError, LinrnnError
 from linrnn.data.readers import Document, checked_text, find_files, read_documents
 from linrnn.data.shards import sha256_of, write_json
-from linrnn.errors import ConfigError, DataError, LinrnnError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 

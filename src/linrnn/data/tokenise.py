@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from linrnn.core.errors import DataError
 from linrnn.data.progress import Meter, ProgressCallback
 from linrnn.data.readers import Document
 from linrnn.data.shards import SPLITS, SplitWriter, storage_errors, token_dtype, write_json
 from linrnn.data.sources import Source
-from linrnn.errors import DataError
-from linrnn.tokenizer import Tokenizer
+from linrnn.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 4 << 20  # tokenised and committed together
 BATCH_DOCUMENTS = 8192

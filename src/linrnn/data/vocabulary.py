@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
-from linrnn.tokenizer import load_tokenizer
+from linrnn.data.tokenizer import load_tokenizer
 
 
 def vocabulary_size(config: DataConfig) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LossConfig
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
 from linrnn.losses.requirements import require_own_kernels
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linrnn.config.schema import CceAppleLossConfig, LossConfig
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
 from linrnn.losses.requirements import (
     require_cuda,

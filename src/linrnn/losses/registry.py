@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from linrnn.config.schema import LossConfig
-from linrnn.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses.base import LossBackend
 from linrnn.losses.cce import CceFilter, CceKahan
 from linrnn.losses.cce_apple import CceApple

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 
 
 def require_cuda(device: torch.device, what: str, alternative: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linrnn.config.schema import LossConfig
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
 from linrnn.losses.requirements import require_cuda, require_own_kernels, require_package, require_torch_compile
 from linrnn.losses.standard import Compiled

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linrnn.config.schema import LossConfig
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import LossBackend
 from linrnn.losses.requirements import require_torch_compile
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linrnn.config.schema import LossConfig, TorchNativeLossConfig
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from linrnn.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.models.fla_models import import_fla
 
 

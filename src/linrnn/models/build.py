@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from linrnn import cpu_ops
-from linrnn.architecture import Architecture
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
+from linrnn.models import cpu_ops
+from linrnn.models.architecture import Architecture
 from linrnn.models.attention import install_sdpa
 from linrnn.models.fla_models import fla_classes, fla_config
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrnn.cpu_ops import mixers
+from linrnn.models.cpu_ops import mixers
 from linrnn.models.fla_models import import_fla
 
 # FLA's module, the kernel's name there, and the sizes that it takes (for GLA: see `chunk_gla`; with 256 its backward

@@ -4,7 +4,7 @@ import importlib
 import warnings
 from typing import Any
 
-from linrnn.architecture import Architecture
+from linrnn.models.architecture import Architecture
 
 CLASSES = {
     "gla": "GLA",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from linrnn.architecture import Architecture
-from linrnn.errors import ConfigError
+from linrnn.core.errors import ConfigError
+from linrnn.models.architecture import Architecture
 from linrnn.models.chunk_size import GLA_RECURRENT_TOKENS, with_chunk_size
 
 # Parameters that FLA's kernels read in fp32 whatever the model's dtype: logarithms of decay rates.

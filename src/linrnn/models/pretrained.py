@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from linrnn import cpu_ops
-from linrnn.checksums import check_checksums
-from linrnn.errors import ConfigError, DataError
+from linrnn.core.checksums import check_checksums
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.models import cpu_ops
 from linrnn.models.attention import install_sdpa
 from linrnn.models.fla_models import CLASSES, fla_classes
 

@@ -6,9 +6,9 @@ import importlib.util
 import torch
 from packaging.version import Version
 
-from linrnn.architecture import MODELS
 from linrnn.config.schema import ModelConfig
-from linrnn.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.models.architecture import MODELS
 from linrnn.models.chunk_size import KERNELS
 
 FLA_VERSION = "0.6.0"

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from linrnn.architecture import Architecture
-from linrnn.checksums import check_checksums
-from linrnn.errors import ConfigError, DataError
+from linrnn.core.checksums import check_checksums
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.models.architecture import Architecture
 from linrnn.models.fla_models import CLASSES, fla_classes
 from linrnn.models.language_model import LanguageModel
 

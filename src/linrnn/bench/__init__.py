@@ -1,0 +1,1 @@
+"""Benchmarks of the loss layer: alone (`loss`) and over several GPUs (`parallel`)."""

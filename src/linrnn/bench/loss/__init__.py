@@ -1,0 +1,1 @@
+"""The loss layer alone: time, memory and error of every backend."""

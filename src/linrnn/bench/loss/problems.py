@@ -1,0 +1,191 @@
+"""Problems to measure loss backends on: shapes, synthetic tensors of two kinds, their fp64 truth, a bar for errors."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linrnn.core.errors import ConfigError
+
+KINDS = ("flat", "peaked")
+_BLOCK_ROWS = 1024  # rows of logits at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, D hidden dimensions, V vocabulary entries."""
+
+    name: str
+    n: int
+    d: int
+    v: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("gemma2_2b", 8192, 2304, 256000),  # the table of the CCE paper (Wijmans et al., 2024)
+        Shape("llama_1b3", 16384, 2048, 128256),
+        Shape("mve", 16384, 256, 32000),
+        Shape("lm_350m", 32768, 1024, 32000),
+    )
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of SHAPES, or `NxDxV`.
+
+    Raises:
+        ConfigError: neither; the nearest names are offered.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text):
+        n, d, v = map(int, match.groups())
+        return Shape(text, n, d, v)
+    near = difflib.get_close_matches(text, SHAPES, n=3, cutoff=0)
+    raise ConfigError(f"shapes: {text} is not a known shape", f"nearest: {', '.join(near)}; or give NxDxV")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The three tensors of a loss; hidden and weight are leaves that require gradients.
+
+    Their dtype is that of the gradients wanted; products are taken in `compute_dtype`, whose values the leaves hold.
+    """
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    labels_N: Tensor
+    compute_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.labels_N.device
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.hidden_ND.nbytes + self.weight_VD.nbytes
+
+    def clear_gradients(self) -> None:
+        self.hidden_ND.grad = self.weight_VD.grad = None
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """(dE, dC) of the last backward pass."""
+        assert self.hidden_ND.grad is not None
+        assert self.weight_VD.grad is not None
+        return self.hidden_ND.grad, self.weight_VD.grad
+
+
+def make_problem(
+    shape: Shape,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    gradient_dtype: torch.dtype | None = None,
+    batch: int = 0,
+) -> Problem:
+    """Random tensors whose labels follow Zipf's law over a vocabulary in random order.
+
+    `flat` is an untrained model: hidden ~ N(0, 1), weight ~ N(0, 0.02²). `peaked` imitates a trained one: the
+    weight's rows (norm about 1) carry half of log p_v along a common direction, a hidden state carries twice
+    that direction, its label's row (7.5 times) and four random rows (6 times each). At the named shapes the
+    loss is then 2.4 to 3.5 nats and 100 to 220 entries of a row exceed 2^-12, as in small trained models. Values are
+    rounded to `dtype`; `gradient_dtype` (default: `dtype`) is that of the leaves. Batches share the weight.
+    """
+    random = torch.Generator(device).manual_seed(seed)
+    order = torch.randperm(shape.v, generator=random, device=device)
+    p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
+    # Summed on the CPU: a GPU adds in no fixed order, and a problem that is drawn again must have the same labels.
+    below_V = p_V.double().cpu().cumsum(0).to(device)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, device=device)
+
+    def tokens() -> tuple[Tensor, Tensor]:
+        places = below_V[-1] * torch.rand(shape.n, generator=random, device=device, dtype=torch.float64)
+        return torch.searchsorted(below_V, places, right=True), normal(shape.n, shape.d)
+
+    labels, hidden = tokens()
+    weight = normal(shape.v, shape.d)
+    common_D = None if kind == "flat" else F.normalize(normal(shape.d), dim=0)
+    if batch:
+        random.manual_seed(seed + (batch << 32))
+        labels, hidden = tokens()
+    if common_D is None:
+        weight *= 0.02
+    else:
+        weight /= shape.d**0.5
+        rows = F.normalize(weight - torch.outer(weight @ common_D, common_D), dim=1)
+        weight += torch.outer(0.5 * (p_V.log() - p_V.log().mean()), common_D)
+        hidden += 2 * common_D + 7.5 * rows[labels]
+        for _ in range(4):
+            hidden += 6 * rows[torch.randint(shape.v, (shape.n,), generator=random, device=device)]
+    leaves = [tensor.to(dtype).to(gradient_dtype or dtype).requires_grad_() for tensor in (hidden, weight)]
+    return Problem(leaves[0], leaves[1], labels, dtype)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Mean loss in nats and its two gradients."""
+
+    loss: float
+    hidden_ND: Tensor
+    weight_VD: Tensor
+
+
+def truth_of(problem: Problem) -> Solution:
+    """All in fp64, from the problem's already rounded tensors."""
+    return _solve(problem, torch.float64, torch.float64)
+
+
+def bytes_of_truth(shape: Shape) -> int:
+    """The most that :func:`truth_of` holds beside its problem: weight, both gradients, three blocks of logits."""
+    return 8 * (2 * shape.v * shape.d + shape.n * shape.d + 3 * min(_BLOCK_ROWS, shape.n) * shape.v)
+
+
+def fp32_logits_of(problem: Problem) -> Solution:
+    """The bar for exactness: true fp32 logits, and (softmax - onehot) rounded to the compute dtype for two products.
+
+    Products are IEEE fp32 (no TF32) and gradients are rounded once, to the leaves' dtype.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        solved = _solve(problem, torch.float32, problem.compute_dtype)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    dtype = problem.hidden_ND.dtype
+    return Solution(solved.loss, solved.hidden_ND.to(dtype), solved.weight_VD.to(dtype))
+
+
+@torch.no_grad()
+def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Solution:
+    """Everything in `dtype`, a block of rows at a time, but (softmax - onehot) rounded to `operand`."""
+    weight = problem.weight_VD.to(dtype)
+    grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
+    n = len(problem.labels_N)
+    blocks = zip(problem.hidden_ND.split(_BLOCK_ROWS), problem.labels_N.split(_BLOCK_ROWS), strict=True)
+    for leaf, labels in blocks:
+        hidden = leaf.to(dtype)
+        log_p = torch.log_softmax(hidden @ weight.T, dim=-1)
+        loss -= log_p.gather(1, labels[:, None]).double().sum().item() / n
+        grad_logits = log_p.exp_()
+        grad_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
+        grad_logits = grad_logits.to(operand).to(dtype)
+        grad_hidden.append(grad_logits @ weight)
+        grad_weight.addmm_(grad_logits.T, hidden)
+    return Solution(loss, torch.cat(grad_hidden).div_(n), grad_weight.div_(n))
+
+
+def relative_error(got: Tensor, true: Tensor) -> float:
+    """Relative Frobenius error, a block of rows at a time."""
+    squared = sum(
+        (g.double() - t).square().sum()
+        for g, t in zip(got.split(_BLOCK_ROWS * 16), true.split(_BLOCK_ROWS * 16), strict=True)
+    )
+    return float((squared / true.square().sum()) ** 0.5)

@@ -1,0 +1,202 @@
+"""What the loss benchmark measured, as files: one JSON list of rows per shape, and runs.jsonl with what made them.
+
+A directory holds the rows of one device. A run replaces the rows that it measures anew for the same set and leaves the
+others, so that runs of few backends or shapes add up. Ratios are taken within a run; times of different runs are not
+comparable.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linrnn.core.errors import DataError
+from linrnn.core.json_files import read_json
+
+AGAIN = "(again)"  # marks the baseline's second entry: its ratio to the first is the noise
+BAR = "fp32_logits"  # the row of linrnn.bench.loss.problems.fp32_logits_of
+# Gradient errors up to this count as exact, by the products' dtype: rounding gives eager torch half of it in bf16, and
+# dropping entries below 2^-12 gives twice as much.
+EXACT = {"bf16": 1e-2, "fp32": 1e-4}
+
+
+@dataclass
+class Row:
+    """One backend on one problem.
+
+    Times are medians in ms over `rounds`, memory in MiB at the peak of one call, beyond inputs and gradients (null on a
+    CPU), errors relative to fp64 (Frobenius norm for gradients). Ratios are medians of the ratios taken round by round.
+    """
+
+    shape: str
+    n: int
+    d: int
+    v: int
+    dtype: str  # of the products
+    gradients: str  # dtype of hidden states, weight and their gradients
+    logits: str  # flat | peaked | trained
+    backend: str
+    workspace_mib: float | None  # null: the backend's default, or it knows no workspace
+    trained: str = ""  # the model, its training and its data, where logits are a trained model's
+    run: str = ""  # of runs.jsonl
+    set: str = ""  # that it was measured for
+    status: str = "started"  # ok | unsupported | out_of_memory | failed; started: killed before it was done
+    reason: str = ""
+    rounds: int = 0
+    forward_ms: float | None = None  # without gradients, as in evaluation
+    backward_ms: float | None = None  # from the end of the forward pass that goes with it
+    backward_ratio_to_eager: float | None = None  # backward_ms to that of `standard`
+    forward_backward_ms: float | None = None
+    forward_backward_ms_q25: float | None = None
+    forward_backward_ms_q75: float | None = None
+    graph_ms: float | None = None  # forward and backward as a CUDA graph's replay, where the inputs fit the L2 cache
+    ratio_to_compiled: float | None = None  # forward_backward_ms to that of torch.compile, with 95 % interval
+    ratio_to_compiled_low: float | None = None
+    ratio_to_compiled_high: float | None = None
+    ratio_to_product: float | None = None  # forward_backward_ms to one cuBLAS product N x D x V, with 95 % interval
+    ratio_to_product_low: float | None = None
+    ratio_to_product_high: float | None = None
+    ratio_to_three_products: float | None = None
+    forward_ratio_to_product: float | None = None
+    graph_ratio_to_compiled: float | None = None  # of the two graphs' replays
+    extra_mib: float | None = None
+    forward_extra_mib: float | None = None
+    loss_nats: float | None = None
+    loss_err: float | None = None
+    de_err: float | None = None
+    dc_err: float | None = None
+    de_err_ratio: float | None = None  # to the error of fp32 logits with a rounded softmax - onehot
+    dc_err_ratio: float | None = None
+    batches: int = 1
+    dc_sum_err: float | None = None  # of dC summed over so many batches, where they are more than one
+    deterministic: bool | None = None  # whether two calls gave the same bits
+    first_call_s: float | None = None  # compiling and tuning of kernels
+    sm_mhz: float | None = None  # medians over the rounds
+    watts: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Backend and workspace, as in the configuration."""
+        if self.workspace_mib is None:
+            return self.backend
+        return f"{self.backend} workspace_mib={self.workspace_mib:g}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether both gradients' errors are those of rounding. A filter's are not, however small."""
+        name = self.backend.split()[0]
+        if name == "cce_filter" or (name.startswith("paper/") and name != "paper/cce_exact"):
+            return False
+        return all(error is not None and error <= EXACT[self.dtype] for error in (self.de_err, self.dc_err))
+
+    @property
+    def problem(self) -> tuple[str, str, str, str]:
+        return self.shape, self.dtype, self.gradients, self.logits
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*self.problem, self.backend, self.workspace_mib)
+
+
+def slug(name: str) -> str:
+    """A device's name as a directory: NVIDIA H200 -> nvidia_h200."""
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def rows_path(directory: Path, shape: str) -> Path:
+    return directory / f"{shape}.json"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; none if it does not exist.
+
+    Raises:
+        DataError: the file is damaged, or rows of another version.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [Row(**row) for row in read_json(path)]
+    except TypeError as error:
+        raise DataError(
+            f"{path} cannot be read as benchmark rows ({error})", "move it away, or measure this shape again elsewhere"
+        ) from error
+
+
+def merge_rows(path: Path, measured: list[Row]) -> None:
+    """Put `measured` into the file in place of rows of the same problem, backend, workspace and set; others stay."""
+    rows = {(row.key, row.set): row for row in [*read_rows(path), *measured]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(asdict(row)) for row in rows.values())
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def append_run(directory: Path, run: dict[str, Any]) -> None:
+    """Add to runs.jsonl what made rows: id, command, configuration, environment."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "runs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run) + "\n")
+
+
+def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
+    """The runs of runs.jsonl by id."""
+    path = directory / "runs.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return {run["id"]: run for run in map(json.loads, lines)}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"{path} has a line that is no run ({error})", "mend the line, or move the file away"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+def rows_for(name: str, rows: list[Row]) -> dict[tuple[Any, ...], Row]:
+    """One row of each problem, backend and workspace: that of set `name`, else the last run's of another set."""
+    return {row.key: row for row in sorted(rows, key=lambda row: (row.set == name, row.run))}
+
+
+def winners(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
+    """The fastest exact backend of every problem; the baseline's second entry does not count."""
+    best: dict[tuple[str, str, str, str], Row] = {}
+    for row in rows:
+        if row.ratio_to_compiled is None or not row.exact or row.backend.endswith(AGAIN):
+            continue
+        if row.problem not in best or row.ratio_to_compiled < (best[row.problem].ratio_to_compiled or math.inf):
+            best[row.problem] = row
+    return best
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where a backend and torch.compile take the same time.
+
+    Attributes:
+        size: along the axis, interpolated between two sizes measured (logarithms of size and ratio).
+        faster_above: whether the backend is the faster one above that size.
+    """
+
+    size: float
+    faster_above: bool
+
+
+def crossovers(sizes: list[int], ratios: list[float]) -> list[Crossover]:
+    """Sizes at which the ratio to torch.compile passes 1, from the smallest to the largest.
+
+    Args:
+        sizes: N or V, distinct and ascending.
+        ratios: of times, one per size; a ratio of exactly 1 counts as faster.
+    """
+    logs, found = np.log(ratios), []
+    for i in range(len(sizes) - 1):
+        if (logs[i] <= 0) == (logs[i + 1] <= 0):
+            continue
+        share = logs[i] / (logs[i] - logs[i + 1])
+        found.append(Crossover(float(sizes[i] * (sizes[i + 1] / sizes[i]) ** share), bool(logs[i + 1] <= 0)))
+    return found

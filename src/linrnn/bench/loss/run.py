@@ -1,0 +1,412 @@
+"""The loss layer alone: all backends interleaved in one process, forward, forward + backward, memory and errors.
+
+A GPU's clock drifts by 10-15 % from day to day, so a time alone means little. Every round runs every entry and the
+products once, in shuffled order, on the same tensors; an entry's figure is the median over rounds of its time divided
+by torch.compile's (or the product's) in that round, with a bootstrap interval. torch.compile is entered twice under two
+names: a ratio inside the second one's interval is noise. Errors and memory are taken in passes of their own. Rows are
+written after every backend's errors, and again while the rounds go on, so that little is lost with the process.
+"""
+
+import datetime
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from linrnn.bench.loss import timing as timing
+from linrnn.bench.loss.problems import Problem, Solution, bytes_of_truth, fp32_logits_of, relative_error, truth_of
+from linrnn.bench.loss.report import table, write_report
+from linrnn.bench.loss.rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_for, rows_path
+from linrnn.bench.loss.sets import (
+    BASELINE,
+    EAGER,
+    Setting,
+    chosen_set,
+    entries_of,
+    reported_set,
+    results_directory,
+    row_backend,
+    settings_of,
+)
+from linrnn.bench.loss.trained import KIND as TRAINED
+from linrnn.bench.loss.trained import read_trained
+from linrnn.config.schema import BenchLossConfig, LossConfig
+from linrnn.core.errors import LinrnnError, UnsupportedError
+from linrnn.core.machine import GIB
+from linrnn.costs import loss_memory
+from linrnn.losses import LossBackend, build_loss
+from linrnn.runs.environment import describe_environment
+from linrnn.training.preflight import check_memory
+from linrnn.training.runtime import resolve_device
+
+_MIB = 2**20
+_ROTATING_PROBLEMS = 4  # sets of inputs, where one of them would stay in the L2 cache
+_RESAMPLES = 2000
+_SAVE_EVERY = 10  # rounds
+
+
+@dataclass
+class Entry:
+    """A backend in the running, and its times in ms, one a round."""
+
+    row: Row
+    loss: LossBackend
+    forward_ms: list[float] = field(default_factory=list)
+    forward_backward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    graph_ms: list[float] = field(default_factory=list)
+
+
+def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], None]) -> list[Row]:
+    """Measure every backend on every problem; rows go to `results_directory(config)`, one file per shape.
+
+    Args:
+        config: see configs/bench_loss.yaml.
+        command: the command line, for the record.
+        say: shows text to the user.
+
+    Returns:
+        The rows of this run.
+
+    Raises:
+        ConfigError: an unknown set, shape, kind of logits, backend or option, or a checkpoint that does not fit.
+        UnsupportedError: the checkpoint's model cannot run here.
+        DataError: the checkpoint or its data is damaged.
+    """
+    chosen, directory, device = chosen_set(config), results_directory(config), resolve_device(config.device)
+    losses = entries_of(chosen)
+    trained = None if config.checkpoint is None else read_trained(config, chosen.batches)
+    settings = settings_of(config, chosen, trained)
+    if device.type == "cpu":
+        for setting in settings:
+            _check_memory(setting, list(losses.values()))
+    now = datetime.datetime.now(datetime.UTC)
+    run_id = f"{now:%Y%m%dT%H%M%S.%f}"
+    run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
+    append_run(directory, run)
+    measured: list[Row] = []
+    for number, setting in enumerate(settings, start=1):
+        torch._dynamo.reset()  # compiled graphs for this setting alone, far from the recompile limit
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        built: dict[str, LossBackend] = {}
+        for kind in chosen.logits:
+            shape = setting.shape
+            title = f"{shape.name} ({shape.n} x {shape.d} x {shape.v}), {kind}, {setting.dtype}, gradients "
+            title = f"[{number}/{len(settings)}] {title}{setting.gradients}, {device.type}"
+            if config.resume and _is_measured(setting, kind, losses, directory, run):
+                say(f"{title}: measured already by this commit and these versions")
+                continue
+            say(title if trained is None else f"{title}: {trained.origin}")
+            bench = Bench(config, setting, kind, chosen.batches, losses, built, device, directory, run_id, say)
+            measured += bench.measure()
+            say(table(bench.rows))
+    return measured
+
+
+def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
+    """Refuse on a CPU a shape that cannot be held: its tensors with their gradients, and what stands beside them.
+
+    Beside them stand the fp64 truth, or what a loss holds, as far as formulas know it: whichever is more.
+
+    Raises:
+        UnsupportedError: the figures, and smaller shapes.
+    """
+    shape, compute = setting.shape, 4 if setting.dtype == "fp32" else 2
+    elements = (shape.n + shape.v) * shape.d
+    held = [memory for loss in losses if (memory := loss_memory(loss, shape.n, shape.d, shape.v, compute))]
+    beside = max([bytes_of_truth(shape), *(max(memory) for memory in held)])
+    needed = 2 * elements * (4 if setting.gradients == "fp32" else compute) + beside
+    what = f"shape {shape.name} ({shape.n} x {shape.d} x {shape.v}) needs {needed / GIB:.1f} GiB or more"
+    check_memory(needed, what, "smaller shapes, as in shapes=[1024x256x8192]")
+
+
+def report_set(config: BenchLossConfig) -> list[Path]:
+    """Write table and plot of what was measured of the set, in this run or earlier; returns their paths.
+
+    Raises:
+        DataError: nothing was, or a file is damaged.
+    """
+    (name, chosen), directory = reported_set(config), results_directory(config)
+    backends = [(BAR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
+    measured = rows_for(config.set, [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)])
+    problems = [
+        (setting.shape.name, setting.dtype, setting.gradients, kind)
+        for setting in settings_of(config, chosen)
+        for kind in chosen.logits
+    ]
+    if config.checkpoint is not None:  # those that were measured earlier belong to the report, too
+        gradients = [config.dtype if gradients == "same" else gradients for gradients in chosen.gradients]
+        problems = [
+            row.problem
+            for row in measured.values()
+            if (row.backend, row.logits, row.dtype) == (BAR, TRAINED, config.dtype) and row.gradients in gradients
+        ]
+    keys = [(*problem, *backend) for problem in problems for backend in backends]
+    rows = [measured[key] for key in keys if key in measured]
+    return write_report(rows, read_runs(directory), directory, name)
+
+
+def _is_measured(
+    setting: Setting, kind: str, losses: dict[str, LossConfig], directory: Path, run: dict[str, Any]
+) -> bool:
+    """Whether every entry has a finished row that the same code, versions and GPU made."""
+    runs = read_runs(directory)
+    rows = rows_for(run["config"]["set"], read_rows(rows_path(directory, setting.shape.name)))
+    for text, loss in losses.items():
+        row = rows.get(setting.row(kind, text, loss=loss).key)
+        if row is None or row.status == "started" or row.run not in runs:
+            return False
+        if runs[row.run]["environment"] != run["environment"] or (run["environment"]["git"] or {}).get("dirty"):
+            return False
+    return True
+
+
+@dataclass
+class Bench:
+    """All backends on one problem: errors (which warms up) and memory of each, then the timed rounds."""
+
+    config: BenchLossConfig
+    setting: Setting
+    kind: str
+    batches: int  # for the error of their summed dC
+    losses: dict[str, LossConfig]
+    built: dict[str, LossBackend]  # those that the other problems of this setting have built
+    device: torch.device
+    directory: Path
+    run: str
+    say: Callable[[str], None]
+    rows: list[Row] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    def measure(self) -> list[Row]:
+        problem = self.setting.problem(self.kind, self.device, self.config.seed)
+        truth = truth_of(problem)
+        summed_VD = self._sum_over_batches(lambda part: truth_of(part).weight_VD)
+        bar = self._bar(problem, truth, summed_VD)
+        for text, loss_config in self.losses.items():
+            row = self.setting.row(self.kind, text, self.run, loss_config, self.config.set)
+            self.rows.append(row)
+            begin = time.perf_counter()
+            try:
+                new = text not in self.built
+                if new:
+                    self.built[text] = build_loss(loss_config, device=self.device, dtype=problem.compute_dtype)
+                _record_errors(row, self.built[text], problem, truth, bar, self.config.warmup)
+                row.first_call_s = row.first_call_s if new else None
+                self._record_sum(row, partial(_weight_gradient, self.built[text]), summed_VD)
+                _record_memory(row, self.built[text], problem)
+            except Exception as error:  # a backend's failure is a result
+                _refuse(row, error)
+            else:
+                self.entries.append(Entry(row, self.built[text]))
+            problem.clear_gradients()
+            done = row.reason or f"errors and memory in {time.perf_counter() - begin:.1f} s"
+            self.say(f"  {row.label}: {done}")
+            self._save()
+        del truth, summed_VD
+        self._run_rounds(self._rotation(problem))
+        for entry in self.entries:
+            entry.row.status = "ok"
+        self._save()
+        return self.rows
+
+    def _bar(self, problem: Problem, truth: Solution, summed_VD: torch.Tensor | None) -> Row:
+        """The row of true fp32 logits: errors alone, its time means nothing."""
+        row = self.setting.row(self.kind, BAR, self.run, of_set=self.config.set)
+        self.rows.append(row)
+        _compare(row, fp32_logits_of(problem), truth)
+        row.de_err_ratio = row.dc_err_ratio = 1.0
+        self._record_sum(row, lambda part: fp32_logits_of(part).weight_VD, summed_VD)
+        row.status = "ok"
+        return row
+
+    def _sum_over_batches(self, gradient: Callable[[Problem], torch.Tensor]) -> torch.Tensor | None:
+        """Gradients of the weight, added up over the batches; None where there is but one."""
+        if self.batches == 1:
+            return None
+        total = None
+        for batch in range(self.batches):
+            found = gradient(self.setting.problem(self.kind, self.device, self.config.seed, batch))
+            wide = found if found.dtype == torch.float64 else found.float()
+            total = wide if total is None else total.add_(wide)
+        return total
+
+    def _record_sum(
+        self, row: Row, gradient: Callable[[Problem], torch.Tensor], summed_VD: torch.Tensor | None
+    ) -> None:
+        """The error of dC summed over batches: noise averages out in it, a bias does not."""
+        found = None if summed_VD is None else self._sum_over_batches(gradient)
+        if found is not None and summed_VD is not None:
+            row.batches, row.dc_sum_err = self.batches, relative_error(found, summed_VD)
+
+    def _save(self) -> None:
+        merge_rows(rows_path(self.directory, self.setting.shape.name), self.rows)
+
+    def _rotation(self, problem: Problem) -> list[Problem]:
+        seeds = range(self.config.seed + 1, self.config.seed + _ROTATING_PROBLEMS) if timing.fits_cache(problem) else []
+        return [problem, *(self.setting.problem(self.kind, self.device, seed) for seed in seeds)]
+
+    def _run_rounds(self, problems: list[Problem]) -> None:
+        """Every entry's forward pass, its step, its graph, and the products once a round, in shuffled order."""
+        shuffle = random.Random(self.config.seed).shuffle
+        products = [timing.Products(problem) for problem in problems]
+        graphs = {id(entry): self._graphs(entry, problems) for entry in self.entries}
+        one_ms: list[float] = []
+        three_ms: list[float] = []
+        clocks: list[dict[str, float]] = []
+        begin = time.perf_counter()
+        for index in range(self.config.rounds):
+            turn = index % len(problems)
+            problem = problems[turn]
+            jobs = [self._job(one_ms, products[turn].one), self._job(three_ms, products[turn].three)]
+            for entry in self.entries:
+                jobs.append(self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
+                jobs.append(partial(self._time_step, entry, problem))
+                if graphs[id(entry)]:
+                    jobs.append(self._job(entry.graph_ms, graphs[id(entry)][turn].replay))
+            shuffle(jobs)
+            for job in jobs:
+                job()
+                problem.clear_gradients()
+            if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
+                if reading := timing.read_clocks(self.device):
+                    clocks.append(reading)
+                baseline, eager = self._entry(BASELINE), self._entry(EAGER)
+                for entry in self.entries:
+                    record_times(entry, baseline, eager, np.array(one_ms), np.array(three_ms), self.config.seed)
+                    _record_clocks(entry.row, clocks)
+                self._save()
+                left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
+                self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+
+    def _job(self, times: list[float], action: Callable[[], object]) -> Callable[[], None]:
+        return lambda: times.append(timing.time_ms(action, self.device))
+
+    def _time_step(self, entry: Entry, problem: Problem) -> None:
+        whole_ms, backward_ms = timing.time_step_ms(entry.loss, problem)
+        entry.forward_backward_ms.append(whole_ms)
+        entry.backward_ms.append(backward_ms)
+
+    def _entry(self, backend: str) -> Entry | None:
+        return next((entry for entry in self.entries if entry.row.backend == backend), None)
+
+    def _graphs(self, entry: Entry, problems: list[Problem]) -> list[torch.cuda.CUDAGraph]:
+        """The step of each set of inputs as a CUDA graph, where launches may matter and the backend can be captured."""
+        if len(problems) == 1 or not entry.loss.capturable:
+            return []
+        try:
+            return [timing.capture(entry.loss, problem) for problem in problems]
+        except RuntimeError as error:
+            entry.row.reason = f"no CUDA graph: {_first_line(error)}"
+            return []
+
+
+# ------------------------------------------------------------------------------------------------- filling a row
+def _refuse(row: Row, error: Exception) -> None:
+    """Turn a backend's failure into its row."""
+    row.status = "failed"
+    if isinstance(error, UnsupportedError):
+        row.status = "unsupported"
+    elif isinstance(error, torch.OutOfMemoryError):
+        row.status = "out_of_memory"
+    text = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {_first_line(error)}"
+    row.reason = text.strip().splitlines()[0]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _compare(row: Row, got: Solution, truth: Solution) -> None:
+    row.loss_nats = got.loss
+    row.loss_err = abs(got.loss - truth.loss) / truth.loss
+    row.de_err = relative_error(got.hidden_ND, truth.hidden_ND)
+    row.dc_err = relative_error(got.weight_VD, truth.weight_VD)
+
+
+def _weight_gradient(loss: LossBackend, problem: Problem) -> torch.Tensor:
+    timing.step(loss, problem)
+    return problem.gradients()[1]
+
+
+def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> None:
+    """Warm up (compiling and tuning happen here), compare a call with the truth, and a second call with the first."""
+    begin = time.perf_counter()
+    for call in range(warmup):
+        timing.step(loss, problem)
+        timing.evaluate(loss, problem)
+        timing.synchronize(problem.device)
+        row.first_call_s = row.first_call_s if call else time.perf_counter() - begin
+    first = Solution(timing.step(loss, problem).item(), *problem.gradients())
+    _compare(row, first, truth)
+    assert row.loss_err is not None
+    assert row.de_err is not None
+    assert row.dc_err is not None
+    if not math.isfinite(row.loss_err + row.de_err + row.dc_err):
+        row.loss_nats = row.loss_err = row.de_err = row.dc_err = None
+        raise FloatingPointError("loss or gradients are not finite")
+    if bar.de_err and bar.dc_err:  # 0 where nothing is rounded, in fp32 on tiny problems
+        row.de_err_ratio, row.dc_err_ratio = row.de_err / bar.de_err, row.dc_err / bar.dc_err
+    second = Solution(timing.step(loss, problem).item(), *problem.gradients())
+    row.deterministic = (
+        first.loss == second.loss
+        and torch.equal(first.hidden_ND, second.hidden_ND)
+        and torch.equal(first.weight_VD, second.weight_VD)
+    )
+
+
+def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
+    problem.clear_gradients()
+    whole = timing.peak_bytes(lambda: timing.step(loss, problem), problem.device)
+    problem.clear_gradients()
+    alone = timing.peak_bytes(lambda: timing.evaluate(loss, problem), problem.device)
+    if whole is not None and alone is not None:
+        row.extra_mib, row.forward_extra_mib = (whole - problem.gradient_bytes) / _MIB, alone / _MIB
+
+
+def record_times(
+    entry: Entry, baseline: Entry | None, eager: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
+) -> None:
+    """Medians and ratios of the rounds so far; ratios are taken round by round."""
+    row, total_ms = entry.row, np.array(entry.forward_backward_ms)
+    row.rounds = len(total_ms)
+    row.forward_ms = float(np.median(entry.forward_ms))
+    quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
+    row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
+    row.ratio_to_product = float(np.median(total_ms / one_ms))
+    row.ratio_to_product_low, row.ratio_to_product_high = bootstrap_interval(total_ms / one_ms, seed)
+    row.ratio_to_three_products = float(np.median(total_ms / three_ms))
+    row.forward_ratio_to_product = float(np.median(np.array(entry.forward_ms) / one_ms))
+    row.backward_ms = float(np.median(entry.backward_ms))
+    if eager is not None:
+        row.backward_ratio_to_eager = float(np.median(np.array(entry.backward_ms) / np.array(eager.backward_ms)))
+    if entry.graph_ms:
+        row.graph_ms = float(np.median(entry.graph_ms))
+    if baseline is None:
+        return
+    ratios = total_ms / np.array(baseline.forward_backward_ms)
+    row.ratio_to_compiled = float(np.median(ratios))
+    row.ratio_to_compiled_low, row.ratio_to_compiled_high = bootstrap_interval(ratios, seed)
+    if entry.graph_ms and baseline.graph_ms:
+        row.graph_ratio_to_compiled = float(np.median(np.array(entry.graph_ms) / np.array(baseline.graph_ms)))
+
+
+def _record_clocks(row: Row, clocks: list[dict[str, float]]) -> None:
+    if clocks:
+        row.sm_mhz = float(np.median([reading["sm_mhz"] for reading in clocks]))
+        row.watts = float(np.median([reading["watts"] for reading in clocks]))
+
+
+def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the median."""
+    samples = np.random.default_rng(seed).choice(values, size=(_RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
+    return float(low), float(high)

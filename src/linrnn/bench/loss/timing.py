@@ -1,0 +1,176 @@
+"""One call of a loss, measured: times from an idle device (so that launches count), peak memory, clocks, CUDA graphs.
+
+The GPU's own events give times there, the host's clock on a CPU. Memory is measured on a GPU alone.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from linrnn.bench.loss.problems import Problem, relative_error
+from linrnn.losses import LossBackend
+
+PRODUCT_ROWS = 4096  # of the hidden states in one cuBLAS call of `Products`
+_GRAPH_WARMUP = 2
+_GRAPH_TOLERANCE = 1e-2  # between the gradients of a replay and of a call
+_CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "watts": "power.draw",
+    "celsius": "temperature.gpu",
+}
+
+
+# ----------------------------------------------------------------------------------------------------- one call
+def forward(loss: LossBackend, problem: Problem) -> torch.Tensor:
+    """The mean loss in nats."""
+    tensors = problem.hidden_ND, problem.weight_VD, problem.labels_N
+    same = problem.hidden_ND.dtype == problem.compute_dtype
+    output = loss(*tensors) if same else loss.mixed(*tensors, problem.compute_dtype)
+    return output.sum_nats / len(problem.labels_N)
+
+
+def evaluate(loss: LossBackend, problem: Problem) -> None:
+    """The forward pass alone, as in evaluation: under no_grad."""
+    with torch.no_grad():
+        forward(loss, problem)
+
+
+def step(loss: LossBackend, problem: Problem) -> torch.Tensor:
+    """Forward and backward pass into new gradients; returns the mean loss."""
+    problem.clear_gradients()
+    mean_nats = forward(loss, problem)
+    mean_nats.backward()
+    return mean_nats.detach()
+
+
+class Products:
+    """The yardsticks: matrix products of cuBLAS on a problem's tensors, in blocks of 4096 rows into fixed buffers."""
+
+    def __init__(self, problem: Problem) -> None:
+        dtype = problem.compute_dtype
+        self._weight_VD = problem.weight_VD.detach().to(dtype)
+        self._hidden = problem.hidden_ND.detach().to(dtype).split(PRODUCT_ROWS)
+        self._logits = self._hidden[0].new_empty(len(self._hidden[0]), len(self._weight_VD))
+        self._grad_hidden = torch.empty_like(self._hidden[0])
+        self._grad_weight = torch.empty_like(self._weight_VD)
+
+    def one(self) -> None:
+        """N x D x V: the logits."""
+        for hidden in self._hidden:
+            torch.mm(hidden, self._weight_VD.T, out=self._logits[: len(hidden)])
+
+    def three(self) -> None:
+        """The logits, and from every block of them both gradients' products (each overwrites the last one's)."""
+        for hidden in self._hidden:
+            logits = self._logits[: len(hidden)]
+            torch.mm(hidden, self._weight_VD.T, out=logits)
+            torch.mm(logits, self._weight_VD, out=self._grad_hidden[: len(hidden)])
+            torch.mm(logits.T, hidden, out=self._grad_weight)
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_ms(action: Callable[[], object], device: torch.device) -> float:
+    """How long `action` takes, from an idle device to an idle device."""
+    return _times_ms([action], device)[0]
+
+
+def time_step_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
+    """How long :func:`step` takes from an idle device to an idle device, and its backward pass of that."""
+    outputs: list[torch.Tensor] = []
+    problem.clear_gradients()
+    actions = [lambda: outputs.append(forward(loss, problem)), lambda: outputs[0].backward()]
+    forward_ms, backward_ms = _times_ms(actions, problem.device)
+    return forward_ms + backward_ms, backward_ms
+
+
+class _HostEvent:
+    """What a torch.cuda.Event does, on a CPU."""
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, later: "_HostEvent") -> float:
+        return 1e3 * (later._seconds - self._seconds)
+
+
+def _times_ms(actions: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """How long each of `actions` takes, one right after another."""
+    events: list[Any] = [
+        torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostEvent() for _ in range(len(actions) + 1)
+    ]
+    synchronize(device)
+    events[0].record()
+    for action, event in zip(actions, events[1:], strict=True):
+        action()
+        event.record()
+    synchronize(device)
+    return [first.elapsed_time(last) for first, last in pairwise(events)]
+
+
+def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory allocated at once during `action`, above what was allocated before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def read_clocks(device: torch.device) -> dict[str, float] | None:
+    """Clocks, power and temperature of the GPU; None on a CPU or where nvidia-smi does not answer."""
+    if device.type != "cuda":
+        return None
+    card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", card, f"--query-gpu={','.join(_CLOCKS.values())}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        return dict(zip(_CLOCKS, map(float, answer.split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def fits_cache(problem: Problem) -> bool:
+    """Whether the tensors may still lie in a GPU's L2 cache when the next call starts."""
+    if problem.device.type != "cuda":
+        return False
+    return problem.gradient_bytes < 2 * torch.cuda.get_device_properties(problem.device).L2_cache_size
+
+
+def capture(loss: LossBackend, problem: Problem) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of :func:`step`, replayed once and compared with a call outside of it.
+
+    Raises:
+        RuntimeError: the pass cannot be captured, or its replay gives other gradients.
+    """
+    stream = torch.cuda.Stream(problem.device)
+    stream.wait_stream(torch.cuda.current_stream(problem.device))
+    with torch.cuda.stream(stream):
+        for _ in range(_GRAPH_WARMUP):
+            step(loss, problem)
+    torch.cuda.current_stream(problem.device).wait_stream(stream)
+    expected = [gradient.clone() for gradient in problem.gradients()]
+    problem.clear_gradients()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(loss, problem)
+    captured = problem.gradients()
+    for gradient in captured:
+        gradient.fill_(torch.nan)
+    graph.replay()
+    for got, wanted in zip(captured, expected, strict=True):
+        if not relative_error(got, wanted.double()) < _GRAPH_TOLERANCE:
+            raise RuntimeError("the replay of the CUDA graph gives other gradients than a call")
+    return graph

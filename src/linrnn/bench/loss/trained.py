@@ -1,0 +1,106 @@
+"""Problems for loss backends from a trained model: its hidden states, its head and its validation split's labels."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from linrnn.bench.loss.problems import Problem, Shape
+from linrnn.config.schema import BenchLossConfig
+from linrnn.core.errors import ConfigError
+from linrnn.inference.load import Reading, open_reading
+from linrnn.losses import IGNORE_INDEX
+from linrnn.training.evaluation import loss_inputs
+
+KIND = "trained"  # in the place of loss_problems.KINDS
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedTensors:
+    """What a model gave to its loss, on the CPU, for `batches` problems of `shape.n` labels one after another.
+
+    hidden_ND: (batches N, D) and weight_VD: (V, D) in the dtype that the model computes in; labels_N: (batches N,).
+    origin: run, step, sizes and precision, for people.
+    """
+
+    shape: Shape
+    origin: str
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    labels_N: Tensor
+
+    def problem(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        gradient_dtype: torch.dtype | None = None,
+        batch: int = 0,
+    ) -> Problem:
+        """One batch as a problem, the vocabulary in an order that `seed` draws.
+
+        Tokenizers number frequent tokens first, which filters by tiles would profit from: labels and head are
+        permuted together, so that the loss stays the same. Dtypes as in `loss_problems.make_problem`.
+        """
+        weight_VD, places_V = _permuted(self, seed, device)
+        rows = slice(batch * self.shape.n, (batch + 1) * self.shape.n)
+        leaves = [
+            x.to(device, dtype).to(gradient_dtype or dtype, copy=True).requires_grad_()
+            for x in (self.hidden_ND[rows], weight_VD)
+        ]
+        return Problem(leaves[0], leaves[1], places_V[self.labels_N[rows]].to(device), dtype)
+
+
+@lru_cache(maxsize=1)
+def _permuted(trained: TrainedTensors, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The head (V, D) on `device` in an order that `seed` draws, and each entry's place in it (V,), on the CPU: the
+    same for all batches."""
+    order = torch.randperm(trained.shape.v, generator=torch.Generator().manual_seed(seed))
+    return trained.weight_VD[order].to(device), order.argsort()
+
+
+def read_trained(config: BenchLossConfig, batches: int) -> TrainedTensors:
+    """Run the model of `config.checkpoint` over the first batches x `config.tokens` labels of the validation split.
+
+    Raises:
+        ConfigError: there is no checkpoint, its tokens are not the data's, or the split has fewer labels.
+        UnsupportedError: the model cannot run here.
+        DataError: the checkpoint or the data is damaged.
+    """
+    assert config.checkpoint is not None
+    reading = open_reading("checkpoint", config.checkpoint, config.data, config.device)
+    wanted, there = batches * config.tokens, reading.data.valid.n_tokens - 1
+    if wanted > there:
+        raise ConfigError(
+            f"{batches} x {config.tokens:,} labels (batches, tokens) are more than the {there:,} of the validation "
+            f"split of {reading.data.description}",
+            "lower tokens or batches, or name longer text: data=text data.valid_path=…",
+        )
+    return _tensors(reading, config.tokens, wanted)
+
+
+@torch.no_grad()
+def _tensors(reading: Reading, n_rows: int, wanted: int) -> TrainedTensors:
+    hidden, labels, weight_VD = [], [], None
+    for batch in reading.batches(wanted):
+        hidden_ND, weight_VD, labels_N = loss_inputs(reading.model, batch, reading.precision, reading.device)
+        counts_N = labels_N != IGNORE_INDEX
+        hidden.append(hidden_ND[counts_N].cpu())
+        labels.append(labels_N[counts_N].cpu())
+    assert weight_VD is not None
+    weight_VD = weight_VD.cpu().clone()
+    run, config = _run_directory(reading.directory), reading.config
+    name = f"{run.parent.name}-{run.name}-step_{reading.step}-{n_rows}"
+    origin = (
+        f"{config.model.name} {config.size.name} after {reading.step:,} steps (run {run.parent.name}/{run.name}, "
+        f"{reading.precision}), on the validation split of data={config.data.name}"
+    )
+    shape = Shape(name, n_rows, weight_VD.shape[1], weight_VD.shape[0])
+    return TrainedTensors(shape, origin, torch.cat(hidden), weight_VD, torch.cat(labels))
+
+
+def _run_directory(checkpoint: Path) -> Path:
+    checkpoint = checkpoint.resolve()
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint

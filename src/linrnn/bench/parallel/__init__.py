@@ -1,0 +1,1 @@
+"""The loss layer over several GPUs: time and memory of a training step."""

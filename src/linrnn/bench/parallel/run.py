@@ -1,0 +1,267 @@
+"""Several GPUs against one, in one group of processes: the vocabulary-parallel loss, and whole training steps.
+
+Every figure of several GPUs has the same work on one beside it: done by all ranks at once, each for itself, in rounds
+that alternate with theirs (the loss), or just before (steps). Times are medians of the slowest rank's.
+"""
+
+import copy
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from linrnn import costs
+from linrnn.bench.loss.problems import Problem, make_problem, parse_shape, relative_error
+from linrnn.bench.loss.timing import peak_bytes, step, synchronize, time_ms
+from linrnn.bench.parallel import report
+from linrnn.bench.parallel.report import CollectiveRow, LossRow, Measured, StepRow
+from linrnn.config import load_config
+from linrnn.config.schema import BenchParallelConfig, Config
+from linrnn.core.errors import ConfigError
+from linrnn.data import Batch
+from linrnn.distributed import DistributedRanks, Ranks
+from linrnn.distributed.sharding import all_gather, reduce_scatter
+from linrnn.losses import LossBackend, build_loss
+from linrnn.models import build_model
+from linrnn.models.architecture import Architecture, resolve
+from linrnn.runs.environment import describe_environment
+from linrnn.runs.summary import GIB
+from linrnn.training.evaluation import loss_inputs
+from linrnn.training.optimizer import build_optimizer, clip_gradients
+from linrnn.training.runtime import compute_dtype, parameter_dtype, resolve_device, resolve_precision
+
+MIB = 2**20
+FP32 = 4
+LATENCY_CALLS = 20  # of a collective of one number a rank, between two looks at the clock
+
+
+# ---------------------------------------------------------------------------------------------------- collectives
+def measure_collective(
+    ranks: DistributedRanks, operation: str, mib: int, config: BenchParallelConfig, device: torch.device
+) -> CollectiveRow:
+    """One collective on a tensor of `mib`, fp32; of 0, one number a rank, which shows the latency."""
+    world = ranks.world_size
+    part = torch.ones(max(mib * MIB // FP32 // world, 1), device=device)
+    whole = torch.ones(world * len(part), device=device)
+    call = {
+        "all_reduce": partial(dist.all_reduce, whole),
+        "all_gather": partial(all_gather, whole, part, None),
+        "reduce_scatter": partial(reduce_scatter, part, whole, None),
+    }[operation]
+    calls = 1 if mib else LATENCY_CALLS
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    for _ in range(config.warmup):
+        several()
+    ms = statistics.median(_slowest(ranks, several, device) for _ in range(config.rounds)) / calls
+    sent = report.UNITS[operation] * whole.nbytes * (world - 1) / world
+    return CollectiveRow(operation, world, mib, ms, sent / ms / 1e6 if mib else None)
+
+
+# ------------------------------------------------------------------------------------------------------- the loss
+def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device) -> LossRow:
+    """One shape, tokens and head spread evenly over the ranks."""
+    shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
+    whole = _of_first(make_problem(shape, "peaked", dtype, device, config.seed))
+    here = ranks.under(_parallel("vocab"))
+    shards = -(-shape.v // world)
+    rows = slice(ranks.rank * shards, min((ranks.rank + 1) * shards, shape.v))
+    tokens = slice(ranks.rank * shape.n // world, (ranks.rank + 1) * shape.n // world)
+    weight = whole.weight_VD.detach()[rows].clone()
+    own = Problem(_leaf(whole.hidden_ND[tokens]), _leaf(weight), whole.labels_N[tokens], dtype)
+    local = Problem(_leaf(whole.hidden_ND), _leaf(weight), whole.labels_N.remainder(len(weight)), dtype)
+    loss_config = load_config(["loss=cce_kahan"]).loss
+    alone = build_loss(loss_config, device=device)
+    together = build_loss(loss_config, device=device, vocabulary=here.vocabulary(shape.v))
+    calls: dict[str, tuple[LossBackend, Problem]] = {
+        "alone": (alone, whole), "shard": (alone, local), "together": (together, own)
+    }  # fmt: skip
+    for _ in range(config.warmup):
+        for loss, problem in calls.values():
+            step(loss, problem)
+    (true_hidden, true_weight), (hidden, weight_grad) = whole.gradients(), own.gradients()
+    errors = (
+        relative_error(hidden / world, true_hidden[tokens].double()),
+        relative_error(weight_grad / world, true_weight[rows].double()),
+    )
+    memory = {}
+    for key in ("alone", "together"):
+        loss, problem = calls[key]
+        problem.clear_gradients()
+        peak = peak_bytes(partial(step, loss, problem), device)
+        memory[key] = None if peak is None else (peak - problem.gradient_bytes) / MIB
+    times: dict[str, list[float]] = {key: [] for key in calls}
+    for _ in range(config.rounds):
+        for key, (loss, problem) in calls.items():
+            times[key].append(_slowest(ranks, partial(step, loss, problem), device))
+    ms = {key: statistics.median(values) for key, values in times.items()}
+    sent = costs.vocabulary_loss_bytes(loss_config, shape.n, shape.d, shape.v, dtype.itemsize, world)
+    return LossRow(
+        name, shape.n, shape.d, shape.v, world, ms["together"], ms["alone"], ms["shard"], memory["together"],
+        memory["alone"], sent and sent / MIB, ms["alone"] / (world * ms["together"]), *errors,
+    )  # fmt: skip
+
+
+def _of_first(problem: Problem) -> Problem:
+    """Rank 0's tensors on every rank, so that nothing in which GPUs could differ decides what is compared."""
+    for tensor in (problem.hidden_ND, problem.weight_VD, problem.labels_N):
+        dist.broadcast(tensor.detach(), 0)
+    return problem
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torch.device) -> float:
+    """ms of the rank that takes longest, all beginning together."""
+    ranks.total(0)
+    return ranks.largest(time_ms(action, device))[0]
+
+
+# ---------------------------------------------------------------------------------------------------- whole steps
+def measure_steps(
+    ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, say: Callable[[str], None]
+) -> Iterator[StepRow]:
+    """A model (`gla/350m`) alone and under every way to spread it, weak and strong."""
+    model_name, size = name.split("/")
+    run: Config = load_config([f"model={model_name}", f"size={size}", "loss=cce_kahan"])
+    arch = resolve(run.model, run.size, config.vocab_size or run.size.vocab_size or 32000)
+    precision = resolve_precision(run.trainer.precision, device)
+    with device:  # where weights are drawn faster than on a CPU; their values change no time
+        model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
+    alone: StepRow | None = None
+    plans = [("none", "alone", config.batch_size)]
+    plans += [(mode, "weak", config.batch_size) for mode in config.weak]
+    plans += [(mode, "strong", config.batch_size // ranks.world_size) for mode in config.strong]
+    for mode, scaling, sequences in plans:
+        try:
+            row = _measure_mode(ranks, model, arch, run, mode, scaling, sequences, config, device)
+        except torch.OutOfMemoryError:
+            say(f"{name} {mode} {scaling}: out of memory")
+            continue
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        if mode == "none":
+            alone = row
+        elif alone is not None:
+            row.efficiency = row.tokens_per_second / (ranks.world_size * alone.tokens_per_second)
+        yield row
+
+
+def _measure_mode(
+    ranks: DistributedRanks,
+    model: Any,
+    arch: Architecture,
+    run: Config,
+    mode: str,
+    scaling: str,
+    sequences: int,
+    config: BenchParallelConfig,
+    device: torch.device,
+) -> StepRow:
+    """Steps of a copy of `model`."""
+    precision = resolve_precision(run.trainer.precision, device)
+    parallel = _parallel(mode)
+    beside = sum(parameter.nbytes for parameter in model.parameters())  # of what stays while its copy trains
+    model = copy.deepcopy(model)
+    spread = Ranks() if mode == "none" else ranks.under(parallel)
+    replica = spread.spread(model, compute_dtype(precision))
+    loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
+    optimizer = build_optimizer(model, run.optimizer, device)
+    random = torch.Generator().manual_seed(config.seed + ranks.rank)
+    ids = torch.randint(arch.vocab_size, (sequences, config.seq_len + 1), generator=random)
+    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, sequences * config.seq_len)
+    world = ranks.world_size if mode != "none" else 1
+    tokens = sequences * config.seq_len * world
+
+    def train_step() -> None:  # as Trainer.train_step
+        nats = loss(*loss_inputs(replica, batch, precision, device)).sum_nats
+        (nats / tokens * spread.loss_scale).backward()
+        clip_gradients(model.parameters(), run.optimizer.max_grad_norm)
+        optimizer.step()
+        spread.zero_gradients(optimizer)
+
+    for _ in range(config.warmup):
+        train_step()
+    synchronize(device)
+    # Nobody waits for DDP's reductions by their handles, so that ProcessGroupNCCL holds the gradients of the row before
+    # until its watchdog has seen the last of them end and it is called again.
+    dist.all_reduce(torch.zeros((), device=device))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def several() -> None:
+        for _ in range(config.steps):
+            train_step()
+
+    ms = statistics.median(_slowest(ranks, several, device) / config.steps for _ in range(3))
+    peak = (torch.cuda.max_memory_allocated(device) - beside) / GIB if device.type == "cuda" else 0.0
+    sent = costs.communication(
+        arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision,
+        loss=run.loss,
+    )  # fmt: skip
+    return StepRow(
+        arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
+        tokens / ms * 1e3, None, ranks.largest(peak)[0] or None, None if sent is None else sent.total / GIB,
+        gib_is_own=True,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- the whole
+def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> list[Path]:
+    """Measure; on rank 0 every row goes into the run's file, and then all runs' onto the pages, which are returned.
+
+    Raises:
+        ConfigError: one process, or a batch that the ranks cannot share.
+    """
+    if not isinstance(ranks, DistributedRanks):
+        raise ConfigError("one process has nobody to share with", "use torchrun --nproc-per-node=N, N of 2 or more")
+    if config.strong and config.batch_size % ranks.world_size:
+        raise ConfigError(
+            f"strong: {ranks.world_size} ranks cannot share batch_size={config.batch_size} out evenly",
+            f"use a multiple of {ranks.world_size}, or strong=[]",
+        )
+    device, directory = resolve_device(config.device), Path(config.output_dir)
+    measured = Measured(command, _device_name(device), ranks.world_size, describe_environment())
+
+    def say(line: str) -> None:
+        if ranks.is_first:
+            print(line, flush=True)
+
+    def keep(rows: list[Any], row: Any, line: str) -> None:
+        rows.append(row)
+        say(line)
+        if ranks.is_first:
+            report.write(measured, directory, config.part)
+
+    for mib in config.collective_mib:
+        for operation in report.UNITS:
+            timed = measure_collective(ranks, operation, mib, config, device)
+            keep(measured.collectives, timed, f"{operation} of {mib} MiB: {timed.ms:.3f} ms")
+    for name in config.losses:
+        loss = measure_loss(ranks, name, config, device)
+        keep(measured.loss, loss, f"loss {name}: {loss.ms:.2f} ms, alone {loss.ms_alone:.2f}")
+    for name in config.models:
+        for row in measure_steps(ranks, name, config, device, say):
+            what = f"{name} {row.parallel} {row.scaling}"
+            keep(measured.steps, row, f"{what}: {row.step_ms:.1f} ms, {row.tokens_per_second:,.0f} tokens/s")
+    return report.write_pages(directory) if ranks.is_first else []
+
+
+def _parallel(mode: str) -> Any:
+    return load_config([f"parallel={mode}"]).parallel
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

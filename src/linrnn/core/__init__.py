@@ -1,0 +1,1 @@
+"""What every package uses: errors, output, files, locks, signals, the machine."""

@@ -1,0 +1,48 @@
+"""Checksums of files; those beside an exported model are in the format of `sha256sum`, and checked on loading."""
+
+import hashlib
+from pathlib import Path
+
+from linrnn.core.errors import DataError
+
+CHECKSUMS = "SHA256SUMS"
+
+
+def write_checksums(directory: Path) -> None:
+    """Record every file of a directory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    lines = [f"{sha256(path)}  {path.name}\n" for path in files]
+    (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_checksums(directory: Path) -> None:
+    """Compare the files of a directory with what was recorded; a directory without checksums is taken as it is.
+
+    Raises:
+        DataError: a file is missing or was changed, or the record cannot be read.
+    """
+    record = directory / CHECKSUMS
+    if not record.is_file():
+        return
+    try:
+        for line in record.read_text(encoding="utf-8").splitlines():
+            checksum, _, name = line.partition("  ")
+            if not (directory / name).is_file():
+                raise DataError(f"{directory / name} is missing", "export the model again")
+            if sha256(directory / name) != checksum:
+                raise DataError(
+                    f"{directory / name} does not match its checksum",
+                    f"export the model again, or delete {CHECKSUMS} if the file was changed on purpose",
+                )
+    except (OSError, ValueError) as error:
+        raise DataError(f"{record} cannot be checked ({error})", "export the model again") from error
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,40 @@
+"""FLOPs, bytes and time of a training step from formulas: nothing is built or run.
+
+Formulas are registered by the names of models and losses. What they do not know is None, *unknown* to people: never
+another model's figure.
+"""
+
+from linrnn.costs.communication import Communication, communication, vocabulary_loss_bytes
+from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
+from linrnn.costs.flops import mfu, model_flops, model_flops_6n
+from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
+from linrnn.costs.losses import FORMULAS_OF_LOSSES, loss_memory, loss_traffic
+from linrnn.costs.memory import MemoryEstimate, memory_estimate, training_state
+from linrnn.costs.proposal import proposal_flops, proposal_memory, proposal_traffic, recurrent_state_bytes
+from linrnn.costs.traffic import optimizer_traffic
+
+__all__ = [
+    "ASSUMED_CPU_SHARE",
+    "ASSUMED_MFU",
+    "FORMULAS_OF_LOSSES",
+    "Communication",
+    "KernelFlops",
+    "MemoryEstimate",
+    "communication",
+    "kernel_flops",
+    "loss_memory",
+    "loss_traffic",
+    "memory_estimate",
+    "mfu",
+    "model_flops",
+    "model_flops_6n",
+    "optimizer_traffic",
+    "peak_flops_per_second",
+    "proposal_flops",
+    "proposal_memory",
+    "proposal_traffic",
+    "recurrent_state_bytes",
+    "time_estimate",
+    "training_state",
+    "vocabulary_loss_bytes",
+]

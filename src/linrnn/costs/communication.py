@@ -1,0 +1,130 @@
+"""What the ranks of a run send each other in a step, from formulas.
+
+Collectives in rings: of S bytes in all, W ranks each send (W − 1) / W · S to gather or to reduce and scatter them,
+twice that to reduce them on all. Scalars, and what FSDP pads, are left out.
+"""
+
+from dataclasses import dataclass
+
+from linrnn.config.schema import (
+    CceFilterLossConfig,
+    CceKahanLossConfig,
+    FsdpConfig,
+    LossConfig,
+    ParallelConfig,
+    VocabConfig,
+)
+from linrnn.costs.cce import cce_scheme, filters
+from linrnn.costs.loss_memory import BF16, FP32
+from linrnn.models.architecture import Architecture
+
+ID = 8  # bytes of a token id or label
+AGREEMENT = 1024  # bytes: what every rank says of its arguments
+# Whether FLA's kernels need some of a model's parameters in fp32: FSDP then gathers its blocks in fp32 under autocast.
+KEEPS_FP32 = {"gla": False, "gated_deltanet": True, "kda": True, "transformer": False}
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that each rank sends in an optimizer step, by part.
+
+    Attributes:
+        within: among the ranks that hold one model between them (of DDP: all).
+        across: among those that hold the same part of it (HSDP), in the last micro-step.
+    """
+
+    within: dict[str, int]
+    across: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.within.values()) + sum(self.across.values())
+
+
+def gathered_bytes(model: str, precision: str) -> int | None:
+    """Bytes of an element in which FSDP gathers the blocks' weights; None where nothing is known of the model."""
+    if precision != "bf16_autocast":
+        return BF16 if precision == "bf16" else FP32
+    return {True: FP32, False: BF16, None: None}[KEEPS_FP32.get(model)]
+
+
+def communication(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    *,
+    world_size: int,
+    sequences: int,
+    seq_len: int,
+    precision: str,
+    loss: LossConfig,
+    micro_steps: int = 1,
+) -> Communication | None:
+    """What each of `world_size` ranks sends in a step of `micro_steps`, of `sequences` of its own each.
+
+    None for a model, or with VocabConfig a loss, that the formulas do not know.
+
+    Args:
+        loss: counts with VocabConfig alone.
+        precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
+    """
+    kept = BF16 if precision == "bf16" else FP32
+    compute = FP32 if precision == "fp32" else BF16
+    if not isinstance(parallel, FsdpConfig):
+        return Communication({"gradients": _reduced_on_all(kept * arch.n_parameters, world_size)}, {})
+    ranks = parallel.shard_ranks or world_size
+    replicas = world_size // ranks
+    body, matrix = arch.body_parameters, arch.embedding_parameters
+    if (gathered := gathered_bytes(arch.model, precision)) is None:
+        return None
+    within = {
+        "blocks gathered": 2 * _gathered(gathered * body, ranks),  # forward and backward
+        "blocks reduced": _gathered(FP32 * body, ranks),
+    }
+    matrices = 1 if arch.tie_embeddings else 2
+    across = {
+        "blocks": _reduced_on_all(FP32 * body // ranks, replicas),
+        "embedding and head": matrices * _reduced_on_all(kept * matrix // ranks, replicas),
+    }
+    if isinstance(parallel, VocabConfig):
+        tokens = ranks * sequences * seq_len  # of all ranks of the group
+        hidden = tokens * arch.hidden_size
+        within["embedding"] = _gathered(tokens * ID + 2 * hidden * kept, ranks)  # vectors and their gradients
+        loss_bytes = vocabulary_loss_bytes(loss, tokens, arch.hidden_size, arch.vocab_size, compute, ranks)
+        if loss_bytes is None:
+            return None
+        within["loss"] = loss_bytes
+    else:
+        within["embedding"] = _gathered((kept + FP32) * matrix, ranks)
+        within["head"] = _gathered((compute + FP32) * matrix, ranks)
+    return Communication({name: micro_steps * size for name, size in within.items()}, across)
+
+
+def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
+    """Of the vocabulary-parallel loss over `tokens` of all ranks: labels, hidden states of `compute` bytes an element,
+    their gradients in fp32, two numbers of every rank for every token, and every rank's line about its arguments.
+
+    Where logits are made again, the gradient of every token's loss as well. A filter's statistics are sums over the
+    ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with. The unbiased
+    rule ranks all entries by their logit from the mean hidden state.
+    None for a loss without formulas.
+    """
+    if loss.name not in ("cce_kahan", "cce_filter"):
+        return None
+    assert isinstance(loss, CceKahanLossConfig)
+    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * (tokens * 2 * FP32 + AGREEMENT)
+    shard = -(-vocab // ranks)
+    if cce_scheme(loss, tokens, d, shard, compute).rows:
+        return sent
+    sums = logits = 0
+    if isinstance(loss, CceFilterLossConfig):
+        sums = 3 if loss.filter_mass else 2
+        logits = shard * ranks if loss.filter_unbiased and filters(loss) else 0
+    return sent + _gathered((tokens + logits) * FP32, ranks) + sums * _reduced_on_all(tokens * FP32, ranks)
+
+
+def _gathered(size: int, ranks: int) -> int:
+    return size * (ranks - 1) // ranks
+
+
+def _reduced_on_all(size: int, ranks: int) -> int:
+    return 2 * _gathered(size, ranks)

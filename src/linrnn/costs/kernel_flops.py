@@ -1,0 +1,69 @@
+"""FLOPs that the device computes in a training step, by component: what its time depends on.
+
+More than the model's definition asks for (:mod:`linrnn.costs.flops`): chunked kernels, recomputation.
+"""
+
+from dataclasses import dataclass
+
+from linrnn.config.schema import LossConfig
+from linrnn.costs.flops import BACKWARD, forward_flops
+from linrnn.costs.loss_memory import BF16
+from linrnn.costs.losses import FORMULAS_OF_LOSSES
+from linrnn.costs.mixers import FLOPS_OF_MIXERS
+from linrnn.models.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class KernelFlops:
+    """FLOPs of a step by component.
+
+    The components are mixer_projections, mixer_scan (a Transformer's attention), mlp and vocabulary.
+
+    Attributes:
+        forward: the products of the forward pass.
+        backward: twice those: the gradients of both factors.
+        recomputed: what is computed a second time to save memory (activation checkpointing, a loss layer that
+            remakes its logits, kernels that remake their states or scores).
+    """
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+    recomputed: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All that the device computes."""
+        return sum(sum(part.values()) for part in (self.forward, self.backward, self.recomputed))
+
+
+def kernel_flops(
+    arch: Architecture,
+    n_sequences: int,
+    seq_len: int,
+    loss: LossConfig,
+    activation_checkpointing: str,
+    compute: int = BF16,
+) -> KernelFlops | None:
+    """What the kernels compute in a step over `n_sequences` (all micro-steps) of `seq_len` tokens.
+
+    None for a model or a loss without formulas.
+
+    Args:
+        loss: decides whether the backward pass computes the logits again.
+        activation_checkpointing: none | full (every block's forward pass is computed again).
+        compute: bytes of an element of hidden states and head.
+    """
+    forward = forward_flops(arch, n_sequences, seq_len)
+    mixer, formulas = FLOPS_OF_MIXERS.get(arch.model), FORMULAS_OF_LOSSES.get(loss.name)
+    if forward is None or mixer is None or formulas is None:
+        return None
+    tokens = n_sequences * seq_len
+    mixed = tokens * arch.num_layers * arch.num_heads
+    forward["mixer_scan"] = mixed * mixer.kernel(arch, seq_len)
+    again = {"mixer_scan": mixed * mixer.kernel_again(arch, seq_len)}
+    if formulas.products(loss, tokens, arch.hidden_size, arch.vocab_size, compute) == 4:
+        again["vocabulary"] = forward["vocabulary"]
+    if activation_checkpointing == "full":
+        for component in ("mixer_projections", "mixer_scan", "mlp"):
+            again[component] = again.get(component, 0) + forward[component]
+    return KernelFlops(forward, {name: BACKWARD * flops for name, flops in forward.items()}, again)

@@ -1,0 +1,272 @@
+"""From a long sequence of tokens to batches of blocks; labels are shifted here and nowhere else.
+
+Block k holds tokens [kT, kT + T]; its inputs are the first T, its labels the last T, so every token but the
+very first is predicted once an epoch (a tail shorter than T is left out in training). An epoch visits every
+block once, in an order that depends on the seed and the epoch's number alone. Epochs follow one another
+without a gap: the global order is one endless sequence of rows, and step i of `world_size` ranks with B rows
+each takes rows [i·W·B, (i + 1)·W·B), rank r those at r, r + W, r + 2W, … A run is therefore continued from
+one number, with any number of ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from linrnn.core.errors import DataError
+from linrnn.data.shards import ShardSet
+from linrnn.data.tokenizer import TokenBytes
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on.
+
+    Attributes:
+        input_ids: (B, T) int64; (1, B·T) when state is reset at document ends.
+        labels: same shape, int64: the next token, or -100 where nothing is predicted.
+        cu_seqlens: int32 (sequences + 1,) boundaries in the flattened inputs, from 0 to B·T, where state and
+            attention start anew: every row and every document; None when they cross document ends.
+        n_tokens: labels that count (are not -100).
+        n_bytes: UTF-8 bytes of text that these stand for; None where that was not asked for or is not known.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    n_tokens: int
+    n_bytes: int | None = None
+
+
+class BatchLoader:
+    """An endless, exactly resumable iterator of training batches.
+
+    Args:
+        shards: the tokens.
+        seq_len: T, tokens predicted per row.
+        batch_size: B, rows per rank and batch.
+        seed: decides the order.
+        rank, world_size: this rank's share of every step.
+        reset_at_document: flatten the rows and mark document borders (see `Batch`); a document's first token
+            is then never predicted from the document before it.
+        shuffle: False visits the blocks in their own order.
+
+    Raises:
+        DataError: the text is shorter than one block.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        reset_at_document: bool = False,
+        shuffle: bool = True,
+    ) -> None:
+        if not 0 <= rank < world_size or batch_size < 1 or seq_len < 1:
+            raise ValueError(f"{rank=}, {world_size=}, {batch_size=}, {seq_len=}")
+        self.n_blocks = (shards.n_tokens - 1) // seq_len
+        if self.n_blocks < 1:
+            raise DataError(
+                f"the training text has {shards.n_tokens:,} tokens, one block needs {seq_len + 1:,}",
+                f"lower trainer.seq_len below {max(shards.n_tokens, 2):,} or give more text",
+            )
+        self._shards, self._seq_len, self._batch_size, self._seed = shards, seq_len, batch_size, seed
+        self._rank, self._world_size = rank, world_size
+        self._reset, self._shuffle = reset_at_document, shuffle
+        self._rows_done = 0  # of the global order, all ranks together
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        rows_of_step = self._batch_size * self._world_size
+        rows = self._rows_done + np.arange(self._rank, rows_of_step, self._world_size)
+        self._rows_done += rows_of_step
+        starts = self._blocks(rows) * self._seq_len
+        return make_batch(self._shards, starts, self._seq_len, reset_at_document=self._reset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands: epoch and global rows taken so far, and what they are rows of."""
+        return {"epoch": self._rows_done // self.n_blocks, "rows": self._rows_done, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly after the batch at which `state` was taken, with any world size.
+
+        Raises:
+            DataError: the state belongs to other data, another sequence length or another seed.
+        """
+        for key, here in self._identity().items():
+            if state.get(key) != here:
+                raise DataError(
+                    f"the checkpoint's data position has {key}={state.get(key)}, this run has {key}={here}",
+                    "continue with the same data and settings, or start a new run (trainer.resume=never)",
+                )
+        self._rows_done = state["rows"]
+
+    def go_on_after(self, state: dict[str, Any]) -> bool:
+        """Begin after the rows that another run has taken, where they come in the same order; whether they do."""
+        same = all(state.get(key) == here for key, here in self._identity().items())
+        if same:
+            self._rows_done = state["rows"]
+        return same
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self._shards.fingerprint,
+            "seq_len": self._seq_len,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _blocks(self, rows: np.ndarray) -> np.ndarray:
+        epochs, positions = np.divmod(rows, self.n_blocks)
+        if not self._shuffle:
+            return positions
+        blocks = np.empty_like(positions)
+        for epoch in range(epochs[0], epochs[-1] + 1):
+            here = epochs == epoch
+            blocks[here] = self._epoch_order(epoch)[positions[here]]
+        return blocks
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            # NumPy freezes RandomState's stream for good; a newer Generator's may change between versions.
+            source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, epoch])))
+            self._order = (epoch, source.permutation(self.n_blocks))
+        return self._order[1]
+
+
+def make_batch(
+    shards: ShardSet,
+    starts: np.ndarray,
+    seq_len: int,
+    *,
+    stop: int | None = None,
+    reset_at_document: bool = False,
+    token_bytes: TokenBytes | None = None,
+) -> Batch:
+    """The batch of the blocks that begin at tokens `starts`.
+
+    Args:
+        starts: (B,) first input token of each row; a row that begins at or beyond `stop` - 1 predicts
+            nothing.
+        stop: end of the tokens to use (exclusive); what lies beyond is padded with 0 and label -100.
+        token_bytes: what tokens stand for, where the labels' bytes are to be counted.
+    """
+    stop = shards.n_tokens if stop is None else stop
+    n_rows = len(starts)
+    tokens = np.zeros((n_rows, seq_len + 1), np.int64)
+    lengths = np.clip(stop - starts, 0, seq_len + 1)
+    for row, start, length in zip(tokens, starts.tolist(), lengths.tolist(), strict=True):
+        if length:
+            shards.read_into(start, row[:length])
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    labels = np.where(np.arange(1, seq_len + 1) < lengths[:, None], labels, IGNORED)
+    cu_seqlens, n_bytes = None, None
+    if reset_at_document or token_bytes is not None:
+        rows, ends = _document_ends(shards.document_ends, starts, starts + lengths)
+    if reset_at_document:
+        labels[rows, ends - 1] = IGNORED  # would predict the next document's first token
+        boundaries = np.concatenate([np.arange(n_rows + 1) * seq_len, rows * seq_len + ends])
+        cu_seqlens = torch.from_numpy(np.unique(boundaries).astype(np.int32))
+        inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
+    if token_bytes is not None:
+        n_bytes = token_bytes.count(labels[labels != IGNORED], 0 if reset_at_document else len(rows))
+    return Batch(
+        torch.from_numpy(np.ascontiguousarray(inputs)),
+        torch.from_numpy(labels),
+        cu_seqlens,
+        int(np.count_nonzero(labels != IGNORED)),
+        n_bytes,
+    )
+
+
+def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Document ends strictly between starts and stops: their rows, and their places from the start."""
+    first = np.searchsorted(ends, starts, side="right")
+    counts = np.maximum(np.searchsorted(ends, stops, side="left") - first, 0)
+    rows = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, ends[first[rows] + within] - starts[rows]
+
+
+def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_document: bool) -> None:
+    """Refuse a text of which `ShardSet.batches_once` would give no label.
+
+    Raises:
+        DataError: it is too short, or it has documents of one token alone, whose first tokens are never predicted.
+    """
+    stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
+    if stop < 2:
+        raise DataError(
+            f"the validation text has {shards.n_tokens:,} token(s), and a validation pass needs 2",
+            "give more validation text",
+        )
+    ends = shards.document_ends
+    if reset_at_document and np.count_nonzero((ends > 0) & (ends < stop)) >= stop - 1:
+        raise DataError(
+            f"the first {stop:,} tokens of the validation text are documents of one token: none can be predicted",
+            "give more validation text, raise trainer.valid_tokens, or use data.reset_at_document=false",
+        )
+
+
+class BatchesOnce(Sequence[Batch]):
+    """A validation pass: each token but the first is predicted exactly once, in order, the same at every
+    call. A batch is built when it is asked for.
+
+    All batches have the full shape; what is missing from the last one has label -100.
+
+    Args:
+        max_tokens: bounds the labels; None: all.
+        token_bytes: what tokens stand for, where the labels' bytes are to be counted.
+
+    Raises:
+        DataError: there is not one label.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        seq_len: int,
+        batch_size: int,
+        max_tokens: int | None = None,
+        *,
+        reset_at_document: bool = False,
+        token_bytes: TokenBytes | None = None,
+    ) -> None:
+        check_validation(shards, max_tokens, reset_at_document=reset_at_document)
+        self._stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
+        self._shards, self._seq_len, self._batch_size = shards, seq_len, batch_size
+        self._reset, self._token_bytes = reset_at_document, token_bytes
+
+    def __len__(self) -> int:
+        return -(-(self._stop - 1) // (self._batch_size * self._seq_len))
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        number = range(len(self))[index]
+        return make_batch(
+            self._shards,
+            (number * self._batch_size + np.arange(self._batch_size)) * self._seq_len,
+            self._seq_len,
+            stop=self._stop,
+            reset_at_document=self._reset,
+            token_bytes=self._token_bytes,
+        )

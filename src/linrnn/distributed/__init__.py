@@ -1,0 +1,7 @@
+"""Several processes of one run: replicas, shards, and what happens when one fails."""
+
+from linrnn.distributed.join import join
+from linrnn.distributed.launch import Launch
+from linrnn.distributed.ranks import DistributedRanks, Ranks
+
+__all__ = ["DistributedRanks", "Launch", "Ranks", "join"]

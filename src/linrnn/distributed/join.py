@@ -1,0 +1,132 @@
+"""How the processes of a run find each other, and how they leave."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from linrnn.config.schema import DistributedConfig, ParallelConfig
+from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
+from linrnn.core.interrupts import heeded
+from linrnn.distributed import patience
+from linrnn.distributed.launch import Launch
+from linrnn.distributed.ranks import DistributedRanks, Ranks, make_ranks
+from linrnn.distributed.watch import Failure, Watch
+
+_REPORTED, _LEFT = "reported", "left"
+
+
+@contextlib.contextmanager
+def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
+    """The ranks of the run that this process is part of; whatever ends the block on one rank ends it on all.
+
+    Args:
+        device: `auto`, `cpu` (gloo) or `cuda` (NCCL, a GPU for each rank of a machine).
+
+    Raises:
+        ConfigError: processes and `parallel` do not belong together.
+        UnsupportedError: more ranks than GPUs on this machine, or a PyTorch without the backend.
+        RankFailedError: another rank has failed.
+    """
+    launch = Launch.from_environment()
+    if launch.world_size_of(parallel) == 1:
+        yield Ranks()
+        return
+    assert isinstance(parallel, DistributedConfig)
+    backend = _claim_device(launch, device)
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    watch = Watch(launch, store.clone())
+    try:
+        with _signals(watch):
+            dist.init_process_group(
+                backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+            )
+            ranks = make_ranks(parallel, launch, store, watch, timeout)
+            try:
+                yield ranks
+            except BaseException as error:
+                raise _conclusion(watch, store, ranks, error) from error
+            _leave(watch, store, launch)
+    finally:
+        watch.end()
+    dist.destroy_process_group()
+
+
+def _claim_device(launch: Launch, device: str) -> str:
+    """Make this rank's GPU the current one; returns the backends of torch.distributed to use."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return "gloo"
+    if launch.local_rank >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"rank {launch.rank} has no GPU: {torch.cuda.device_count()} for more processes on this machine",
+            f"use torchrun --nproc-per-node={torch.cuda.device_count()}, or device=cpu",
+        )
+    if not dist.is_nccl_available():
+        raise UnsupportedError("this PyTorch has no NCCL", "install a CUDA build of PyTorch, or use device=cpu")
+    torch.cuda.set_device(launch.local_rank)
+    return "cpu:gloo,cuda:nccl"
+
+
+@contextlib.contextmanager
+def _signals(watch: Watch) -> Iterator[None]:
+    """The signals that stop a run end a rank that is being set up; later they are the trainer's, and where it does not
+    listen they are ignored: a launcher sends SIGTERM to all ranks when one has failed, with a summary to write."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if watch.when_lost is None:
+            failure = watch.wait_for_failure(patience.NOTICE_SECONDS)
+            raise failure.error() if failure else interrupted(number)
+
+    def interrupted(number: int) -> InterruptedRun:
+        return InterruptedRun("interrupted before the first step", "run the same command again", number)
+
+    previous = {number: signal.signal(number, handle) for number in heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error: BaseException) -> BaseException:
+    """What this rank raises at its end, so that a failure of all is reported once."""
+    error = ranks.explain(error)
+    mine = not isinstance(error, RankFailedError)
+    with contextlib.suppress(RuntimeError, OSError):  # without the store every rank reports for itself
+        recorded = watch.record(_as_failure(ranks.rank, error))
+        same = mine and recorded.rank != ranks.rank and recorded.cause == _as_failure(ranks.rank, error).cause
+        if same or (not mine and store.add(_REPORTED, 1) > 1):
+            error = SystemExit(recorded.exit_code)
+    if mine and not watch.patient:
+        time.sleep(patience.NOTICE_SECONDS)  # the others learn why, then the connections close with this process
+    else:
+        _leave(watch, store, Launch(ranks.rank, world_size=ranks.world_size))
+    return error
+
+
+def _as_failure(rank: int, error: BaseException) -> Failure:
+    if isinstance(error, LinrnnError):
+        return Failure(rank, error.cause, error.remedy, error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, "interrupted", "run the same command again to continue", 130)
+    first = (str(error).strip().splitlines() or [""])[0]
+    return Failure(rank, f"{type(error).__name__}: {first}", "look at what that rank printed", 1)
+
+
+def _leave(watch: Watch, store: dist.Store, launch: Launch) -> None:
+    """Wait until all ranks are here or dead; after a failure no longer than the grace time."""
+    with contextlib.suppress(RuntimeError, OSError):  # the rank that held the store has left
+        store.add(_LEFT, 1)
+        until = time.monotonic() + patience.GRACE_SECONDS
+        while store.add(_LEFT, 0) + len(watch.dead()) < launch.world_size:
+            if watch.failure and not watch.patient and time.monotonic() > until:
+                return
+            time.sleep(patience.POLL_SECONDS / 4)
+        if launch.rank == 0:
+            time.sleep(patience.POLL_SECONDS)  # the store may go with this process

@@ -1,0 +1,223 @@
+"""The ranks of one run, as one of them sees them.
+
+`torchrun --nproc-per-node=N train.py … parallel=ddp` starts N processes, each with its rank in its environment. All
+run the same program on their share of every batch; rank 0 alone writes. :class:`Ranks` itself is a run of one process.
+"""
+
+import contextlib
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from linrnn.config.schema import DistributedConfig, FsdpConfig, VocabConfig
+from linrnn.core.errors import LinrnnError, RankFailedError
+from linrnn.distributed import patience
+from linrnn.distributed.launch import Launch
+from linrnn.distributed.sharding import make_mesh, shard, vocabulary_shards
+from linrnn.distributed.watch import Watch
+
+_FIRST = "first"
+
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a run, as one of them sees them; this class is a run of one process."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes."""
+        return self.rank == 0
+
+    @property
+    def loss_scale(self) -> int:
+        """What a rank's loss is to be multiplied by so that the gradients are those of the sum of all ranks' losses."""
+        return 1
+
+    def spread(self, model: Any, compute: torch.dtype) -> Any:
+        """`model` (a LanguageModel) over the ranks; to be called like it, and to be asked for its head.
+
+        Args:
+            compute: what products are computed in.
+        """
+        return model
+
+    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+        """A context for forward and backward passes whose gradients stay on their rank until the next one outside."""
+        return contextlib.nullcontext()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the gradients of a step."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
+        """The ranks that hold rows of the head of a model that was `spread`, and how many; None if each has all."""
+        return None
+
+    def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
+        """This rank's items, the only ones that it asks for. All ranks get the same number: in the last round some get
+        a `blank` one."""
+        yield from items
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, on the tensor's device; the host does not wait for a GPU."""
+        return tensor
+
+    def total(self, *values: float) -> list[float]:
+        """Sums of the hosts' numbers over all ranks (exact for integers below 2**53)."""
+        return list(values)
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each of the hosts' numbers."""
+        return list(values)
+
+    def from_first(self, find: Callable[[], T]) -> T:
+        """What `find` returns on rank 0, which alone calls it."""
+        return find()
+
+    def first_then_others(self, prepare: Callable[[], T]) -> T:
+        """What `prepare` returns here, called by the others once rank 0 is through, however long that takes."""
+        return prepare()
+
+    def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
+        """From now on signals are for the trainer alone; `when_lost` is called if this rank has to be ended from
+        outside, because another has failed and this one hangs."""
+
+    def end_together(self) -> None:
+        """Every rank has come to the end of the run: let each take its time to write what it has to."""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The failure of another rank behind `error`, or `error` itself."""
+        return error
+
+
+class DistributedRanks(Ranks):
+    """Several processes, joined by :func:`join`."""
+
+    def __init__(self, launch: Launch, store: dist.Store, watch: "Watch", timeout: timedelta) -> None:
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self._launch, self._store, self._watch, self._timeout = launch, store, watch, timeout
+
+    def under(self, parallel: DistributedConfig) -> "DistributedRanks":
+        """The same processes with another way to spread a model."""
+        return make_ranks(parallel, self._launch, self._store, self._watch, self._timeout)
+
+    def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
+        for first in range(0, len(items), self.world_size):
+            own = first + self.rank
+            yield items[own] if own < len(items) else blank(items[first])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor := tensor.clone())
+        return tensor
+
+    def total(self, *values: float) -> list[float]:
+        return self.sum(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def largest(self, *values: float) -> list[float]:
+        dist.all_reduce(tensor := torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def from_first(self, find: Callable[[], T]) -> T:
+        found: list[Any] = [find() if self.is_first else None]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    def first_then_others(self, prepare: Callable[[], T]) -> T:
+        if self.is_first:
+            prepared = prepare()
+            self._store.set(_FIRST, "")
+            return prepared
+        while not self._store.check([_FIRST]):
+            if failure := self._watch.failure:
+                raise failure.error()
+            time.sleep(patience.POLL_SECONDS)
+        return prepare()
+
+    def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
+        self._watch.when_lost = when_lost
+
+    def end_together(self) -> None:
+        self._watch.patient = True
+
+    def explain(self, error: BaseException) -> BaseException:
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+            return error
+        if (failure := self._watch.wait_for_failure(patience.GRACE_SECONDS / 2)) and failure.rank != self.rank:
+            return failure.error()
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
+            return RankFailedError(
+                f"no answer from the other ranks within {self._timeout.total_seconds():g} s, or no connection to them "
+                f"({str(error).strip().splitlines()[0]})",
+                "look at the other machines; raise parallel.timeout_seconds if a rank may take longer than that",
+            )
+        return error
+
+
+class ReplicatedRanks(DistributedRanks):
+    """Ranks with a whole model each: parallel=ddp."""
+
+    @property
+    def loss_scale(self) -> int:
+        return self.world_size  # replicas take the mean
+
+    def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 knows no newer word
+            return _Replica(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+        return replica.no_sync()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)  # they are views of the replica's buckets, which stay
+
+
+class ShardedRanks(DistributedRanks):
+    """Ranks that hold one model between them: parallel=fsdp and parallel=vocab."""
+
+    def __init__(self, *arguments: Any, parallel: FsdpConfig) -> None:
+        super().__init__(*arguments)
+        self._parallel = parallel
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
+
+    def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        self._replicas = shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
+        return model
+
+    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+        return self._replicas.accumulating()
+
+    def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
+        if not isinstance(self._parallel, VocabConfig):
+            return None
+        return self._mesh.get_group("shard"), vocabulary_shards(vocab_size, self._mesh)
+
+
+class _Replica(DistributedDataParallel):
+    """A replica that shows what the loss needs of the model."""
+
+    def head(self, dtype: torch.dtype) -> Tensor:
+        return self.module.head(dtype)
+
+
+def make_ranks(parallel: DistributedConfig, *arguments: Any) -> DistributedRanks:
+    """The ranks that spread a model as `parallel` says."""
+    if isinstance(parallel, FsdpConfig):
+        return ShardedRanks(*arguments, parallel=parallel)
+    return ReplicatedRanks(*arguments)

@@ -1,0 +1,252 @@
+"""A model cut over ranks: its blocks by FSDP2, its embedding and head by vocabulary.
+
+Every parameter becomes a DTensor cut along its first dimension, on one mesh: `("shard",)` over all ranks, or
+`("replicate", "shard")` where `parallel.shard_ranks` is less (HSDP: groups of ranks hold a whole model between them).
+Gradients are summed over all ranks, in fp32: within a group in every micro-step, across groups in the last one.
+
+The blocks are gathered one by one as they are needed, forward and backward (`fully_shard`). Embedding and head, which
+are as large as many blocks, are kept out of that: the head is gathered once in the dtype that the loss multiplies in,
+its gradient reduced and scattered; the embedding is gathered for a lookup, and not again for its backward pass. With
+parallel=vocab neither is: hidden states and token ids go to the rows instead.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from linrnn.config.schema import FsdpConfig
+from linrnn.core.errors import ConfigError, UnsupportedError
+
+
+def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
+    """The ranks as rows of `shard_ranks`, which divides their number, that hold a model between them."""
+    ranks = dist.get_world_size()
+    shard_ranks = parallel.shard_ranks or ranks
+    if shard_ranks == ranks:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> "Replicas":
+    """Cut `model` (a LanguageModel) over the mesh, in place; its parameters are then DTensors.
+
+    Args:
+        compute: what products are computed in. The blocks' weights are gathered in it, unless FLA's kernels need
+            some of them in fp32: then all are gathered as they are kept.
+        by_vocabulary: embedding and head are not gathered: see :class:`VocabularyParallelEmbedding`, and the head that
+            a loss takes is the rank's rows.
+
+    Raises:
+        ConfigError: a rank would have no row of the vocabulary, if by_vocabulary.
+        UnsupportedError: parameters of two dtypes in one block, which FSDP2 does not take.
+    """
+    marked = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+    kept = {parameter.dtype for parameter in model.blocks.parameters()}
+    if len(kept) > 1:
+        raise UnsupportedError(
+            f"trainer.precision=bf16: FLA keeps some parameters of {model.arch.model} in fp32, FSDP2 takes one dtype",
+            "use trainer.precision=bf16_autocast, or parallel=ddp",
+        )
+    _shard_vocabulary(model, mesh, by_vocabulary)
+    gathered = None if model.keeps_fp32 else compute
+    policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    own = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=own, ignored_params={model.embedding.weight, model.head_weight})
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            module.set_gradient_divide_factor(1.0)
+    for name, parameter in model.named_parameters():
+        if name in marked:
+            parameter._no_weight_decay = True
+    return Replicas(model, mesh)
+
+
+class Replicas:
+    """Sums gradients over the groups of ranks that hold a whole model each (HSDP), once in an optimizer step.
+
+    FSDP does so for the blocks, this class for embedding and head, as soon as a backward pass has their gradients.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        self._model, self._accumulating = model, False
+        if mesh.ndim > 1:
+            group = mesh.get_group("replicate")
+            for weight in {model.embedding.weight, model.head_weight}:  # one, where tied
+                weight.register_post_accumulate_grad_hook(lambda weight: self._sum(weight.grad.to_local(), group))
+
+    def _sum(self, grad: Tensor, group: dist.ProcessGroup) -> None:
+        if not self._accumulating:
+            dist.all_reduce(grad, group=group)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """For micro-steps but the last: sums stay within a group."""
+        self._accumulating = True
+        self._model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            self._model.set_requires_all_reduce(True)
+
+
+def _shard_vocabulary(model: Any, mesh: DeviceMesh, by_vocabulary: bool) -> None:
+    """Cut embedding and head (one parameter, where tied) by rows; what they compute stays the same."""
+    embedding, tied = model.embedding, model.head_weight is model.embedding.weight
+    if by_vocabulary:
+        vocabulary_shards(len(embedding.weight), mesh)  # refuses one that is too small
+    kind = VocabularyParallelEmbedding if by_vocabulary else GatheredEmbedding
+    weight = _cut(embedding.weight, mesh)
+    model.set_embedding(kind(weight, embedding.padding_idx))
+    model.set_head(weight if tied else _cut(model.head_weight, mesh), rows_here if by_vocabulary else gathered)
+
+
+def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
+    """Rows of embedding and head on each rank of a group.
+
+    Raises:
+        ConfigError: there would be none on some.
+    """
+    ranks = mesh["shard"].size()
+    each = shard_rows(vocab_size, ranks)
+    shards = [min(each, max(0, vocab_size - rank * each)) for rank in range(ranks)]
+    if shards[-1] == 0:
+        raise ConfigError(
+            f"parallel=vocab: {vocab_size} vocabulary entries in shards of {each} leave some of {ranks} ranks without",
+            "use less parallel.shard_ranks, a larger size.vocab_size, or parallel=fsdp",
+        )
+    return shards
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's rows as a DTensor; every rank has the same `parameter`."""
+    rows = shard_rows(len(parameter), mesh["shard"].size())
+    first = mesh["shard"].get_local_rank() * rows
+    local = parameter.detach()[first : first + rows].clone()
+    placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return nn.Parameter(
+        DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    )
+
+
+def shard_rows(rows: int, ranks: int) -> int:
+    """Rows of every rank but the last ones, which have fewer or none (as torch.chunk has it)."""
+    return -(-rows // ranks)
+
+
+class GatheredEmbedding(nn.Module):
+    """An embedding (V, D) cut by rows, gathered in its own dtype for each lookup."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) ids to (…, D)."""
+        return F.embedding(ids, gathered(self.weight, self.weight.dtype), self.padding_idx)
+
+
+def gathered(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """The whole of a matrix cut by rows, (V, D) in `dtype`; its gradient is summed over the group's ranks and cut."""
+    assert isinstance(weight, DTensor)
+    mesh = weight.device_mesh
+    return _Gather.apply(weight.to_local(), len(weight), dtype, mesh)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of rows, in `dtype`; reduce-scatter of their gradient, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: int, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh, ctx.local_rows, ctx.dtype = mesh, len(local), local.dtype
+        group = mesh.get_group("shard")
+        each = shard_rows(rows, group.size())
+        padded = local.new_zeros(each, local.shape[1], dtype=dtype)
+        padded[: len(local)] = local
+        whole = padded.new_empty(group.size() * each, local.shape[1])
+        all_gather(whole, padded, group)
+        return whole[:rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        group = ctx.mesh.get_group("shard")
+        each = shard_rows(len(grad), group.size())
+        whole = grad.float().contiguous()
+        if len(grad) < each * group.size():
+            whole = grad.new_zeros(each * group.size(), grad.shape[1], dtype=torch.float32)
+            whole[: len(grad)] = grad
+        part = whole.new_empty(each, grad.shape[1])
+        reduce_scatter(part, whole, group)
+        return part[: ctx.local_rows].to(ctx.dtype), None, None, None
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """An embedding (V, D) cut by rows that stay where they are: every rank looks up what the group's ranks ask for."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) ids, as many on every rank, to (…, D)."""
+        assert isinstance(self.weight, DTensor)
+        local, mesh = self.weight.to_local(), self.weight.device_mesh
+        return _LookUp.apply(local, ids.flatten(), len(self.weight), self.padding_idx, mesh).view(*ids.shape, -1)
+
+
+class _LookUp(torch.autograd.Function):
+    """All-gather of ids, reduce-scatter of vectors (of which one is not 0: exact in any dtype); and back."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, ids: Tensor, rows: int, padding_idx: int | None, mesh: DeviceMesh) -> Tensor:
+        group = mesh.get_group("shard")
+        every = ids.new_empty(group.size() * len(ids))
+        all_gather(every, ids.contiguous(), group)
+        here = every - group.rank() * shard_rows(rows, group.size())
+        elsewhere = (here < 0) | (here >= len(local))
+        vectors = F.embedding(here.masked_fill(elsewhere, 0), local).masked_fill_(elsewhere[:, None], 0)
+        mine = vectors.new_empty(len(ids), local.shape[1])
+        reduce_scatter(mine, vectors, group)
+        nowhere = elsewhere if padding_idx is None else elsewhere | (every == padding_idx)
+        ctx.save_for_backward(here.masked_fill(nowhere, len(local)))
+        ctx.mesh, ctx.rows = mesh, len(local)
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        group, (places,) = ctx.mesh.get_group("shard"), ctx.saved_tensors
+        every = grad.new_empty(len(places), grad.shape[1])
+        all_gather(every, grad.contiguous(), group)
+        local = torch.ops.aten.embedding_dense_backward(every, places, ctx.rows + 1, -1, False)[: ctx.rows]
+        return local, None, None, None, None
+
+
+def rows_here(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a matrix, in `dtype`."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local().to(dtype)
+
+
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's `part`, in order of rank, into `out`. (torch 2.13 renames it and warns of the old name.)"""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, part, group=group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> None:
+    """This rank's part of the sum of all ranks' `whole` into `out`. (As above.)"""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, whole, group=group)

@@ -1,0 +1,131 @@
+"""How a rank learns that another has failed.
+
+A rank that fails leaves the cause in the store that all ranks share. Every rank watches the store and the processes of
+its own machine. A rank that waits for a lost rank ends with the lost rank's cause. A rank of another machine that
+vanishes without a word ends the others through closed connections, or at `parallel.timeout_seconds`.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from linrnn.core.errors import LinrnnError, RankFailedError
+from linrnn.core.output import say
+from linrnn.distributed import patience
+from linrnn.distributed.launch import Launch
+
+_FAILURE, _PROCESS = "failure", "process"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended, as it is left for the others."""
+
+    rank: int
+    cause: str
+    remedy: str
+    exit_code: int
+
+    def error(self) -> RankFailedError:
+        return RankFailedError(f"rank {self.rank} stopped: {self.cause}", self.remedy, self.exit_code)
+
+
+class Watch:
+    """A thread that notices the failure of another rank, and ends this process if it hangs because of that.
+
+    Attributes:
+        failure: the first failure of any rank that is known here.
+        when_lost: called before this process is ended; None while it is being set up.
+        patient: whether this rank is known not to hang.
+    """
+
+    def __init__(self, launch: Launch, store: dist.Store) -> None:
+        self.failure: Failure | None = None
+        self.when_lost: Callable[[LinrnnError], None] | None = None
+        self.patient = False
+        self._launch, self._store = launch, store
+        self._machine = _machine()
+        self._neighbours: dict[int, int] = {}  # process ids of the other ranks on this machine
+        self._noticed, self._ended = threading.Event(), threading.Event()
+        store.set(f"{_PROCESS}/{launch.rank}", json.dumps([self._machine, os.getpid()]))
+        self._thread = threading.Thread(target=self._run, name="linrnn-ranks", daemon=True)
+        self._thread.start()
+
+    def wait_for_failure(self, seconds: float) -> Failure | None:
+        self._noticed.wait(seconds)
+        return self.failure
+
+    def record(self, failure: Failure) -> Failure:
+        """Leave this failure for all ranks; returns the one that was there first."""
+        text = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
+        return self._notice(Failure(**json.loads(text)))
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self.failure is None and not self._ended.wait(patience.POLL_SECONDS):
+            try:
+                self._look()
+            except (RuntimeError, OSError):  # the store went with the process that held it
+                lost = Failure(0, "the process that joins the ranks is gone", "look at what it printed", 1)
+                self._notice(lost)
+        if self._ended.wait(patience.GRACE_SECONDS) or self.failure is None or self.patient:
+            return
+        error = self.failure.error()
+        if self.when_lost:
+            self.when_lost(error)
+        say(f"error: {error}", sys.stderr)
+        os._exit(error.exit_code)
+
+    def _look(self) -> None:
+        if self._store.check([_FAILURE]):
+            self._notice(Failure(**json.loads(self._store.get(_FAILURE))))
+        for rank in range(self._launch.world_size):
+            key = f"{_PROCESS}/{rank}"
+            if rank != self._launch.rank and rank not in self._neighbours and self._store.check([key]):
+                machine, process = json.loads(self._store.get(key))
+                self._neighbours[rank] = process if machine == self._machine else 0
+        for rank in self.dead():
+            self.record(Failure(rank, "its process has died", "look at what it printed, and at the system's log", 1))
+
+    def dead(self) -> list[int]:
+        """Ranks of this machine whose processes are gone."""
+        return [rank for rank, process in self._neighbours.items() if process and not _alive(process)]
+
+    def _notice(self, failure: Failure) -> Failure:
+        self.failure = self.failure or failure
+        self._noticed.set()
+        return self.failure
+
+
+def _machine() -> str:
+    """Processes with the same answer see each other's process ids."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(process)
+
+
+def _is_zombie(process: int) -> bool:
+    """Whether the process has ended and its parent has not asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
+    except (OSError, IndexError):
+        return False

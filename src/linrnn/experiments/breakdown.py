@@ -1,0 +1,340 @@
+"""Where the memory and the time of a training step go: measured, beside the formulas and the proposal's own account."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrnn import costs
+from linrnn.experiments.dry_run import kernel_flops
+from linrnn.losses import LossOutput
+from linrnn.models.architecture import Architecture
+from linrnn.profiling.components import PartClock, SavedActivations
+from linrnn.runs.environment import describe_environment
+from linrnn.runs.summary import GIB, names_of_run
+from linrnn.training.plan import Plan
+from linrnn.training.runtime import compute_dtype
+
+# Parts of the time, and the components of the FLOPs that are theirs.
+FLOPS_OF = {"mixer": ("mixer_projections", "mixer_scan"), "mlp": ("mlp",), "loss": ("vocabulary",)}
+PASSES = ("forward", "backward", "recomputed")
+TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
+
+
+@dataclass
+class Breakdown:
+    """Everything in bytes, seconds and FLOPs; null where it was not or cannot be measured.
+
+    Attributes:
+        run: what was measured, as in a run's summary.
+        environment: versions, hardware, commit.
+        memory: component -> {"measured", "formula"}; activations/… are what the graph saves, by the part that saves it.
+        time: part -> {"forward", "backward", "recomputed"} seconds, medians; step and optimizer have "total".
+        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; null: no formulas.
+        traffic: part -> {"forward", "backward"} bytes of HBM by formula.
+        proposal: the proposal's memory, FLOPs and traffic for the same dimensions.
+        mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
+        hardware_utilisation: share of the device's peak, by all that its kernels compute.
+        peak_flops_per_second: of the device; null where unknown.
+    """
+
+    run: dict[str, Any]
+    environment: dict[str, Any]
+    memory: dict[str, dict[str, int | None]]
+    time: dict[str, dict[str, float | None]]
+    flops: dict[str, dict[str, int]] | None
+    traffic: dict[str, dict[str, int] | None]
+    proposal: dict[str, dict[str, int] | None]
+    mfu: float | None
+    mfu_6n: float | None
+    hardware_utilisation: float | None
+    peak_flops_per_second: float | None
+
+
+def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown:
+    """Take training steps apart: warm up, measure memory in one step, saved activations in one, times in `steps`, and
+    in the last one the memory without a loss layer.
+
+    Args:
+        trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
+        name: of the run.
+    """
+    plan, arch = trainer.plan, trainer.architecture
+    for _ in range(warmup_steps):
+        trainer.train_step()
+    trainer.memory.start()
+    trainer.train_step()
+    measured = trainer.memory.report()
+    memory_observer = trainer.memory
+    saved = SavedActivations(trainer.model)
+    with saved.watch():
+        trainer.train_step()
+    times = []
+    for _ in range(steps):
+        clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
+        trainer.memory = clock
+        with clock.watch():
+            trainer.train_step()
+        times.append(clock.seconds())
+    trainer.memory = memory_observer
+    trainer.loss = sum_of_inputs  # its step leaves weights that no text would: hence the last
+    trainer.memory.start()
+    trainer.train_step()
+    measured["without_loss_layer"] = trainer.memory.report().get("peak")
+    return assemble(plan, arch, name, measured, dict(saved.bytes), times)
+
+
+def sum_of_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
+    """In the place of a loss: both inputs get their gradients, whose memory any loss needs; nothing else is held."""
+    return LossOutput(hidden_ND.sum(dtype=torch.float32) + weight_VD.sum(dtype=torch.float32), labels_N.new_ones(()))
+
+
+def assemble(
+    plan: Plan,
+    arch: Architecture,
+    name: str,
+    measured: dict[str, int | None],
+    saved: dict[str, int],
+    times: Sequence[dict[str, float]],
+) -> Breakdown:
+    """The measured figures beside the formulas.
+
+    Args:
+        measured: :meth:`linrnn.profiling.MemoryByComponent.report`, and `without_loss_layer`: the peak of a step with
+            :func:`sum_of_inputs`.
+        saved: :attr:`linrnn.profiling.components.SavedActivations.bytes` of one step.
+        times: :meth:`linrnn.profiling.components.PartClock.seconds` of every timed step.
+    """
+    config, trainer = plan.config, plan.config.trainer
+    compute = compute_dtype(plan.precision).itemsize
+    n_tokens = trainer.batch_size * trainer.seq_len
+    step = median(times, "step")
+    flops = kernel_flops(plan, arch)
+    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
+    peak = costs.peak_flops_per_second(device, plan.precision)
+    traffic = costs.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
+    parts = {f"{part}/{pass_}": median(times, f"{part}/{pass_}") for part in TIMED for pass_ in PASSES}
+    return Breakdown(
+        run={
+            **names_of_run(config, name),
+            "precision": plan.precision,
+            "device": device,
+            "vocab_size": arch.vocab_size,
+        },
+        environment=describe_environment(),
+        memory=_memory(plan, arch, measured, saved, compute),
+        time={
+            **{part: {pass_: parts[f"{part}/{pass_}"] for pass_ in PASSES} for part in TIMED},
+            "optimizer": {"total": median(times, "optimizer")},
+            "step": {"total": step},
+        },
+        flops=None
+        if flops is None
+        else {
+            component: {
+                "forward": flops.forward[component],
+                "backward": flops.backward[component],
+                "recomputed": flops.recomputed.get(component, 0),
+            }
+            for component in flops.forward
+        },
+        traffic={
+            "loss": traffic
+            and {pass_: trainer.accumulation_steps * size for pass_, size in zip(PASSES[:2], traffic, strict=True)},
+            "optimizer": {"total": costs.optimizer_traffic(arch, plan.precision)},
+        },
+        proposal={
+            "memory": costs.proposal_memory(arch, trainer.batch_size, trainer.seq_len),
+            "flops": costs.proposal_flops(arch, trainer.seq_len),
+            "traffic": costs.proposal_traffic(arch, n_tokens),
+        },
+        **costs.mfu(
+            arch,
+            seq_len=trainer.seq_len,
+            tokens_per_second=step and plan.sequences_of_rank * trainer.accumulation_steps * trainer.seq_len / step,
+            device_name=device,
+            precision=plan.precision,
+        ),
+        hardware_utilisation=flops.total / (step * peak) if flops and step and peak else None,
+        peak_flops_per_second=peak,
+    )
+
+
+def median(times: Iterable[dict[str, float]], name: str) -> float | None:
+    """Over the steps that have it; None if none does."""
+    values = [entry[name] for entry in times if name in entry]
+    return statistics.median(values) if values else None
+
+
+def _memory(
+    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int], compute: int
+) -> dict[str, dict[str, int | None]]:
+    estimate, trainer = plan.memory_estimate(arch), plan.config.trainer
+    formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
+    per_layer = costs.recurrent_state_bytes(arch, trainer.batch_size, trainer.seq_len, compute)
+    rows: dict[str, tuple[int | None, int | None]] = {
+        name: (measured.get(name), formula.get(name))
+        for name in ("parameters", "gradients", "optimizer", "activations")
+    }
+    residual = saved.get("norms", 0) + saved.get("other", 0)
+    rows |= {
+        "activations/workspaces": (None, formula.get("activations/workspaces")),
+        "activations/weight_copies": (saved.get("weight_copies", 0), formula.get("activations/weight_copies")),
+        "activations/embedding": (saved.get("embedding", 0), None),
+        "activations/mixer": (saved.get("mixer", 0), formula.get("activations/mixer")),
+        "activations/mlp": (saved.get("mlp", 0), formula.get("activations/mlp")),
+        "activations/norms_and_residual": (residual, formula.get("activations/residual")),
+        "activations/loss_inputs": (None, formula.get("activations/loss_inputs")),
+        "recurrent_states/one_layer": (None, per_layer),
+        "loss_saved": (saved.get("loss", 0), None),
+        "loss_forward": (measured.get("loss_forward"), formula.get("loss_forward")),
+        "loss_backward": (measured.get("loss_backward"), formula.get("loss_backward")),
+        "peak": (measured.get("peak"), formula.get("peak")),
+        "peak/without_loss_layer": (measured.get("without_loss_layer"), None),
+    }
+    if "resident_peak" in measured:
+        rows["resident_peak"] = (measured["resident_peak"], None)
+    return {name: {"measured": found, "formula": expected} for name, (found, expected) in rows.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- for people
+def markdown(b: Breakdown) -> str:
+    """The breakdown as Markdown tables."""
+    lines = [*_heading(b), *_memory_lines(b), *_time_lines(b), *_flops_and_traffic_lines(b), *_proposal_lines(b)]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(b: Breakdown) -> list[str]:
+    run = b.run
+    return [
+        f"# {run['run_name']}: where memory and time go",
+        "",
+        f"{run['device']}, {run['precision']}, B = {run['batch_size']}, T = {run['seq_len']}, "
+        f"V = {run['vocab_size']:,}, activation checkpointing {run['activation_checkpointing']}",
+        "",
+    ]
+
+
+def _memory_lines(b: Breakdown) -> list[str]:
+    lines = [
+        "| memory | measured, GiB | formula, GiB | share of the measured peak |",
+        "|---|--:|--:|--:|",
+    ]
+    peak = b.memory["peak"]["measured"]
+    for name, row in b.memory.items():
+        share = row["measured"] / peak if peak and row["measured"] is not None else None
+        cells = (_show(row["measured"], ".3f", GIB), _show(row["formula"], ".3f", GIB), _show(share, ".1%"))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        "Activations in parts: what the autograd graph keeps, by the part that keeps it. loss_forward, loss_backward: "
+        "the most that the loss layer's passes add, gradients of hidden states and head included. "
+        "peak/without_loss_layer: of a step whose loss is the sum of hidden states and head. The formulas are a GPU's.",
+        "",
+    ]
+
+
+def _time_lines(b: Breakdown) -> list[str]:
+    lines = [
+        "| time | forward, ms | backward, ms | recomputed, ms | share of the step | TFLOP/s | share of the peak rate |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    step = b.time["step"]["total"]
+    rest = step
+    for part in TIMED:
+        row = b.time[part]
+        total = sum(value or 0 for value in row.values())
+        rest = None if rest is None else rest - total
+        rate = _rate(b, part, total)
+        cells = [_show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
+        cells += [_show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
+        cells.append(_show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    update = b.time["optimizer"]["total"]
+    rest = None if rest is None else rest - (update or 0)
+    for name, seconds in (("optimizer", update), ("the rest", rest), ("step", step)):
+        share = seconds / step if step and seconds is not None else None
+        lines.append(f"| {name} | | | | {_show(seconds, '.2f', 1e-3)} ms, {_show(share, '.1%')} | | |")
+    return [
+        *lines,
+        "",
+        f"MFU {_show(b.mfu, '.1%')} (the products that the model's definition needs), {_show(b.mfu_6n, '.1%')} by 6N, "
+        f"{_show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
+        "A part's time is the device's between entering and leaving it, gaps included; what the host "
+        "does between steps is in none of these times.",
+        "",
+    ]
+
+
+def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
+    of_parts = b.flops or {}
+    total_flops = sum(sum(row.values()) for row in of_parts.values())
+    lines = [
+        "| FLOPs of a step that the kernels compute | forward | backward | computed again | share |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for component, flops in of_parts.items():
+        cells = [f"{flops[pass_]:.3e}" for pass_ in PASSES]
+        lines.append(f"| {component} | {' | '.join(cells)} | {sum(flops.values()) / total_flops:.1%} |")
+    if b.flops is None:
+        lines.append("| unknown: no formulas for this model or loss | | | | |")
+    lines += ["", "| HBM traffic by formula | forward, GB | backward, GB |", "|---|--:|--:|"]
+    loss = b.traffic["loss"]
+    unknown = "depends on the data" if b.run["loss"] in costs.FORMULAS_OF_LOSSES else "unknown: no formulas"
+    cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
+    return [
+        *lines,
+        f"| loss | {' | '.join(cells)} |",
+        f"| optimizer | | {_digits((b.traffic['optimizer'] or {})['total'] / 1e9)} |",
+        "",
+        "Traffic is not measured: the counters for it need Nsight Compute and permission to read them.",
+        "",
+    ]
+
+
+def _digits(value: float) -> str:
+    """Two decimals; three digits where a small model's figure would be 0.00."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
+
+
+def _proposal_lines(b: Breakdown) -> list[str]:
+    memory, flops, traffic = b.proposal["memory"], b.proposal["flops"], b.proposal["traffic"]
+    if memory is None or flops is None or traffic is None or b.flops is None:
+        return ["The proposal's own account has no formulas for this model."]
+    vocabulary = b.flops["vocabulary"]["forward"] / sum(row["forward"] for row in b.flops.values())
+    rows = [
+        *(
+            (f"memory, {name}", f"{_digits(size / GIB)} GiB ({size / sum(memory.values()):.0%})")
+            for name, size in memory.items()
+        ),
+        (
+            "vocabulary product's share of the forward FLOPs",
+            f"{flops['vocabulary'] / sum(flops.values()):.0%} (the full count: {vocabulary:.0%})",
+        ),
+        (
+            "loss layer's HBM traffic, standard / CCE",
+            f"{_digits(traffic['standard'] / 1e9)} / {_digits(traffic['cce'] / 1e9)} GB",
+        ),
+    ]
+    lines = ["| the proposal's own account | |", "|---|--:|"]
+    return [*lines, *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def to_json(b: Breakdown) -> dict[str, Any]:
+    """All of it, JSON-ready."""
+    return asdict(b)
+
+
+def _rate(b: Breakdown, part: str, seconds: float) -> float | None:
+    """FLOP/s of a part, what it computes again included."""
+    if b.flops is None or part not in FLOPS_OF or not seconds:
+        return None
+    return sum(sum(b.flops[component].values()) for component in FLOPS_OF[part]) / seconds
+
+
+def _show(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "-" if value is None else f"{value / unit:{form}}"

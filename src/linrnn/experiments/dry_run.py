@@ -1,0 +1,158 @@
+"""`dry_run=true`: what a run will need, foreseen from formulas; nothing is built, tokenised, run or written."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from linrnn import costs
+from linrnn.config import run_name
+from linrnn.config.schema import Config
+from linrnn.core.errors import LinrnnError
+from linrnn.data import vocabulary_size
+from linrnn.models.architecture import Architecture
+from linrnn.profiling import matmul_rate
+from linrnn.runs.summary import duration, memory_lines
+from linrnn.training.plan import Plan, make_training_plan
+from linrnn.training.preflight import check_step_fits
+from linrnn.training.runtime import compute_dtype
+
+UNKNOWN = "unknown: linrnn.costs has no formulas for this model or loss"
+
+
+def print_forecast(config: Config) -> None:
+    """Print parameters, memory by component, FLOPs and time of the run that `config` describes.
+
+    Raises:
+        LinrnnError: as the run itself would, where that can be known beforehand.
+    """
+    plan = make_training_plan(config)
+    arch = plan.architecture(vocabulary_size(config.data))
+    for line in [
+        *_run(plan, arch),
+        *_memory(plan, arch),
+        *_room(plan, arch),
+        *_communication(plan, arch),
+        *_time(plan, arch),
+        "",
+        "nothing was run or written",
+    ]:
+        print(line)
+
+
+def _run(plan: Plan, arch: Architecture) -> list[str]:
+    config = plan.config
+    return [
+        f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {plan.device.type}",
+        f"  would be written to {Path(config.results_dir) / config.group / run_name(config, plan.world_size)}",
+        f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens, "
+        f"{plan.total_steps * plan.tokens_per_step:,} in all",
+        f"  {arch.num_layers} layers, width {arch.hidden_size}, {arch.num_heads} heads of {arch.head_k_dim} (keys) and "
+        f"{arch.head_v_dim} (values), MLP {arch.intermediate_size}, vocabulary {arch.vocab_size:,}",
+        "",
+        f"parameters  {arch.n_parameters:,} ({'tied' if arch.tie_embeddings else 'untied'} embeddings)",
+        f"  body       {arch.body_parameters:,}",
+        f"  embedding  {arch.embedding_parameters:,}{'' if arch.tie_embeddings else ', and the head as many'}",
+    ]
+
+
+def _memory(plan: Plan, arch: Architecture) -> list[str]:
+    heading = "memory of one step, on a GPU" + (
+        " (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else ""
+    )
+    estimate = plan.memory_estimate(arch)
+    if estimate is None:
+        return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {UNKNOWN}"]
+    lines = memory_lines(estimate.components())
+    return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
+
+
+def _room(plan: Plan, arch: Architecture) -> list[str]:
+    """What this machine says to that."""
+    try:
+        note = check_step_fits(plan, arch)
+    except LinrnnError as error:
+        return [f"  cannot run here: {error.cause}", f"    -> {error.remedy}"]
+    return [f"  {note}"] if note else []
+
+
+def _communication(plan: Plan, arch: Architecture) -> list[str]:
+    if plan.world_size == 1:
+        return []
+    trainer = plan.config.trainer
+    sent = costs.communication(
+        arch,
+        plan.config.parallel,
+        world_size=plan.world_size,
+        sequences=plan.sequences_of_rank,
+        seq_len=trainer.seq_len,
+        precision=plan.precision,
+        loss=plan.config.loss,
+        micro_steps=trainer.accumulation_steps,
+    )
+    heading = f"sent by each of {plan.world_size} ranks in a step"
+    if sent is None:
+        return ["", f"{heading}: {UNKNOWN}"]
+    parts = {"sent": sent.total, **{f"sent/{name}": size for name, size in sent.within.items()}}
+    parts |= {f"sent/across, {name}": size for name, size in sent.across.items() if size}
+    return ["", heading, *memory_lines(parts)]
+
+
+def _time(plan: Plan, arch: Architecture) -> list[str]:
+    trainer, computed = plan.config.trainer, kernel_flops(plan, arch)
+    needed = costs.model_flops(arch, plan.sequences_of_rank * trainer.accumulation_steps, trainer.seq_len)
+    lines = [
+        "",
+        f"FLOPs per step{' and rank' * (plan.world_size > 1)}",
+        f"  by the model's definition (MFU)        {UNKNOWN if needed is None else f'{needed:.3e}'}",
+        f"  that the kernels compute (for the time) {UNKNOWN if computed is None else f'{computed.total:.3e}'}",
+    ]
+    if computed is None:
+        return lines
+    name, share, rate = _assumed_rate(plan)
+    seconds = costs.time_estimate(computed.total, rate, share)
+    if rate is None or seconds is None:
+        return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
+    basis = (
+        f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
+        if plan.device.type == "cpu"
+        else f"{share:.0%} of its peak (small models reach much less)"
+    )
+    total = duration(seconds * plan.total_steps)
+    each = f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
+    return [*lines, f"  {each} a step, {total} in all, if {name} reaches {basis}"]
+
+
+def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
+    """FLOPs that each rank computes in one optimizer step, all its micro-steps; None: no formulas."""
+    trainer = plan.config.trainer
+    return costs.kernel_flops(
+        arch,
+        plan.sequences_of_rank * trainer.accumulation_steps,
+        trainer.seq_len,
+        plan.config.loss,
+        trainer.activation_checkpointing,
+        compute_dtype(plan.precision).itemsize,
+    )
+
+
+def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
+    """Seconds that all steps are foreseen to take; None where FLOPs or the device's peak rate are not known."""
+    if (flops := kernel_flops(plan, arch)) is None:
+        return None
+    _, share, rate = _assumed_rate(plan)
+    seconds = costs.time_estimate(flops.total, rate, share)
+    return None if seconds is None else seconds * plan.total_steps
+
+
+def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
+    """The device, its peak rate in FLOP/s (of a CPU: measured) and the share of it that a run should reach."""
+    if plan.device.type == "cpu":
+        return "this CPU", costs.ASSUMED_CPU_SHARE, _cpu_rate(compute_dtype(plan.precision))
+    name = torch.cuda.get_device_name(plan.device)
+    return name, costs.ASSUMED_MFU, costs.peak_flops_per_second(name, plan.precision)
+
+
+@lru_cache
+def _cpu_rate(dtype: torch.dtype) -> float:
+    return matmul_rate(dtype)

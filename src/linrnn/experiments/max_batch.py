@@ -1,0 +1,335 @@
+"""The largest batch under a memory budget: foreseen from formulas, then probed, each probe a training run of its own.
+
+:func:`search` is the search alone; :func:`find_max_batch` gives it training runs as probes.
+"""
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linrnn.config.schema import Config, FindMaxBatchConfig
+from linrnn.core.errors import ConfigError, SweepFailure, UnsupportedError
+from linrnn.experiments.points import Point, Process, foresee
+from linrnn.experiments.sweep import in_another_process
+from linrnn.runs.directory import ENVIRONMENT
+from linrnn.runs.mixtures import same_origin
+from linrnn.runs.provenance import read_processes
+from linrnn.runs.summary import GIB
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What became of one batch.
+
+    Attributes:
+        batch: sequences.
+        fits: whether all its steps ran within the budget.
+        peak_bytes: most memory at once; of a probe that does not fit, what it had when it ran out, or None.
+        tokens_per_second: None of a probe that does not fit.
+        tokens_per_second_is: what they come from, as its summary says.
+        foreseen_bytes: the memory model's figure before it ran; None where no formulas know the model or the loss.
+    """
+
+    batch: int
+    fits: bool
+    peak_bytes: int | None
+    tokens_per_second: float | None
+    foreseen_bytes: int | None
+    tokens_per_second_is: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a search.
+
+    Attributes:
+        batch: the largest that was seen to fit; 0 if none was.
+        too_large: the smallest that was seen not to fit; None if none was.
+        foreseen: the largest batch that the memory model lets fit, before any probe; None without a memory model.
+        probes: in the order in which they ran.
+    """
+
+    batch: int
+    too_large: int | None
+    foreseen: int | None
+    probes: tuple[Probe, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether one sequence more was seen not to fit."""
+        return self.too_large == self.batch + 1
+
+
+def search(
+    probe: Callable[[int], Probe], memory_model: Callable[[int], float] | None, budget_bytes: float, max_probes: int
+) -> Answer:
+    """The largest batch for which `probe` fits, in at most `max_probes` probes.
+
+    The first probe is the batch that the model foresees. Each further one corrects the model by what was measured:
+    scaled to one measured peak, or the line through two. Without a batch that failed the search grows, with one it
+    halves the interval where the corrected model has nothing better to say. Without a memory model the first probe is
+    one sequence, and what was measured takes its place: memory in proportion to the batch, then the line through two.
+
+    Args:
+        probe: runs a batch.
+        memory_model: bytes that a batch should need, rising with it; None: unknown.
+    """
+    foreseen = None if memory_model is None else _largest(memory_model, budget_bytes)
+    probes: list[Probe] = []
+    fitting, failing, batch = 0, None, max(foreseen or 1, 1)
+    while len(probes) < max_probes and failing != fitting + 1:
+        probes.append(probe(batch))
+        if probes[-1].fits:
+            fitting = batch
+        else:
+            failing = batch
+        measured = any(one.fits and one.peak_bytes is not None for one in probes)
+        guess = (
+            0
+            if memory_model is None and not measured
+            else _largest(_corrected(memory_model or float, probes), budget_bytes)
+        )
+        if failing is None:
+            batch = max(guess, fitting + 1)
+        elif fitting == 0:  # nothing measured: back by an eighth, then a quarter, a half …
+            batch = max(failing - max((foreseen or 1) >> max(4 - len(probes), 1), 1), 1)
+        elif fitting <= guess < failing:
+            batch = max(guess, fitting + 1)
+        else:
+            batch = (fitting + failing) // 2
+    return Answer(fitting, failing, foreseen, tuple(probes))
+
+
+def _largest(memory: Callable[[int], float], budget: float) -> int:
+    """The largest batch whose memory is within `budget`; 0 if not even one is."""
+    high = 1
+    while memory(high) <= budget:
+        high *= 2
+    return bisect_right(range(1, high), budget, key=memory)
+
+
+def _corrected(memory: Callable[[int], float], probes: Sequence[Probe]) -> Callable[[int], float]:
+    """The model, made to agree with the measured peaks of the probes that fitted."""
+    measured = sorted((p.batch, p.peak_bytes) for p in probes if p.fits and p.peak_bytes is not None)
+    if not measured:
+        return memory
+    batch, peak = measured[-1]
+    if len(measured) == 1:
+        scale = peak / memory(batch)
+        return lambda other: memory(other) * scale
+    first_batch, first_peak = measured[-2]
+    slope = max((peak - first_peak) / (batch - first_batch), 1)  # a rising line, whatever was measured
+    return lambda other: peak + (other - batch) * slope
+
+
+# ------------------------------------------------------------------------------------------------- training runs
+def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
+    """Search with training runs; print every probe and the answer; write the answer as JSON and mirror it to wandb.
+
+    Args:
+        overrides: of train.py; `trainer.batch_size` among them has no effect.
+
+    Raises:
+        LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier one was
+            made in another environment.
+    """
+    budget = config.memory_budget_gib * GIB
+    probe_overrides = [
+        *overrides,
+        f"group={config.group}",
+        f"results_dir={config.results_dir}",
+        f"trainer.max_steps={config.probe_steps}",
+        "trainer.max_tokens=null",
+        f"trainer.warmup_measurement_steps={config.warmup_steps}",
+        "trainer.checkpoint_every=0",
+        "trainer.valid_tokens=1",  # the last, unavoidable validation: one batch
+        "logger.wandb.mode=disabled",
+    ]
+    on_gpu, model, environment = in_another_process(_look_ahead, [*probe_overrides, "trainer.batch_size=1"], budget)
+    if on_gpu:
+        probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
+
+    def foreseen(batch: int) -> float:
+        assert model is not None
+        step = model[-1] - model[-2]
+        return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
+
+    def probe(batch: int) -> Probe:
+        point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={batch}"]])[0]
+        result = _probe(point, batch, budget, None if model is None else int(foreseen(batch)), environment)
+        say(f"  {_line(result)}")
+        return result
+
+    expected = "unknown, hence measured" if model is None else f"{_largest(foreseen, budget)} sequences"
+    say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {expected}")
+    answer = search(probe, None if model is None else foreseen, budget, config.max_probes)
+    for line in report(answer, on_gpu):
+        say(line)
+    _write(config, overrides, answer, environment, say)
+    return answer
+
+
+def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int] | None, dict[str, Any]]:
+    """Whether the runs are on a GPU, the foreseen peak of 1, 2, 3 … sequences until twice the budget (None: unknown),
+    and the environment: all from one process, which takes seconds to come up."""
+    from linrnn.config import load_config
+    from linrnn.core.machine import available_memory
+    from linrnn.data import vocabulary_size
+    from linrnn.runs.environment import describe_environment
+    from linrnn.training.plan import make_training_plan
+    from linrnn.training.preflight import check_step_fits
+
+    config: Config = load_config(overrides)
+    plan = make_training_plan(config)
+    arch = plan.architecture(vocabulary_size(config.data))
+    on_gpu = plan.device.type == "cuda"
+    check_step_fits(plan, arch)
+    there = available_memory()
+    if not on_gpu and there is not None and budget > there:
+        raise ConfigError(
+            f"memory_budget_gib={budget / GIB:g} is more than the {there / GIB:.1f} GiB of memory that are free here",
+            f"use memory_budget_gib={there * 0.9 / GIB:.1f} or less, or a machine with a GPU",
+        )
+    table: list[int] = []
+    while len(table) < 2 or (table[-1] <= 2 * budget and len(table) < 4096):
+        trainer = dataclasses.replace(config.trainer, batch_size=len(table) + 1)
+        larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
+        if (estimate := larger.memory_estimate(arch)) is None:
+            return on_gpu, None, describe_environment()
+        table.append(estimate.peak)
+    return on_gpu, table, describe_environment()
+
+
+def _probe(point: Point, batch: int, budget: float, foreseen: int | None, environment: dict[str, Any]) -> Probe:
+    """A training run, or its summary if it was made before, in the same `environment`."""
+    if point.refusal is not None:
+        raise UnsupportedError(*point.refusal.split("; ", 1))
+    if point.is_answered(retry=False):
+        _check_origin(point, batch, environment)
+        summary = point.summary()
+    else:
+        process = Process(point, {})
+        try:
+            process.wait()
+        finally:
+            process.kill()
+        summary = process.conclude()
+    assert summary is not None
+    if summary["status"] not in ("finished", "out_of_memory"):
+        raise SweepFailure(
+            f"the probe of {batch} sequences {summary['status']}: {summary.get('reason')}",
+            f"see {point.log}",
+            1,
+        )
+    peak = summary["peak_memory_bytes"]
+    fits = summary["status"] == "finished" and peak <= budget
+    speed = summary["tokens_per_second"] if fits else None
+    return Probe(batch, fits, peak, speed, foreseen, summary.get("tokens_per_second_is"))
+
+
+def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:
+    """Refuse a probe that was made elsewhere, or measured after another warm-up."""
+    warmup = "trainer.warmup_measurement_steps"
+    differing: set[str] = set()
+    for process in read_processes(point.directory / ENVIRONMENT):
+        differing |= set(same_origin(process, environment))
+        if process["settings"][warmup] != point.config.trainer.warmup_measurement_steps:
+            differing.add(warmup)
+    if differing:
+        raise ConfigError(
+            f"the probe of {batch} sequences was made with another {', '.join(sorted(differing))} ({point.directory})",
+            "give the search another group, or move the old one away",
+        )
+
+
+def _line(probe: Probe) -> str:
+    foreseen = "unknown" if probe.foreseen_bytes is None else f"{probe.foreseen_bytes / GIB:.2f}"
+    words = [f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}"]
+    if probe.fits and probe.peak_bytes is not None:
+        words.append(f"{probe.peak_bytes / GIB:.2f} GiB (foreseen {foreseen})")
+    else:
+        words.append(f"foreseen {foreseen} GiB")
+    if probe.tokens_per_second:
+        words.append(f"{probe.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(words)
+
+
+def report(answer: Answer, on_gpu: bool) -> list[str]:
+    """The answer for people."""
+    best = next((probe for probe in answer.probes if probe.batch == answer.batch), None)
+    bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
+    foreseen = "unknown" if answer.foreseen is None else answer.foreseen
+    found = f"largest batch: {answer.batch} sequences{bound}"
+    lines = [f"{found}, foreseen {foreseen}, {len(answer.probes)} probes"]
+    if best is not None:
+        lines.append(f"  {_line(best)}")
+    if answer.batch == 0 and answer.exact:
+        lines.append("  not even one fits: raise memory_budget_gib, lower trainer.seq_len, or choose a smaller size")
+    elif answer.batch == 0:
+        lines.append("  no batch that was tried fits, smaller ones were not tried: raise max_probes (why: train.log)")
+    if not on_gpu:
+        lines.append("  memory is the process's resident set, Python and libraries included; the foreseen is a GPU's")
+    return lines
+
+
+def _write(
+    config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer, environment: dict[str, Any], say: Say
+) -> None:
+    from linrnn.config import identity, load_config, run_name, to_yaml
+    from linrnn.data import vocabulary_size
+    from linrnn.runs.directory import RunDirectory
+    from linrnn.runs.loggers import WandbMirror
+    from linrnn.runs.summary import names_of_run
+
+    run: Config = load_config([*overrides, f"group={config.group}"])
+    name = run_name(run)
+    directory = RunDirectory(
+        Path(config.results_dir) / config.group / "answers" / f"{name}-{config.memory_budget_gib:g}gib",
+        identity={**identity(run), "memory_budget_gib": config.memory_budget_gib},
+        resume="auto",
+    )
+    directory.open()
+    try:
+        directory.begin(to_yaml(run))
+        content: dict[str, Any] = {
+            **names_of_run(run, name),
+            "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
+            "tie_embeddings": run.size.tie_embeddings,
+            "precision": run.trainer.precision,
+            "memory_budget_gib": config.memory_budget_gib,
+            "max_sequences": answer.batch,
+            "exact": answer.exact,
+            **dataclasses.asdict(answer),
+            "environment": environment,
+        }
+        content["batch_size"] = answer.batch
+        directory.write_json("max_batch.json", content)
+        wandb = WandbMirror(
+            run.logger.wandb,
+            directory.path,
+            run_name=f"max_batch-{name}",
+            group=config.group,
+            tags=[run.model.name, run.size.name, run.loss.name, run.data.name, "max_batch"],
+            hyperparameters=identity(run),
+            history=lambda: [{"step": number, **_metrics(probe)} for number, probe in enumerate(answer.probes)],
+            say=say,
+        )
+        for number, probe in enumerate(answer.probes):
+            wandb.log(number, _metrics(probe))
+        wandb.finish({"batch/max_sequences": answer.batch}, exit_code=0)
+    finally:
+        directory.close()
+    say(f"wrote {directory.path / 'max_batch.json'}")
+
+
+def _metrics(probe: Probe) -> dict[str, float | None]:
+    return {
+        "batch/probe_sequences": probe.batch,
+        "memory/peak_gib": None if probe.peak_bytes is None else probe.peak_bytes / GIB,
+        "speed/tokens_per_second": probe.tokens_per_second,
+    }

@@ -1,0 +1,312 @@
+"""One point of a sweep: foreseen, then run in a process of its own, whose end becomes a status whatever it was."""
+
+import ctypes
+import dataclasses
+import fcntl
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
+from linrnn.config.compose import leaves
+from linrnn.config.naming import HORIZON
+from linrnn.config.schema import Config
+from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
+from linrnn.runs.directory import SUMMARY, RunDirectory
+from linrnn.runs.metrics import read_jsonl
+from linrnn.runs.summary import status_of, summary_without_figures
+
+TRAIN = CONFIG_DIR.parent / "train.py"
+LOGS = "sweep_logs"  # of a group: what each point printed
+ANSWERS = ("out_of_memory", "diverged")  # statuses that tell something and that running again would not change
+
+
+class PointTakenError(ConfigError):
+    """Another sweep runs the point."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point and what is foreseen for it.
+
+    Attributes:
+        overrides: of train.py.
+        config: what they make.
+        directory: where the run lies.
+        label: the overrides in which the points of its sweep differ.
+        total_steps: optimizer steps of the whole run; None where it cannot be known.
+        memory_bytes: most memory at once, foreseen; None where it cannot be known.
+        seconds: time of all steps, foreseen; None where the device's rate is not known.
+        refusal: why it cannot run here; None if it can.
+    """
+
+    overrides: tuple[str, ...]
+    config: Config
+    directory: Path
+    label: str
+    total_steps: int | None = None
+    memory_bytes: int | None = None
+    seconds: float | None = None
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def log(self) -> Path:
+        """What its process prints."""
+        return self.directory.parent / LOGS / f"{self.name}.log"
+
+    def run_directory(self) -> RunDirectory:
+        """Raises ConfigError: it holds a run of another configuration."""
+        resume = "must" if self.config.trainer.resume == "must" else "auto"
+        return RunDirectory(self.directory, identity=identity(self.config), resume=resume)
+
+    def claim(self) -> BinaryIO:
+        """The log, locked against other sweeps until it is closed; the system closes it when this process ends.
+
+        The point's process gets a file of its own to print to: what that leaves running does not hold the lock.
+
+        Raises:
+            PointTakenError: another sweep has it.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = self.log.open("ab")
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.close()
+            raise PointTakenError(
+                f"{self.directory} is being run by another sweep", "wait for it, or choose another group"
+            ) from None
+        return log
+
+    def summary(self) -> dict[str, Any] | None:
+        return self.run_directory().read_summary()
+
+    def is_answered(self, retry: bool) -> bool:
+        """Whether there is nothing left to run: finished, or (without `retry`) out of memory or diverged.
+
+        Raises:
+            ConfigError: the directory holds a run that has gone further than this point asks for.
+        """
+        summary = self.summary()
+        if summary is None or (summary["status"] in ANSWERS and retry):
+            return False
+        if summary["status"] == "finished" and self.total_steps and summary["steps"] > self.total_steps:
+            raise ConfigError(
+                f"{self.directory} holds a run of {summary['steps']} steps, and {self.label} stops at "
+                f"{self.total_steps}",
+                "raise trainer.max_steps (or max_tokens), or choose another group",
+            )
+        finished = summary["status"] == "finished" and summary["steps"] == (self.total_steps or summary["steps"])
+        return finished or summary["status"] in ANSWERS
+
+
+def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
+    """Name every point, estimate its memory and time, and find out whether it can run; one that repeats the
+    configuration of an earlier one is dropped.
+
+    To be called in a process of its own, which may take hold of the GPU.
+
+    Raises:
+        ConfigError: two points that differ would share a directory.
+        LinrnnError: an override that is wrong, whatever the machine.
+    """
+    found: dict[Path, Point] = {}
+    common = set(points[0]).intersection(*points)
+    for overrides in points:
+        config = load_config(overrides)
+        directory = Path(config.results_dir) / config.group / run_name(config)
+        label = " ".join(override for override in overrides if override not in common) or directory.name
+        if directory not in found:
+            found[directory] = _foresee(tuple(overrides), config, directory, label)
+        elif config != found[directory].config:
+            raise _shared_directory(found[directory], config, label)
+    return list(found.values())
+
+
+def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
+    there, here = (dict(leaves(dataclasses.asdict(one))) for one in (first.config, config))
+    keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    remedy = f"{', '.join(keys)} is no part of a name: leave it out of the sweep, or give each value its own group"
+    if first.config.run_name:
+        remedy = "leave run_name out, so that each point is named after what it varies"
+    elif "trainer.max_steps" in keys or "trainer.max_tokens" in keys:
+        remedy = f"leave {HORIZON}=null, so that the schedule of each ends with its steps and its name says where"
+    return ConfigError(f"the points {first.label} and {label} would share {first.directory}", remedy)
+
+
+def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str) -> Point:
+    from linrnn.data import vocabulary_size
+    from linrnn.experiments.dry_run import seconds_of_run
+    from linrnn.training.plan import Plan, make_training_plan
+    from linrnn.training.preflight import check_step_fits
+    from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
+
+    refusal = None
+    try:
+        plan = make_training_plan(config)
+        check_memory_budget(config.memory_budget_gib, plan.device)
+    except (UnsupportedError, ConfigError) as error:
+        refusal = f"{error.cause}; {error.remedy}"
+    try:
+        device = resolve_device(config.device)
+        plan = Plan(config, device, resolve_precision(config.trainer.precision, device))
+        arch = plan.architecture(vocabulary_size(config.data))
+        estimate, steps, seconds = plan.memory_estimate(arch), plan.total_steps, seconds_of_run(plan, arch)
+    except (UnsupportedError, ConfigError):
+        if refusal is None:
+            raise
+        return Point(overrides, config, directory, label, refusal=refusal)
+    memory = None if estimate is None else estimate.peak
+    if refusal is None:
+        try:
+            check_step_fits(plan, arch)
+        except UnsupportedError as error:
+            refusal = f"{error.cause}; {error.remedy}"
+        except OutOfMemoryError:  # the run itself gives that result
+            pass
+    return Point(overrides, config, directory, label, steps, memory, seconds, refusal)
+
+
+class Process:
+    """A point running in a fresh process; ends with the process that started it.
+
+    Args:
+        environment: variables beside this process's own.
+        command: what to run; None: `python train.py` with the point's overrides.
+        claim: of the point, where the caller has it already.
+
+    Raises:
+        PointTakenError: another sweep runs it. Its log is left alone.
+    """
+
+    def __init__(
+        self,
+        point: Point,
+        environment: dict[str, str],
+        command: Sequence[str] | None = None,
+        claim: BinaryIO | None = None,
+    ) -> None:
+        self.point = point
+        self._claim = claim or point.claim()
+        self._summary_before = self._stamp()
+        with point.log.open("ab") as log:
+            log.truncate(0)
+            self._process = subprocess.Popen(
+                list(command or [sys.executable, str(TRAIN), *point.overrides]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                start_new_session=True,  # Ctrl-C reaches it once, from here
+                preexec_fn=_end_with_parent,
+            )
+
+    def send(self, signal_number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal_number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send(signal.SIGKILL)
+        self.wait()
+
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def last_line(self) -> str:
+        """The newest line that it printed."""
+        lines = self.point.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def conclude(self) -> dict[str, Any]:
+        """The summary once it has ended: its own, or one that says how it died. Other sweeps may have the point now."""
+        try:
+            return self._conclude()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let other sweeps run the point; releasing twice is harmless."""
+        self._claim.close()
+
+    def _conclude(self) -> dict[str, Any]:
+        if self._stamp() not in (None, self._summary_before):
+            summary = self.point.summary()
+            assert summary is not None
+            return summary
+        code = self._process.returncode
+        if code == 0 and (summary := self.point.summary()):
+            return summary  # it found nothing left to do
+        return write_summary(self.point, status_of(code), self._reason(code))
+
+    def _reason(self, code: int) -> str:
+        if code < 0:
+            name = signal.Signals(-code).name
+            host_memory = "; perhaps the machine ran out of host memory" if -code == signal.SIGKILL else ""
+            return f"killed by {name}{host_memory}"
+        errors = [
+            line
+            for line in self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
+            if "error: " in line
+        ]
+        return (errors[-1].split("error: ", 1)[1] if errors else self.last_line()) or f"exit code {code}"
+
+    def _stamp(self) -> int | None:
+        path = self.point.directory / SUMMARY
+        return path.stat().st_mtime_ns if path.exists() else None
+
+
+def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
+    """Leave a summary without figures in the point's directory, unless another process uses that or has finished the
+    run; return what stands there.
+
+    The summary of a run that has trained steps stays where the point is not started at all (`unsupported`).
+    """
+    command = shlex.join(["python", "train.py", *point.overrides])
+    summary = summary_without_figures(point.config, point.name, status, reason, command)
+    directory = point.run_directory()
+    try:
+        directory.open()
+    except LinrnnError as error:
+        return {**summary, "reason": f"{reason} ({error.cause})"}
+    try:
+        if (finished := directory.read_summary()) and point.is_answered(retry=True):
+            return finished
+        summary |= _trained(directory.metrics)
+        if not directory.resumed:
+            directory.begin(to_yaml(point.config))
+        if status != "unsupported" or not summary["steps"]:
+            directory.write_json(SUMMARY, summary)
+    finally:
+        directory.close()
+    return summary
+
+
+def _trained(metrics: Path) -> dict[str, int]:
+    """Steps and tokens that a run's last record knows of; nothing where there is none, or it is damaged."""
+    try:
+        records = read_jsonl(metrics)
+    except DataError:
+        return {}
+    counts = [(record["step"], record["train/tokens"]) for record in records if record.get("train/tokens") is not None]
+    return dict(zip(("steps", "tokens"), counts[-1], strict=True)) if counts else {}
+
+
+def _end_with_parent() -> None:
+    """In the child: be told to stop when the parent dies, however it dies (Linux; elsewhere it runs on)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

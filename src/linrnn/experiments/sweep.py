@@ -1,0 +1,331 @@
+"""Many runs, each in a process of its own: `scripts/sweep.py`. Whatever becomes of a point, the others go on."""
+
+import multiprocessing
+import os
+import shlex
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from linrnn.config.grids import sweep_points
+from linrnn.config.launching import launch
+from linrnn.config.outputs import check_outputs
+from linrnn.config.schema import RunSweepConfig
+from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure
+from linrnn.core.interrupts import StopRequest
+from linrnn.experiments.points import LOGS, Point, PointTakenError, Process, foresee, write_summary
+from linrnn.runs.figures import host_decides
+from linrnn.runs.summary import GIB, duration
+
+EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # of points that failed; any other status: 1
+HARMLESS = ("finished", "unsupported")
+POLL_SECONDS = 0.2
+
+Say = Callable[[str], None]
+
+
+def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequence[str], say: Say) -> None:
+    """Run every point of `config.sweep` that has no answer yet; print progress and, at the end, what became of all.
+
+    Args:
+        overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`).
+        launcher: Hydra's overrides (`hydra/launcher=submitit_slurm …`); empty: processes of this machine.
+
+    Raises:
+        ConfigError: a wrong override, or more jobs than GPUs.
+        InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
+        SweepFailure: a point failed, diverged or ran out of memory.
+    """
+    points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides))
+    if config.dry_run:
+        for line in listing(points, config):
+            say(line)
+        return
+    for point in points:
+        check_outputs(point.config)
+    slots = slots_of(config.jobs, gpus)
+    pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
+    refused: dict[str, list[str]] = {}
+    for point in points:
+        if point.refusal is not None and not point.is_answered(config.retry):
+            write_summary(point, "unsupported", point.refusal)
+            refused.setdefault(point.refusal, []).append(point.label)
+    for reason, labels in refused.items():
+        say(f"unsupported: {', '.join(labels)}: {reason}")
+    say(f"sweep {config.sweep.name}: {len(points)} points, {len(pending)} to run")
+    if launcher and pending:
+        _submit(pending, launcher, say)
+    elif pending:
+        Sweep(pending, slots, say, config.report_every_seconds).run()
+    _judge(points, say)
+
+
+class Sweep:
+    """Runs points, one in each slot at a time.
+
+    Args:
+        slots: variables of the environment of the processes, a mapping for each slot.
+        command: what a point's process runs; None: train.py.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        slots: Sequence[dict[str, str]],
+        say: Say,
+        report_every_seconds: float,
+        command: Callable[[Point], Sequence[str]] | None = None,
+    ) -> None:
+        self._waiting, self._free = deque(points), deque(slots)
+        self._total = len(points)
+        self._say, self._every, self._command = say, report_every_seconds, command
+        self._running: list[tuple[Process, dict[str, str], float]] = []
+        self._clock = TimeLeft(len(slots))
+
+    def run(self) -> None:
+        """Run them all.
+
+        Raises:
+            InterruptedRun: after Ctrl-C or SIGTERM, once every running point has stopped.
+        """
+        reported = time.monotonic()
+        with StopRequest() as stop:
+            try:
+                while (self._waiting or self._running) and stop.signal_number is None:
+                    self._start()
+                    time.sleep(POLL_SECONDS)
+                    self._collect()
+                    if time.monotonic() - reported >= self._every:
+                        reported = time.monotonic()
+                        self._report()
+                if stop.signal_number is not None:
+                    self._stop(stop.signal_number)
+            finally:  # a second Ctrl-C: at once
+                for process, _, _ in self._running:
+                    process.kill()
+                    process.release()
+
+    def _start(self) -> None:
+        for _ in range(len(self._waiting)):
+            if not self._free:
+                return
+            point = self._waiting.popleft()
+            try:
+                claim = point.claim()
+            except PointTakenError:
+                self._waiting.append(point)
+                continue
+            if point.run_directory().in_use():  # by an earlier sweep's process that is ending, or by a run alone
+                claim.close()
+                self._waiting.append(point)
+                continue
+            if point.is_answered(retry=True):
+                claim.close()
+                self._finish(point, "finished by another process")
+                continue
+            command = None if self._command is None else self._command(point)
+            process = Process(point, self._free[0], command, claim)
+            self._running.append((process, self._free.popleft(), time.monotonic()))
+            self._say(f"{self._place(point)}: started{self._left()}")
+
+    def _collect(self) -> None:
+        for entry in [entry for entry in self._running if entry[0].ended()]:
+            process, slot, began = entry
+            self._running.remove(entry)
+            self._free.append(slot)
+            seconds = time.monotonic() - began
+            summary = process.conclude()
+            if summary["status"] == "finished":
+                self._clock.add(process.point, seconds)
+            self._finish(process.point, f"{outcome(summary)} ({duration(seconds)})")
+
+    def _finish(self, point: Point, words: str) -> None:
+        self._say(f"{self._place(point)}: {words}{self._left()}")
+
+    def _report(self) -> None:
+        for process, _, began in self._running:
+            line = f"{process.point.label}: {duration(time.monotonic() - began)}: {process.last_line() or 'starting'}"
+            self._say(f"  {line}{self._left()}")
+
+    def _stop(self, signal_number: int) -> None:
+        for process, _, _ in self._running:
+            process.send(signal_number)
+        for process, _, _ in self._running:
+            process.wait()
+        interrupted = ", ".join(process.point.label for process, _, _ in self._running)
+        raise InterruptedRun(
+            f"interrupted; {interrupted or 'no point'} was running, {len(self._waiting)} were waiting",
+            "run the same command again to continue",
+            signal_number,
+        )
+
+    def _place(self, point: Point) -> str:
+        number = self._total - len(self._waiting) - len(self._running)
+        return f"[{number}/{self._total} done] {point.label}" if number else f"[{self._total} to run] {point.label}"
+
+    def _left(self) -> str:
+        points = [*self._waiting, *(process.point for process, _, _ in self._running)]
+        elapsed = sum(time.monotonic() - began for _, _, began in self._running)
+        seconds = self._clock.left(points, elapsed)
+        return "" if seconds is None or not points else f"; about {duration(seconds)} left"
+
+
+class TimeLeft:
+    """Time that points still take, from what they were foreseen to take and what finished ones took.
+
+    Args:
+        slots: points that run at a time.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._done: list[tuple[Point, float]] = []
+
+    def add(self, point: Point, seconds: float) -> None:
+        """`point` finished after `seconds`."""
+        self._done.append((point, seconds))
+
+    def left(self, points: Sequence[Point], elapsed: float) -> float | None:
+        """Seconds for `points`, which have run for `elapsed` seconds together; None where nothing tells."""
+        foreseen = [point.seconds for point in points if point.seconds is not None]
+        mean = sum(seconds for _, seconds in self._done) / len(self._done) if self._done else None
+        if len(foreseen) == len(points) and all(point.seconds for point, _ in self._done):
+            took = sum(seconds for _, seconds in self._done)
+            expected = sum(point.seconds or 0 for point, _ in self._done)
+            total = sum(foreseen) * (took / expected if expected else 1)
+        elif mean is not None:
+            total = mean * len(points)
+        else:
+            return None
+        return max(total - elapsed, 0) / self._slots
+
+
+def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
+    """What a dry run says of every point: name, memory, time, state; then the sums."""
+    width = max(len(point.label) for point in points)
+    lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
+    states = Counter[str]()
+    reasons: dict[str, int] = {}  # each is said once, below the points
+    for point in points:
+        summary, answered = point.summary(), point.is_answered(config.retry)
+        state = "to run" if summary is None or not answered else summary["status"]
+        if point.refusal and not answered:
+            state = f"unsupported ({reasons.setdefault(point.refusal, len(reasons) + 1)})"
+        states[state.split(" (")[0]] += 1
+        budget = point.config.memory_budget_gib
+        if state == "to run" and budget and (point.memory_bytes or 0) > budget * GIB:
+            state += f", will hardly fit the {budget:g} GiB budget"
+        memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
+        seconds = "unknown" if point.seconds is None else duration(point.seconds)
+        lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
+    lines += ["", *(f"({number}) {reason}" for reason, number in reasons.items())] if reasons else []
+    ahead = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
+    total = [point.seconds for point in ahead if point.seconds is not None]
+    lines += [
+        "",
+        f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
+        "memory is foreseen for a GPU, time without start-up and tuning of kernels"
+        + (f"; in all {duration(sum(total) / config.jobs)}" if total and len(total) == len(ahead) else ""),
+        "nothing was run or written",
+    ]
+    return lines
+
+
+def outcome(summary: dict[str, Any]) -> str:
+    """A summary in a line."""
+    if summary["status"] != "finished":
+        return f"{summary['status']}: {summary.get('reason')}"
+    words = [
+        summary[key] is not None and form.format(summary[key] * scale)
+        for key, form, scale in (
+            ("tokens_per_second", "{:,.0f} tokens/s", 1),
+            ("peak_memory_bytes", "{:.2f} GiB", 1 / GIB),
+            ("train_loss_nats", "loss {:.4f}", 1),
+        )
+    ]
+    if host_decides(summary):
+        words.append(f"the host decides: {summary['host_step_ms']:.1f} of {summary['wall_step_ms']:.1f} ms a step")
+    return f"finished: {', '.join(word for word in words if word)}"
+
+
+def _look_ahead(points: Sequence[Sequence[str]]) -> tuple[list[Point], list[str]]:
+    """Both from one process, which takes seconds to come up."""
+    return foresee(points), visible_gpus()
+
+
+def visible_gpus() -> list[str]:
+    """GPUs as CUDA_VISIBLE_DEVICES names them, without taking hold of one."""
+    import torch
+
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")[: torch.cuda.device_count()]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def slots_of(jobs: int, gpus: Sequence[str]) -> list[dict[str, str]]:
+    """Variables of the environment of each of `jobs` processes: a GPU of its own, where there are any.
+
+    Raises:
+        ConfigError: more jobs than GPUs.
+    """
+    if not gpus:
+        return [{} for _ in range(jobs)]
+    if jobs > len(gpus):
+        raise ConfigError(
+            f"jobs={jobs}: there are {len(gpus)} GPUs, and two points on one would disturb each other's measurements",
+            f"use jobs={len(gpus)}",
+        )
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
+
+
+def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function` in a fresh process, so that this one takes hold of no GPU."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def run_alone(overrides: Sequence[str]) -> str:
+    """Run one point in a fresh process and wait for it: a cluster's job. Returns its status."""
+    process = Process(in_another_process(foresee, [overrides])[0], {})
+    process.wait()
+    return str(process.conclude()["status"])
+
+
+def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
+    """All points as jobs of a cluster; one that leaves no summary gets one that says so."""
+    directory = points[0].directory.parent / LOGS / "cluster"
+    say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
+    problem = "the job left no summary"
+    try:
+        launch(run_alone, [list(point.overrides) for point in points], launcher, directory.absolute())
+    except ConfigError:
+        raise
+    except Exception as error:  # submitit raises when a job was lost; the others have run
+        problem = f"the job was lost: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+    for point in points:
+        summary = point.summary() or write_summary(point, "failed", problem)
+        say(f"{point.label}: {outcome(summary)}")
+
+
+def _judge(points: Sequence[Point], say: Say) -> None:
+    """What became of all points.
+
+    Raises:
+        SweepFailure: some neither finished nor were unsupported.
+    """
+    statuses = {point.label: (point.summary() or {"status": "failed"})["status"] for point in points}
+    say(", ".join(f"{count} {status}" for status, count in Counter(statuses.values()).items()))
+    failed = {name: status for name, status in statuses.items() if status not in HARMLESS}
+    if failed:
+        codes = {EXIT_CODES.get(status, 1) for status in failed.values()}
+        raise SweepFailure(
+            f"{len(failed)} of {len(points)} points did not finish: "
+            + ", ".join(f"{name} ({status})" for name, status in failed.items()),
+            f"their output is in {Path(points[0].directory.parent) / LOGS}; the same command runs failed ones again, "
+            "retry=true those out of memory or diverged as well",
+            codes.pop() if len(codes) == 1 else 1,
+        )

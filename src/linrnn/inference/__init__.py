@@ -1,0 +1,1 @@
+"""A trained model in use: load, generate text, export."""

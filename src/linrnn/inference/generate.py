@@ -1,0 +1,74 @@
+"""Samples from a trained model, through transformers' `generate` and FLA's recurrent state."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from linrnn.config.schema import GenerateConfig
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.inference.load import Trained
+
+
+def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int], list[int]]]:
+    """Token ids of the prompt and of what follows it, sample by sample.
+
+    Raises:
+        ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
+        DataError: `prompt_file` cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    prompt = prompt_of(trained, config)
+    model, eos_id = trained.model, trained.eos_id
+    greedy = config.temperature == 0
+    choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": config.temperature}
+    if not greedy:
+        choice |= {"top_k": config.top_k or 0, "top_p": 1.0 if config.top_p is None else config.top_p}
+    settings = GenerationConfig(
+        **choice,
+        max_new_tokens=config.max_new_tokens,
+        use_cache=config.use_state,
+        eos_token_id=eos_id,
+        pad_token_id=eos_id or 0,
+    )
+    ids_1T = torch.tensor([prompt], device=next(model.parameters()).device)
+    torch.manual_seed(config.seed)
+    for _ in range(config.n_samples):
+        with torch.no_grad():
+            output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
+        yield prompt, output[0, len(prompt) :].tolist()
+
+
+def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
+    """The token ids to go on from: never none."""
+    vocab_size = trained.model.config.vocab_size
+    given = [name for name in ("prompt", "prompt_file", "prompt_tokens") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both given", "give one of them")
+    text = config.prompt if config.prompt_file is None else _read(config.prompt_file)
+    if text is None:
+        tokens = list(config.prompt_tokens or [])
+    elif trained.tokenizer is None:
+        raise ConfigError(f"{given[0]}: {trained.source} has no tokenizer", "give token ids: prompt_tokens=[1,2,3]")
+    else:
+        tokens = trained.tokenizer.encode(text)
+    if not tokens and trained.eos_id is None:
+        raise ConfigError("the prompt is empty, and this model knows no end of a document", "give a prompt")
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise ConfigError(f"prompt_tokens: {wrong[0]} is no token of {vocab_size:,}", f"use 0 to {vocab_size - 1}")
+    return tokens or [trained.eos_id or 0]
+
+
+def _read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"prompt_file={path} cannot be read as text ({error})", "name a UTF-8 file, or -") from error
+
+
+def readable(trained: Trained, tokens: list[int]) -> str:
+    """Text, or the token ids where there is no tokenizer; without the end token."""
+    kept = tokens[:-1] if tokens and tokens[-1] == trained.eos_id else tokens
+    return trained.tokenizer.decode(kept) if trained.tokenizer else " ".join(map(str, kept))

@@ -1,0 +1,195 @@
+"""A trained model and its tokenizer, from a run, a checkpoint or a Hugging Face directory in FLA's format; or a run's
+model and text to read with it."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrnn.config import data_for, read_config
+from linrnn.config.schema import Config, DataConfig, MarkovDataConfig
+from linrnn.core.errors import ConfigError
+from linrnn.data import Batch, ConsoleProgress, PreparedData, prepare, vocabulary_size
+from linrnn.data.markov import END
+from linrnn.data.tokenizer import Tokenizer, load_tokenizer
+from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
+from linrnn.models.architecture import resolve
+from linrnn.training import checkpoint
+from linrnn.training.preflight import check_reading_fits
+from linrnn.training.runtime import resolve_device, resolve_precision
+from linrnn.training.warm_start import check_tokens
+
+EMBEDDING = "model.embeddings.weight"
+
+
+@dataclass
+class Trained:
+    """A model to use.
+
+    Attributes:
+        model: FLA's causal language model (a transformers `PreTrainedModel`), in evaluation mode.
+        tokenizer: None for generated data, and where none was found.
+        eos_id: the token that ends a document; None if there is none or it is not known.
+        config: of the run; None for a Hugging Face directory.
+        source: the directory that was read.
+    """
+
+    model: Any
+    tokenizer: Tokenizer | None
+    eos_id: int | None
+    config: Config | None
+    source: Path
+
+
+def load_trained(source: str, device: torch.device) -> Trained:
+    """Load what `source` names; nothing is fetched, and nothing but safetensors and JSON is read.
+
+    Raises:
+        ConfigError: there is neither a checkpoint nor a model.
+        DataError: it is damaged.
+    """
+    path = Path(source)
+    if directory := checkpoint.resolve(path):
+        return _from_run(directory, device)
+    if (path / "config.json").is_file():
+        model = open_pretrained(path, device)  # which compares checksums first
+        tokenizer = _tokenizer_in(path)
+        eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
+        return Trained(model.eval(), tokenizer, eos_id, None, path)
+    raise ConfigError(
+        f"checkpoint={source} "
+        + ("holds no complete checkpoint and no config.json" if path.is_dir() else "is no directory"),
+        "name a run's directory, one of its checkpoints/step_*, or a directory that scripts/export.py wrote",
+    )
+
+
+def _from_run(directory: Path, device: torch.device) -> Trained:
+    config = read_config(directory / "config.yaml")
+    model = build(directory, config, device)
+    tokenizer = _tokenizer_in(directory.parent.parent)
+    generated = isinstance(config.data, MarkovDataConfig)
+    eos_id = END if generated else tokenizer.eos_id if tokenizer else None
+    return Trained(model.hf.eval(), tokenizer, eos_id, config, directory)
+
+
+def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
+    """The model of a checkpoint, in fp32. Its chunk size, a matter of speed in training, is FLA's own."""
+    arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size(directory))
+    check_reading_fits(arch, device)
+    model = build_model(arch, device=device, seed=0)
+    checkpoint.load_model(directory, model.hf)
+    return model
+
+
+@dataclass
+class Reading:
+    """A run's model and the validation split that it reads.
+
+    Attributes:
+        directory: the checkpoint.
+        config: the run's, with the data and the device that are read from and on.
+        model: in fp32 and evaluation mode.
+        precision: that of the run, as resolved on `device`.
+    """
+
+    directory: Path
+    config: Config
+    model: LanguageModel
+    data: PreparedData
+    precision: str
+    device: torch.device
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps behind the checkpoint."""
+        return checkpoint.read_state(self.directory)["step"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; the data may have less."""
+        return vocab_size(self.directory)
+
+    def batches(self, max_tokens: int | None) -> Sequence[Batch]:
+        """The first `max_tokens` labels of the validation split (all: None), in the run's own sequences."""
+        trainer = self.config.trainer
+        return self.data.valid.batches_once(
+            seq_len=trainer.seq_len,
+            batch_size=trainer.batch_size,
+            max_tokens=max_tokens,
+            reset_at_document=self.config.data.reset_at_document,
+        )
+
+
+def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -> Reading:
+    """Load a run's model, and data: its own, as `overrides` change it.
+
+    Args:
+        key: of the configuration that names `source`, for messages.
+        source: a run's directory (its newest checkpoint) or a checkpoint.
+        overrides: of the group `data`; see :func:`linrnn.config.data_for`.
+
+    Raises:
+        ConfigError: there is no checkpoint, an override is wrong, or the data's tokens are not the model's.
+        UnsupportedError: the model cannot run here.
+        DataError: the checkpoint or the data is damaged.
+    """
+    directory = checkpoint.resolve(Path(source))
+    if directory is None:
+        raise ConfigError(
+            f"{key}: {source} {'holds no complete checkpoint' if Path(source).is_dir() else 'is no directory'}",
+            "name a run's directory or one of its checkpoints/step_*, as in results/default/RUN",
+        )
+    config = dataclasses.replace(read_config(directory / "config.yaml"), device=device)
+    where = resolve_device(device)
+    check_supported(config.model, where)
+    data = data_for(config.data, overrides)
+    prepared = open_data(directory, config.data, data)
+    config = dataclasses.replace(config, data=data)
+    model = build(directory, config, where)
+    model.eval()
+    return Reading(directory, config, model, prepared, resolve_precision(config.trainer.precision, where), where)
+
+
+def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedData:
+    """Data to read with the model of a checkpoint, whose run was trained on `own`.
+
+    Raises:
+        ConfigError: the data's tokens are not the model's.
+        DataError: the data is damaged or not there.
+    """
+    _check_vocabulary(directory, own, data)
+    prepared = prepare(data, progress=ConsoleProgress())
+    if prepared.tokenizer:  # a model may be asked what it makes of text that another chain has generated
+        check_tokens(directory, prepared)
+    return prepared
+
+
+def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> None:
+    """Refuse, before anything is prepared, tokens that the model does not have."""
+    generated = isinstance(data, MarkovDataConfig)
+    if generated != isinstance(own, MarkovDataConfig):
+        kinds = "generated tokens", "text"
+        raise ConfigError(
+            f"data={data.name} gives {kinds[not generated]}, and {directory} was trained on {kinds[generated]}",
+            "leave data out for the run's own, or choose data like it",
+        )
+    entries, its_own = vocabulary_size(data), vocab_size(directory)
+    if entries > its_own:
+        raise ConfigError(
+            f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {its_own:,}",
+            "leave data out for the run's own, or tokenise with the run's tokenizer.json (data.tokenizer=…)",
+        )
+
+
+def vocab_size(directory: Path) -> int:
+    """Of the model of a checkpoint; the data may have less."""
+    return checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
+
+
+def _tokenizer_in(directory: Path) -> Tokenizer | None:
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(str(directory))

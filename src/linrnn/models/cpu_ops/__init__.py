@@ -1,0 +1,51 @@
+"""Plain-torch versions of the FLA 0.6.0 functions that its layers call, so that its models run without a GPU.
+
+FLA's layers look these functions up in their module at each call. `install()` puts one in front of each: it
+sends CPU tensors to the version here and every other tensor to FLA's own, so a GPU model in the same process
+is not affected.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from linrnn.models.cpu_ops import layers, mixers
+
+__all__ = ["REPLACEMENTS", "install"]
+
+# Where FLA looks the function up: what stands in for it on the CPU.
+REPLACEMENTS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
+    ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
+    ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,
+    ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
+    ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
+    ("fla.layers.kda", "chunk_kda"): mixers.gated_delta_rule,
+    ("fla.layers.kda", "fused_recurrent_kda"): mixers.gated_delta_rule,
+    ("fla.modules.causal_conv1d.ops", "causal_conv1d"): layers.causal_conv1d,
+    ("fla.modules.causal_conv1d.ops", "causal_conv1d_update"): layers.causal_conv1d_update,
+    ("fla.modules.norm.layernorm", "rms_norm"): layers.rms_norm,
+    ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"): layers.rms_norm_gated,
+    ("fla.modules.mlp", "swiglu_linear"): layers.swiglu_linear,
+    ("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding,
+}
+
+
+def install() -> None:
+    """Route CPU tensors of FLA's layers to this package. Calling it again changes nothing."""
+    for (module_name, name), replacement in REPLACEMENTS.items():
+        module = importlib.import_module(module_name)
+        original = getattr(module, name)
+        if not hasattr(original, "cpu_version"):
+            setattr(module, name, _by_device(replacement, original))
+
+
+def _by_device(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(elsewhere)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(kwargs[name] for name in ("x", "q") if name in kwargs)
+        return (on_cpu if first.device.type == "cpu" else elsewhere)(*args, **kwargs)
+
+    call.cpu_version = on_cpu  # type: ignore[attr-defined]
+    return call

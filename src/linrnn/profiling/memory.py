@@ -1,0 +1,103 @@
+"""Peak memory by component, from marks on the allocator; no step becomes slower."""
+
+import resource
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of `tensors`, which share no memory, on this rank; None counts nothing."""
+    here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in here)
+
+
+class MemoryByComponent:
+    """Bytes of parameters, gradients, optimizer state, activations and the loss layer, and the peak.
+
+    After :meth:`start`, the first call of :func:`watched_loss` and the first optimizer update are taken
+    apart. The marks are host-side reads of the allocator's counters: that step takes as long as any other.
+
+    On CPU the tensors are counted, and the peak is that of the whole process's resident set since it began,
+    imports and data included (`resident_peak`); activations and loss layer cannot be told apart there.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._parameters = list(model.parameters())
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._before_loss = 0
+        self._earlier_peak = 0  # of the time before the last reset of the allocator's own peak
+        self._due: set[str] = set()
+        self._bytes: dict[str, int] = {"parameters": tensor_bytes(self._parameters)}
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(self._count_gradients)
+
+    def start(self) -> None:
+        """Begin measuring: forget the peak so far, and take the next step apart."""
+        self._due = {"gradients", "loss_forward", "loss_backward"}
+        if self._cuda:
+            self._earlier_peak = 0
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def report(self) -> dict[str, int]:
+        """Bytes by component, of those measured so far.
+
+        On CUDA `peak` is the most that was allocated at once since :meth:`start`. `activations` is what was
+        allocated when the loss layer began, less parameters, gradients and optimizer state: saved
+        activations, compute-dtype copies of weights, the batch. `loss_forward` and `loss_backward` are the
+        most that its two passes had allocated beyond that, gradients of hidden states and weight included.
+        """
+        state = (value for entry in self._optimizer.state.values() for value in entry.values())
+        report = {
+            **self._bytes,
+            "optimizer": tensor_bytes(value for value in state if torch.is_tensor(value)),
+        }
+        if self._cuda:
+            report["peak"] = self._peak()
+        else:
+            report["resident_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return report
+
+    def loss_forward_begins(self) -> None:
+        """Called by :func:`watched_loss`."""
+        if self._cuda and "loss_forward" in self._due:
+            self._reset_peak()
+            self._before_loss = torch.cuda.memory_allocated(self._device)
+            fixed = self.report()["optimizer"] + self._bytes["parameters"] + self._gradient_bytes()
+            self._bytes["activations"] = self._before_loss - fixed
+
+    def loss_forward_ended(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._take("loss_forward")
+
+    def loss_backward_begins(self) -> None:
+        """Called by :func:`watched_loss`."""
+        if self._cuda and "loss_backward" in self._due:
+            self._reset_peak()
+
+    def loss_backward_ended(self) -> None:
+        """Called by :func:`watched_loss`."""
+        self._take("loss_backward")
+
+    def _take(self, component: str) -> None:
+        if self._cuda and component in self._due:
+            self._due.discard(component)
+            self._bytes[component] = torch.cuda.max_memory_allocated(self._device) - self._before_loss
+
+    def _count_gradients(self, *_: object) -> None:
+        if "gradients" in self._due:
+            self._due.discard("gradients")
+            self._bytes["gradients"] = self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        return tensor_bytes(parameter.grad for parameter in self._parameters)
+
+    def _peak(self) -> int:
+        return max(self._earlier_peak, torch.cuda.max_memory_allocated(self._device))
+
+    def _reset_peak(self) -> None:
+        self._earlier_peak = self._peak()
+        torch.cuda.reset_peak_memory_stats(self._device)

@@ -1,0 +1,97 @@
+"""The passes of the loss layer: who is told when they begin and end, and their ranges in a profile."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+LOSS_FORWARD, LOSS_BACKWARD = "loss forward", "loss backward"
+
+
+@contextlib.contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """A named range in Nsight Systems (with CUDA) and torch.profiler; microseconds otherwise."""
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
+
+
+class BackwardMark(torch.autograd.Function):
+    """Identity on a tensor; calls `reached` when the backward pass has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
+        ctx.reached = reached
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.reached()
+        return grad, None
+
+
+class _BackwardEnds(torch.autograd.Function):
+    """Identity on the loss layer's inputs; its backward runs once the gradients of both are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, end: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        ctx.end = end
+        views = hidden.view_as(hidden), weight.view_as(weight)
+        frozen = (view for view, needs_grad in zip(views, ctx.needs_input_grad, strict=False) if not needs_grad)
+        ctx.mark_non_differentiable(*frozen)
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        ctx.end()
+        return *grads, None  # type: ignore[return-value]
+
+
+class LossObserver(Protocol):
+    """Told when the loss layer's passes begin and end: :class:`MemoryByComponent`, :class:`LossTimer`, or a clock."""
+
+    def loss_forward_begins(self) -> None: ...
+    def loss_forward_ended(self) -> None: ...
+    def loss_backward_begins(self) -> None: ...
+    def loss_backward_ended(self) -> None: ...
+
+
+def watched_loss(
+    loss: Callable[[Tensor, Tensor, Tensor], Any],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *observers: LossObserver,
+) -> Any:
+    """Call a loss backend with NVTX ranges round its forward and its backward pass, and measure its memory and time.
+
+    Args:
+        loss: returns a dataclass with a scalar `sum_nats`.
+        observers: are told when the passes begin and end.
+
+    Returns:
+        What `loss` returned. Values and gradients are unchanged; the gradients are passed on, not copied.
+    """
+    backward = contextlib.ExitStack()
+
+    def begin_backward() -> None:
+        backward.enter_context(nvtx_range(LOSS_BACKWARD))
+        for observer in observers:
+            observer.loss_backward_begins()
+
+    def end_backward() -> None:
+        for observer in observers:
+            observer.loss_backward_ended()
+        backward.close()
+
+    hidden_ND, weight_VD = _BackwardEnds.apply(hidden_ND, weight_VD, end_backward)
+    for observer in observers:
+        observer.loss_forward_begins()
+    with nvtx_range(LOSS_FORWARD):
+        output = loss(hidden_ND, weight_VD, labels_N)
+    for observer in observers:
+        observer.loss_forward_ended()
+    return replace(output, sum_nats=BackwardMark.apply(output.sum_nats, begin_backward))

@@ -1,0 +1,71 @@
+"""Records for other programs: a trace of some steps, a snapshot of the allocator."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from linrnn.core.errors import StorageError, UnsupportedError
+
+
+@contextlib.contextmanager
+def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], None]]:
+    """Trace `profile_steps` steps with torch.profiler into `path` (.json or .json.gz; for Perfetto).
+
+    Yields a function to call at the end of every step. `skip` steps pass first, the last of them under the
+    profiler but unrecorded (it takes time to start). With `profile_steps=0` nothing happens. If the run ends
+    earlier, the steps recorded so far are written.
+
+    Raises:
+        StorageError: the trace cannot be written.
+    """
+    if profile_steps == 0:
+        yield lambda: None
+        return
+
+    def export(profiler: torch.profiler.profile) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"the trace {path} cannot be written ({error})", "free disk space") from error
+
+    warmup = min(1, skip)
+    schedule = torch.profiler.schedule(wait=skip - warmup, warmup=warmup, active=profile_steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=export, record_shapes=True) as profiler:
+        yield profiler.step
+
+
+@contextlib.contextmanager
+def memory_snapshot(path: Path, device: torch.device, max_entries: int = 200_000) -> Iterator[None]:
+    """Record the block's allocations, with stack traces, into `path` (open at pytorch.org/memory_viz).
+
+    The snapshot is written however the block ends: it explains an out-of-memory error best.
+
+    Raises:
+        UnsupportedError: `device` is no GPU.
+        StorageError: the snapshot cannot be written.
+    """
+    if device.type != "cuda":
+        cause = "a memory snapshot records CUDA allocations, and this run is on the CPU"
+        raise UnsupportedError(cause, "use trainer.memory_snapshot=false or device=cuda")
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):  # what went wrong in the block matters more
+            _write_snapshot(path)
+        raise
+    else:
+        _write_snapshot(path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _write_snapshot(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError as error:
+        raise StorageError(f"the snapshot {path} cannot be written ({error})", "free disk space") from error

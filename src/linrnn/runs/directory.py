@@ -1,0 +1,219 @@
+"""A run's directory is its identity: `results/<group>/<run_name>/` holds everything that the run read and wrote.
+
+config.yaml, environment.json, metrics.jsonl (the source of truth), summary.json, train.log, checkpoints/.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from linrnn.config.naming import HORIZON
+from linrnn.core.errors import ConfigError, LinrnnError, StorageError
+from linrnn.core.json_files import read_object
+from linrnn.core.locks import SIGN, DirectoryLock
+from linrnn.core.output import say
+from linrnn.core.redaction import scrub
+from linrnn.runs.provenance import Process, ended, read_processes, settled
+
+CONFIG = "config.yaml"
+IDENTITY = "identity.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+LOG = "train.log"
+CHECKPOINTS = "checkpoints"
+_ASIDE = "trainer.resume=never moves the old run aside and begins anew"
+
+
+class RunDirectory:
+    """A run's directory: checked when constructed, locked by :meth:`open`, written from :meth:`begin` on.
+
+    Between :meth:`open` and :meth:`begin` a process reads what is there and decides what to do: a run that is finished
+    keeps every byte.
+
+    Args:
+        path: the directory.
+        identity: every key that two runs in one directory must share, flattened.
+        resume: `auto` (continue an existing run), `never` (move it aside), `must` (fail without one).
+
+    Raises:
+        ConfigError: the directory holds another configuration, or `must` finds no run.
+    """
+
+    def __init__(self, path: Path, *, identity: dict[str, Any], resume: str) -> None:
+        self.path = path
+        self._lock = DirectoryLock(path)
+        self._identity, self._resume = identity, resume
+        self._is_new = False  # made by this process
+        self._check()
+
+    def open(self) -> None:
+        """Make the directory this process's own until :meth:`close`.
+
+        Raises:
+            ConfigError: another process uses it, or holds another configuration by now.
+            StorageError: it cannot be made.
+        """
+        try:
+            self._is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take()
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+        try:
+            self._check()
+        except LinrnnError:
+            self.close()
+            raise
+
+    def begin(self, config_yaml: str) -> None:
+        """Write whose directory it is; `config_yaml` is for people. A run to be run again (`never`) is moved aside.
+
+        The summary of an earlier process goes: it would not be true of what this one does, should that be killed.
+
+        Raises:
+            ConfigError: another process has taken the place of the run that was moved.
+            StorageError: it cannot be written.
+        """
+        if self._resume == "never" and not self._is_new:
+            of_old, self._lock = self._lock, DirectoryLock(self.path)
+            try:
+                say(f"moved the existing run to {_move_aside(self.path)}")
+            except OSError as error:
+                raise _not_written(self.path, error) from error
+            finally:
+                of_old.release()
+            self.open()
+        self.write_json(IDENTITY, self._identity)
+        self.write_text(CONFIG, config_yaml)
+        (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def begin_process(self, process: Process) -> None:
+        """Record the process that goes on with the run from its `from_step`; earlier ones keep the steps before that.
+
+        Raises:
+            DataError: the record of the earlier ones is damaged.
+            StorageError: it cannot be written.
+        """
+        earlier = read_processes(self.path / ENVIRONMENT) if self.resumed else []
+        self._processes = [*settled(earlier, process["from_step"]), process]
+        self.write_json(ENVIRONMENT, {"processes": self._processes})
+
+    @property
+    def started(self) -> str:
+        """When the first of the run's processes began, of those whose steps are left."""
+        return str(self._processes[0]["started"])
+
+    def end_process(self, step: int) -> None:
+        """Record that this process has ended after `step`.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        *earlier, process = self._processes
+        self.write_json(ENVIRONMENT, {"processes": [*earlier, ended(process, step)]})
+
+    def in_use(self) -> bool:
+        """Whether another process has it open. A process that asks keeps no other from opening it."""
+        return self._lock.taken()
+
+    def close(self) -> None:
+        """Let others use the directory; one that this process made and left empty is removed."""
+        if self._is_new and [path.name for path in self.path.glob("*")] == [SIGN]:
+            with contextlib.suppress(OSError):
+                (self.path / SIGN).unlink()
+                self.path.rmdir()
+        self._lock.release()
+
+    def _take(self) -> None:
+        if not self._lock.take():
+            raise ConfigError(
+                f"another process is writing to {self.path}",
+                "wait for it, or give this run another run_name or group",
+            )
+
+    def _check(self) -> None:
+        self.resumed = self._resume != "never" and (self.path / IDENTITY).exists()
+        if self._resume == "must" and not self.resumed:
+            raise ConfigError(
+                f"trainer.resume=must: {self.path} holds no run", "use trainer.resume=auto, or check the keys"
+            )
+        if self.resumed:
+            self._check_identity()
+
+    def _check_identity(self) -> None:
+        there = read_object(self.path / IDENTITY, remedy=_ASIDE)
+        here = json.loads(json.dumps(self._identity))
+        changed = differences(there, here)
+        if there.keys() == here.keys() and len(changed) == 1 and there[HORIZON] != here[HORIZON]:
+            raise another_horizon(self.path, there[HORIZON], here[HORIZON])
+        if changed:
+            raise ConfigError(
+                f"{self.path} holds a run of another configuration ({'; '.join(changed)})",
+                "choose another run_name or group, or trainer.resume=never to move the old run aside",
+            )
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether what an earlier process left counts for nothing."""
+        return self._resume == "never"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The summary of an earlier process of this run, if it got that far."""
+        path = self.path / SUMMARY
+        return read_object(path, ("status", "steps"), _ASIDE) if path.exists() else None
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write aside, then rename: a reader never sees half a file. Secrets of the environment are left out.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        partial = self.path / f".{name}.partial"
+        try:
+            partial.write_text(scrub(text), encoding="utf-8")
+            partial.replace(self.path / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise _not_written(self.path / name, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path} cannot be written ({error.strerror})", "free space or choose another results_dir")
+
+
+def another_horizon(path: Path, there: int, here: int) -> ConfigError:
+    """The refusal to continue a run under a schedule that ends at another step: its learning rate would jump."""
+    return ConfigError(
+        f"{path} holds a run whose schedule ends at step {there}, and this command's ends at step {here}: "
+        "its learning rate would jump",
+        f"{HORIZON}={there} continues the run; continue_from={path} trains on under a new schedule and another "
+        "run_name; another run_name or group begins anew",
+    )
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Keys whose values differ between two flattened configurations, as `key: old -> new`."""
+    absent = "(absent)"
+    pairs = ((key, old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys()))
+    return [f"{key}: {before} -> {after}" for key, before, after in pairs if before != after]
+
+
+def _move_aside(path: Path) -> Path:
+    number = 1
+    while (target := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return path.rename(target)

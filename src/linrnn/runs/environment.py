@@ -1,0 +1,191 @@
+"""What a run was made with, for environment.json: versions, hardware and commit.
+
+Nothing that tells of a person or a place: no environment variables (but the CUDA allocator's), host or user
+names, paths or keys.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrnn.config import settings
+from linrnn.config.schema import Config
+from linrnn.core.dates import utc_now
+from linrnn.runs.provenance import Process
+
+PACKAGES = (
+    "linrnn",
+    "torch",
+    "triton",
+    "flash-linear-attention",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+)
+GPU_STATE = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "watts": "power.draw",
+    "celsius": "temperature.gpu",
+}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
+
+
+def command_line() -> str:
+    """The command of this process, torchrun's where that started it; a script of this repository by its place there."""
+    starter = ["python"]
+    if processes := os.environ.get("LOCAL_WORLD_SIZE"):
+        machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+        starter = ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+    here = script.relative_to(root).as_posix() if script.is_relative_to(root) else sys.argv[0]
+    return shlex.join([*starter, here, *sys.argv[1:]])
+
+
+def describe_process(config: Config, from_step: int, continues: dict[str, Any] | None) -> Process:
+    """The entry of environment.json for this process, which trains a run from `from_step` on.
+
+    Beside :func:`describe_environment`: `command`; `started` and `ended` (null: it runs, or was killed); `from_step`
+    and `to_step` (optimizer steps done; null likewise); `settings`, the operational keys; `continues`.
+
+    Args:
+        continues: the run, step and tokens whose weights and optimizer state the run began with (`continue_from`).
+    """
+    return {
+        **describe_environment(),
+        "command": command_line(),
+        "started": utc_now(),
+        "ended": None,
+        "from_step": from_step,
+        "to_step": None,
+        "settings": settings(config),
+        "continues": continues,
+    }
+
+
+def describe_environment() -> dict[str, Any]:
+    """A JSON-ready description; what cannot be found out is null. Takes some tens of milliseconds."""
+    return {
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "cuda_allocator": _allocator(),
+        "gpus": _gpus(),
+        "gpu_driver": _driver(),
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "git": _git_state(Path(__file__)),
+    }
+
+
+def gpu_state(device: torch.device) -> dict[str, Any] | None:
+    """Clocks, power, temperature of a GPU and how many other processes compute on it, now; null on a CPU.
+
+    What nvidia-smi does not tell is null. Takes some tens of milliseconds.
+    """
+    if device.type != "cuda":
+        return None
+    card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    reading = _answer(
+        "nvidia-smi", card, f"--query-gpu={','.join(GPU_STATE.values())}", "--format=csv,noheader,nounits"
+    )
+    values = [_number(word) for word in reading.split(",")] if reading else []
+    state: dict[str, Any] = dict.fromkeys(GPU_STATE)
+    if len(values) == len(GPU_STATE):
+        state = dict(zip(GPU_STATE, values, strict=True))
+    users = _answer("nvidia-smi", card, "--query-compute-apps=pid", "--format=csv,noheader")
+    state["other_processes"] = None if users is None else max(len(users.split()) - 1, 0)
+    return state
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:  # [N/A]
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+        }
+        for gpu in found
+    ]
+
+
+def _allocator() -> str | None:
+    """How memory is handed out, where that is not PyTorch's default: it decides what batch fits."""
+    return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None)
+
+
+def _driver() -> str | None:
+    answer = _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _git_state(file: Path) -> dict[str, Any] | None:
+    """Commit, and whether code or configurations differ from it; null where `file` is not tracked by git.
+
+    A copy of the tree without its history takes the commit from the variable LINRNN_COMMIT.
+    """
+    if commit := os.environ.get("LINRNN_COMMIT"):
+        return {"commit": commit, "dirty": None}
+    folder = str(file.parent)
+    if _answer("git", "-C", folder, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    root = _answer("git", "-C", folder, "rev-parse", "--show-toplevel") or folder
+    commit = _answer("git", "-C", root, "rev-parse", "HEAD")
+    changes = _answer("git", "-C", root, "status", "--porcelain", "--", *CODE)
+    return {"commit": commit, "dirty": None if changes is None else changes != ""}
+
+
+def _answer(program: str, *arguments: str) -> str | None:
+    """What a program prints, stripped; null if it is missing, fails or takes longer than ten seconds."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,237 @@
+"""Where a run's numbers go: metrics.jsonl (always), wandb (a mirror), the console and train.log (for people)."""
+
+import contextlib
+import importlib.util
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from linrnn.config.schema import WandbConfig
+from linrnn.core.dates import utc_now
+from linrnn.core.errors import UnsupportedError
+from linrnn.core.output import say
+from linrnn.core.redaction import scrub
+
+CONNECTION_SECONDS = 60  # that a run waits for wandb's server at its start, and again at its end
+_SERVICE_SECONDS = 120  # for wandb's own process to start: a loaded machine takes longer than its 30
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb is there and finds an API key (environment or netrc), without asking for one or going online."""
+    if importlib.util.find_spec("wandb") is None:
+        return False
+    import wandb
+
+    wandb.setup(wandb.Settings(silent=True, x_service_wait=_SERVICE_SECONDS))
+    return bool(wandb.login(prompt=False, verify=False))
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Refuse a mode that wandb cannot serve here.
+
+    Raises:
+        UnsupportedError: wandb is not installed, or `mode=online` without an API key.
+    """
+    if config.mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise UnsupportedError(
+            "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
+        )
+    if config.mode == "online" and not has_wandb_key():
+        raise UnsupportedError(
+            "logger.wandb.mode=online: wandb has no API key",
+            "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
+        )
+
+
+class Silence:
+    """A console that says nothing: that of every rank but the first."""
+
+    def line(self, text: str = "") -> None:
+        """A line for people."""
+
+    def progress(self, text: str, *, final: bool = False) -> None:
+        """A progress line."""
+
+
+class Console(Silence):
+    """Lines for people, on standard output and, with the date, in train.log; progress lines at most every
+    `every_seconds`.
+
+    A log that cannot be written stops no run: that is said once, and the run goes on without it. Nor does a standard
+    output that nobody reads any more.
+    """
+
+    def __init__(self, log_path: Path, every_seconds: float) -> None:
+        self._log: TextIO | None = log_path.open("a", encoding="utf-8")
+        self._every = every_seconds
+        self._last = float("-inf")
+
+    def line(self, text: str = "") -> None:
+        text = scrub(text)
+        say(text)
+        self._record(text)
+
+    def progress(self, text: str, *, final: bool = False) -> None:
+        """A progress line: always in train.log, on the console when it is due or `final`."""
+        now = time.monotonic()
+        self._record(text)
+        if final or now - self._last >= self._every:
+            self._last = now
+            say(text)
+
+    def _record(self, text: str) -> None:
+        try:
+            if self._log is not None:
+                print(f"{utc_now()}  {text}" if text else "", file=self._log, flush=True)
+        except OSError as error:
+            say(f"{self._log and self._log.name} is given up ({error.strerror})")
+            self.close()
+
+    def close(self) -> None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # what could not be written before cannot be now
+                self._log.close()
+            self._log = None
+
+
+class WandbMirror:
+    """Mirrors metrics to wandb; whatever fails there is said and never stops a run.
+
+    Without a connection at the start the run is recorded offline. What was not sent by the end, and what was recorded
+    offline, lies in `<directory>/wandb` for `wandb sync`. If wandb's own process dies, the run is recorded anew from
+    `history` at the end.
+
+    Args:
+        config: mode, project, entity and tags.
+        directory: the run directory; offline runs lie in `<directory>/wandb/offline-run-*`.
+        run_name, group: names in wandb; the run's id is kept in `wandb_id`, so that a resumed run continues it.
+        hyperparameters: the whole configuration as a flat mapping.
+        history: every record of metrics.jsonl, each with its `step`.
+        say: prints one line for the user.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        directory: Path,
+        *,
+        run_name: str,
+        group: str,
+        tags: list[str],
+        hyperparameters: dict[str, Any],
+        history: Callable[[], list[dict[str, Any]]],
+        say: Any,
+    ) -> None:
+        self._run: Any = None
+        self._lost = False  # wandb failed in the middle of the run
+        self._history, self._say, self._directory = history, say, directory
+        self._options: dict[str, Any] = {
+            "project": config.project,
+            "entity": config.entity,
+            "name": run_name,
+            "group": group,
+            "tags": tags,
+            "config": hyperparameters,
+            "dir": str(directory),
+        }
+        if config.mode == "disabled":
+            return
+        self.mode: str = config.mode
+        try:
+            if self.mode == "auto":
+                self.mode = "online" if has_wandb_key() else "offline"
+            if self.mode == "online":
+                self._run = self._open("online", self._stable_id())
+        except Exception as error:
+            self._say(f"wandb cannot be reached ({_reason(error)}): recording offline, `wandb sync` sends it later")
+            self.mode = "offline"
+            _end_service()
+        if self._run is None:
+            with self._survive():
+                self._run = self._open("offline", self._stable_id())
+
+    def _open(self, mode: Literal["online", "offline"], run_id: str) -> Any:
+        import wandb
+
+        return wandb.init(
+            **self._options,
+            id=run_id,
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                x_disable_machine_info=True,
+                save_code=False,
+                disable_git=True,  # a remote's address may hold a password; environment.json has the commit
+                x_service_wait=_SERVICE_SECONDS,
+                init_timeout=CONNECTION_SECONDS,
+                finish_timeout=CONNECTION_SECONDS,
+                finish_timeout_raises=True,
+            ),
+        )
+
+    def _stable_id(self) -> str:
+        path = self._directory / "wandb_id"
+        if not path.exists():
+            path.write_text(_fresh_id(), encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
+
+    @contextlib.contextmanager
+    def _survive(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._run, self._lost = None, True
+            self._say(f"wandb stopped ({_reason(error)}); metrics.jsonl goes on")
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Mirror metrics of a step."""
+        if self._run is not None:
+            with self._survive():
+                self._run.log(metrics, step=step)
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Send what is left, for a minute at most; record the whole run anew if wandb was lost on the way."""
+        if self._lost:
+            with self._survive():
+                self._record_anew()
+        if self._run is None:
+            return
+        with self._survive():
+            self._run.summary.update(summary)
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=exit_code)
+            except Exception as error:
+                files = self._directory / "wandb" / ("run-*" if self.mode == "online" else "offline-run-*")
+                self._say(
+                    f"wandb has not taken everything ({_reason(error)}); later: wandb sync --no-skip-online {files}"
+                )
+
+    def _record_anew(self) -> None:
+        _end_service()
+        self.mode = "offline"
+        self._run = self._open("offline", _fresh_id())
+        for record in self._history():
+            self._run.log({key: value for key, value in record.items() if "/" in key}, step=record["step"])
+        self._say("the whole run is recorded offline for wandb, `wandb sync` sends it")
+
+
+def _end_service() -> None:
+    """Let wandb start a new process of its own: the one there is may be dead, or hold on to a run that failed."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+
+
+def _fresh_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

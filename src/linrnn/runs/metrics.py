@@ -1,0 +1,187 @@
+"""Metric names with their units, the arithmetic behind them, and metrics.jsonl, a run's source of truth."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linrnn.core.dates import utc_now
+from linrnn.core.errors import DataError, StorageError
+
+# What every metric is, with its unit. A loss backend's own figures (of rank 0's last micro-step) go below `loss/` and
+# are not listed here.
+METRICS: dict[str, str] = {
+    "train/loss_nats": "mean cross-entropy of the step's tokens, nats per token",
+    "train/grad_norm": "global L2 norm of the gradients before clipping",
+    "train/lr": "learning rate of the step",
+    "train/tokens": "tokens trained on since step 0, all ranks",
+    "train/epoch": "passes over the training data, fractional",
+    "train/wall_seconds": "seconds that the run has taken, all its processes, without the time between processes",
+    "speed/tokens_per_second": "tokens of the measured steps since the last record / wall-clock time, all ranks",
+    "speed/wall_step_ms": "wall-clock time of such a step, what the host does between steps included, milliseconds",
+    "speed/step_ms": "the device's time of such a step, all its micro-steps, milliseconds",
+    "speed/loss_forward_ms": "the device's time in the loss layer's forward passes of such a step, milliseconds",
+    "speed/loss_backward_ms": "the same of its backward passes, milliseconds",
+    "speed/measured_steps": "such steps: those since the last record that are past the process's warm-up",
+    "speed/mfu": "FLOPs per second that the model's definition needs / the devices' peak, share of 1",
+    "speed/mfu_6n": "the same by 6 FLOPs per parameter and token, attention without causality; share of 1",
+    "memory/peak_gib": "most memory allocated at once since the warm-up (as all of these: of the rank with most), GiB",
+    "memory/parameters_gib": "parameters, GiB",
+    "memory/gradients_gib": "gradients, GiB",
+    "memory/optimizer_gib": "optimizer state, GiB",
+    "memory/activations_gib": "all else that is allocated when the loss layer begins, GiB",
+    "memory/loss_forward_gib": "most that the loss layer's forward adds to that, GiB",
+    "memory/loss_backward_gib": "most that the loss layer's backward adds to that, GiB",
+    "memory/resident_peak_gib": "most memory the process held at once (CPU), GiB",
+    "batch/max_sequences": "largest batch under the memory budget, sequences; 0: not even one",
+    "batch/probe_sequences": "batch of a probe, sequences",
+    "valid/loss_nats": "mean cross-entropy of the validation tokens, nats per token",
+    "valid/perplexity": "exp(valid/loss_nats)",
+    "valid/bits_per_byte": "cross-entropy of these tokens in bits per byte of the text that they stand for",
+    "valid/tokens": "validation tokens read",
+}
+LOSS_GROUP = "loss/"
+DATE = "time"  # of a record: when it was written, ISO 8601, UTC
+
+
+def perplexity(nats_per_token: float) -> float:
+    """exp(nats); infinity where that exceeds a double, NaN for NaN."""
+    try:
+        return math.exp(nats_per_token)
+    except OverflowError:
+        return math.inf
+
+
+def bits_per_byte(nats: float, n_bytes: float) -> float:
+    """Cross-entropy of a text of `n_bytes`, in nats in all, in bits per byte: comparable between tokenizers."""
+    if not n_bytes > 0:
+        raise ValueError(f"n_bytes must be positive, got {n_bytes}")
+    return nats / (math.log(2) * n_bytes)
+
+
+class JsonlWriter:
+    """Appends a strict-JSON line per record to metrics.jsonl; it reaches the system before `write` returns.
+
+    A last line that was cut off (the process was killed, the disk was full) is dropped on opening the file.
+
+    Raises:
+        StorageError: the file cannot be opened or written.
+        DataError: the file holds something that is not JSON before its last line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = -1
+        if path.exists():
+            self._rewrite(lambda record: True)
+        self._open()
+
+    def write(self, record: Mapping[str, float | int | None]) -> None:
+        """Append `record`, metrics by name and `step`, the number of optimizer steps done.
+
+        The line gets the date as `time`. NaN and infinities become null: strict JSON has no word for them. Raises
+        ValueError for a record without `step`, or with a name that is neither in METRICS nor a loss backend's own
+        (`loss/…`).
+        """
+        if "step" not in record:
+            raise ValueError("a record needs its step")
+        known = {"step", *METRICS}
+        if unknown := [name for name in record if name not in known and not name.startswith(LOSS_GROUP)]:
+            raise ValueError(f"unknown metrics {unknown}: add them to METRICS with their unit")
+        line = _encode({**{name: _finite(value) for name, value in record.items()}, DATE: utc_now()})
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+        if written < len(line):
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise _not_written(self.path, "no space left")
+
+    def truncate_after(self, step: int, *, keep_validation: bool = True) -> None:
+        """Drop every record of a later step, so that a run resumed from `step` writes none twice.
+
+        Args:
+            keep_validation: False drops the validation of `step` too: the run makes it again.
+        """
+        self.close()
+        self._rewrite(
+            lambda record: (
+                record["step"] < step
+                or (record["step"] == step and (keep_validation or "valid/loss_nats" not in record))
+            )
+        )
+        self._open()
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> "JsonlWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+    def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Keep some of the whole lines; written aside and renamed, so that a kill here loses nothing."""
+        lines = b"".join(line for line, record in _whole_lines(self.path) if keep(record))
+        if len(lines) == self.path.stat().st_size:
+            return
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            partial.write_bytes(lines)
+            partial.replace(self.path)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Every whole record of a metrics file, oldest first; a torn last line is left out.
+
+    Raises:
+        DataError: the file is missing, or a line before the last is not a JSON record.
+    """
+    return [record for _, record in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})", "check the path and permissions") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            whole = line.endswith(b"\n") and isinstance(record, dict) and "step" in record
+        except (ValueError, RecursionError):
+            whole = False
+        if whole:
+            yield line, record
+        elif number < len(lines):
+            cause = f"{path}, line {number} is not a record of metrics"
+            raise DataError(cause, "repair the line or move the file aside")
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n").encode()
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _not_written(path: Path, reason: object) -> StorageError:
+    text = reason.strerror if isinstance(reason, OSError) else reason
+    remedy = "free disk space or choose another results_dir, then resume"
+    return StorageError(f"{path} cannot be written ({text})", remedy)

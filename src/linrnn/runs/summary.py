@@ -1,0 +1,229 @@
+"""summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from linrnn.config import data_for, overrides_of
+from linrnn.config.naming import HORIZON
+from linrnn.config.schema import Config
+from linrnn.config.steps import horizon
+from linrnn.core.dates import utc_now
+from linrnn.runs.directory import LOG, METRICS, SUMMARY
+from linrnn.runs.figures import host_decides
+
+GIB = 2**30
+MEAN_OF_LAST = 50  # steps that train_loss_nats averages over, or all where there are fewer
+_NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
+
+
+# What every summary has, beside what names the run; null where a run did not get that far.
+MEASURED = (
+    "continues",
+    "n_parameters",
+    "hidden_size",
+    "world_size",
+    "vocab_size",
+    "precision",
+    "epochs",
+    "train_loss_nats",
+    "entropy_floor_nats",
+    "valid_loss_nats",
+    "valid_perplexity",
+    "valid_bits_per_byte",
+    "peak_memory_bytes",
+    "peak_memory_is",
+    "memory_bytes",
+    "tokens_per_second",
+    "tokens_per_second_is",
+    "wall_step_ms",
+    "step_time_ms_median",
+    "host_step_ms",
+    "loss_layer_ms",
+    "measured_steps",
+    "mfu",
+    "mfu_6n",
+    "wall_seconds",
+    "started",
+    "ended",
+    "device",
+    "gpu_state",
+    "data_fingerprint",
+)
+
+
+def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str, Any]:
+    """What tells a run from others, as every summary has it."""
+    trainer = config.trainer
+    return {
+        "choices": shlex.join(overrides_of(config)),  # all of them; a long name has only some
+        "model": config.model.name,
+        "size": config.size.name,
+        "loss": config.loss.name,
+        "data": config.data.name,
+        "seed": config.seed,
+        "group": config.group,
+        "run_name": run_name,
+        "batch_size": trainer.batch_size,
+        "accumulation_steps": trainer.accumulation_steps,
+        "seq_len": trainer.seq_len,
+        "activation_checkpointing": trainer.activation_checkpointing,
+        "chunk_size": config.model.chunk_size,
+        "parallel": config.parallel.name,
+        "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k != "name"},
+        "memory_budget_gib": config.memory_budget_gib,
+        "training": _training(config, world_size),
+    }
+
+
+def _training(config: Config, world_size: int) -> str:
+    """What else decides how a run learns and is validated: runs that differ in it are not compared."""
+    values = {f"optimizer.{key}": value for key, value in dataclasses.asdict(config.optimizer).items()}
+    values |= {
+        HORIZON: horizon(config, world_size),
+        "init_from": config.init_from,
+        "continue_from": config.continue_from,
+        "data.reset_at_document": config.data.reset_at_document,
+        "size.tie_embeddings": config.size.tie_embeddings,
+        "trainer.valid_tokens": config.trainer.valid_tokens,
+        "trainer.compile_blocks": config.trainer.compile_blocks,
+        "trainer.deterministic": config.trainer.deterministic,
+    }
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def summary_without_figures(config: Config, run_name: str, status: str, reason: str, command: str) -> dict[str, Any]:
+    """The summary of a run that could not start, or that died before it could write one."""
+    return {
+        "status": status,
+        "reason": reason,
+        **names_of_run(config, run_name),
+        "steps": 0,
+        "tokens": 0,
+        **dict.fromkeys(MEASURED),
+        "ended": utc_now(),
+        "command": command,
+    }
+
+
+def status_of(exit_code: int) -> str:
+    """The status of a run whose process ended with this exit code, not 0."""
+    return {4: "unsupported", 5: "out_of_memory", 6: "diverged"}.get(exit_code, "failed")
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def progress_line(
+    step: int,
+    total_steps: int,
+    epochs: float,
+    loss: float,
+    floor: float | None,
+    tokens_per_second: float | None,
+    seconds_left: float | None,
+) -> str:
+    """One line of progress: step, passes over the data, loss (and the floor it cannot pass), tokens/s, time left."""
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"epoch {epochs:.2f}", f"loss {loss:.4f}"]
+    if floor is not None:
+        words[-1] += f" (floor {floor:.4f})"
+    words.append("warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s")
+    if seconds_left is not None:
+        words.append(f"{duration(seconds_left)} left")
+    return " | ".join(words)
+
+
+def memory_lines(components: dict[str, int]) -> list[str]:
+    """Bytes by component as lines in GiB; `whole/part` stands indented."""
+    rows = [("  " * name.count("/") + name.rsplit("/", 1)[-1], size) for name, size in components.items()]
+    return [f"  {name:<24}{size / GIB:10.3f} GiB" for name, size in rows]
+
+
+def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
+    """What a command is told whose run is finished: nothing was done, and what can be."""
+    lines = [
+        f"{directory} is finished: {steps} steps; nothing was run or written",
+        "  -> trainer.resume=never moves it aside and runs it again",
+        f"  -> continue_from={directory} trains on from its state, as another run with its own schedule",
+        "  -> optimizer.schedule_steps=… trainer.max_steps=… trains under a longer schedule, from step 0",
+    ]
+    if steps < horizon:
+        lines.insert(1, f"  -> a larger trainer.max_steps continues it, to step {horizon}, where its schedule ends")
+    return lines
+
+
+def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
+    """The printed summary: the figures, the files, and the commands to go on with."""
+
+    def show(value: float | None, form: str, unit: str = "") -> str:
+        return "-" if value is None else f"{value:{form}}{unit}"
+
+    of_loss = summary["loss_layer_ms"] or {}
+    averaged = min(MEAN_OF_LAST, summary["steps"])
+    rows = {
+        "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens, "
+        f"{summary['epochs']:.2f} epochs",
+        "parameters": f"{summary['n_parameters']:,}",
+        "train loss": show(summary["train_loss_nats"], ".4f", f" nats (mean of the last {averaged} steps)"),
+        "valid loss": show(summary["valid_loss_nats"], ".4f", " nats"),
+        "entropy floor": show(summary["entropy_floor_nats"], ".4f", " nats"),
+        "perplexity": show(summary["valid_perplexity"], ".3f"),
+        "bits per byte": show(summary["valid_bits_per_byte"], ".4f"),
+        "speed": show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
+        + (f", {summary['wall_step_ms']:.1f} ms from step to step" if summary["wall_step_ms"] else ""),
+        "step time": show(summary["step_time_ms_median"], ".1f", " ms on the device (median)")
+        + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
+        "host": f"the host decides: {summary['host_step_ms']:.1f} ms of each step pass between the device's steps"
+        if host_decides(summary)
+        else "-",
+        "MFU": show(summary["mfu"], ".1%"),
+        "MFU by 6N": show(summary["mfu_6n"], ".1%"),
+        "peak memory": show(
+            summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB,
+            ".3f",
+            f" GiB ({summary['peak_memory_is']})",
+        ),
+    }
+    width = max(map(len, rows))
+    checkpoints = config.trainer.checkpoint_every != 0
+    lines = ["", f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}"]
+    lines += [f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"]
+    lines += [
+        "",
+        f"wrote {directory}/",
+        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
+    ]
+    if summary["status"] == "finished":
+        here = Path(sys.executable)
+        python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
+        other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
+        cache = config.data.cache_dir
+        kept = [] if cache == data_for(config.data, ()).cache_dir else [f"data.cache_dir={cache}"]
+        evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
+        lines += [
+            "next:",
+            f"  {_with_loss(_train_command(summary['command'], config), other, python)}  # another loss",
+            *([f"  {evaluate}"] if checkpoints else []),
+            f"  {python} scripts/doctor.py    # what runs on this machine",
+        ]
+    return lines
+
+
+def _train_command(command: str, config: Config) -> str:
+    """The command that makes this run: the process's own, or train.py's where Python called the Trainer."""
+    if "train.py" in shlex.split(command):
+        return command
+    return shlex.join(["python", "train.py", *overrides_of(config)])
+
+
+def _with_loss(command: str, loss: str, python: Path | str) -> str:
+    """The same run with another loss: without the options of its own, its name, and what became of an earlier one."""
+    own = ("loss=", "loss.", "run_name=", "trainer.resume=")
+    starter, *words = [word for word in shlex.split(command) if not word.startswith(own)]
+    return shlex.join([str(python) if starter == "python" else starter, *words, f"loss={loss}"])

@@ -1,0 +1,1 @@
+"""What runs say: results, intervals, verdicts, plots and reports."""

@@ -1,0 +1,158 @@
+"""The proposal's criteria, and how values become a verdict: met, missed, undecided or open."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from linrnn.study.curves import SMOOTHED_STEPS
+from linrnn.study.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
+
+MET, MISSED, UNDECIDED, OPEN = "met", "missed", "undecided", "open"
+LEAST_STEPS = 50  # of runs whose losses are compared: as many as train_loss_nats averages over
+LEAST_MEASURED = 5  # steps after the warm-up, of runs whose times are compared
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A criterion of the proposal.
+
+    Attributes:
+        name: what is asked.
+        target: the bound that values are held against.
+        rule: AT_MOST, AT_LEAST, or WITHIN: equal within the target, to either side.
+        form: how values are shown.
+        source: what must be run to answer it.
+        by_chance: whether values scatter from run to run, as speeds and losses do. Memory does not: one run decides.
+        ratio: whether values are ratios, else differences.
+    """
+
+    name: str
+    target: float
+    rule: str
+    form: str
+    source: str
+    by_chance: bool = True
+    ratio: bool = True
+
+    @property
+    def bound(self) -> str:
+        return f"{self.rule}{'' if self.rule == WITHIN else ' '}{self.target:{self.form.removeprefix('+')}}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row: a criterion for a model and a backend, against a baseline.
+
+    Attributes:
+        value: median over the pairs; None if nothing answers it.
+        low, high: what the verdict comes from: the 90 % interval; of what does not scatter, the range.
+        n: number of pairs; of the loss layer's shares, of runs.
+        verdict: MET or MISSED where all of the interval is on one side of the target; UNDECIDED where it is not, or
+            there are too few pairs; OPEN where nothing was measured.
+        setting: which of several settings it is about.
+        remark: why it is undecided or open; what else must be known.
+    """
+
+    criterion: Criterion
+    model: str
+    backend: str
+    against: str | None
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    verdict: str
+    setting: str = ""
+    remark: str = ""
+
+
+def judge(
+    criterion: Criterion,
+    model: str,
+    backend: str,
+    against: str | None,
+    values: Sequence[float],
+    *,
+    setting: str = "",
+    remark: str = "",
+    doubts: Sequence[str] = (),
+) -> Verdict:
+    """A verdict from one value a pair.
+
+    Args:
+        remark: is shown with whatever verdict.
+        doubts: each a reason for which the values decide nothing, however many there are.
+    """
+    if not values:
+        reason = remark or f"not measured: needs {criterion.source}"
+        return Verdict(criterion, model, backend, against, None, None, None, 0, OPEN, setting, reason)
+    found = estimate(values, ratios=criterion.ratio) if criterion.by_chance else extent(values)
+    few = criterion.by_chance and found.n < LEAST_PAIRS
+    low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
+    holds = None if few or doubts else answer(low, high, criterion.rule, criterion.target)
+    verdict = UNDECIDED if holds is None else MET if holds else MISSED
+    count = f"n = {found.n}, needs {LEAST_PAIRS}" if few else ""
+    words = "; ".join(filter(None, [count, *doubts, remark]))
+    return Verdict(
+        criterion, model, backend, against, found.value, found.low, found.high, found.n, verdict, setting, words
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the criteria
+_TIMED = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
+_BOTH = "runs of both losses in one setting"
+_SEARCHED = "scripts/find_max_batch.py for both"
+
+MEMORY = Criterion("peak memory, ratio", 0.6, AT_MOST, ".3f", f"{_BOTH}, on a GPU", by_chance=False)
+BATCH = Criterion("largest batch under the budget, ratio (H1: 1.3-2)", 1.5, AT_LEAST, ".2f", _SEARCHED, by_chance=False)
+SPEED = Criterion("tokens/s at the same batch, ratio", 1.08, AT_LEAST, ".3f", f"{_BOTH}, {_TIMED}")
+SPEED_AT_LARGEST = Criterion(
+    "tokens/s, each at its own largest batch, ratio (H1: 1.08-1.15)", 1.15, AT_LEAST, ".3f", _SEARCHED
+)
+PERPLEXITY = Criterion(
+    "validation perplexity, difference", 0.1, WITHIN, "+.3f", f"{_BOTH}, of {LEAST_STEPS} steps", ratio=False
+)
+CURVES = Criterion(
+    f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
+    0.01,
+    AT_MOST,
+    ".4f",
+    f"{PERPLEXITY.source}, at least every {SMOOTHED_STEPS // 2}th of them logged",
+    ratio=False,
+)
+BACKWARD = Criterion("backward pass of the filtered loss, speed-up (H3: 1.5-2)", 1.5, AT_LEAST, ".2f", SPEED.source)
+SHARE = Criterion(
+    "loss layer's share of peak memory, gradients counted (H2)", 0.01, AT_MOST, ".1%", "a run on a GPU", by_chance=False
+)
+SHARE_WITHOUT = Criterion(
+    "loss layer's share of peak memory, without them (H2)", 0.01, AT_MOST, ".1%", "a run on a GPU", by_chance=False
+)
+MVE_MEMORY = Criterion("MVE: peak memory, ratio", 0.5, AT_MOST, ".3f", MEMORY.source, by_chance=False)
+MVE_SPEED = Criterion("MVE: tokens/s at the same batch, ratio", 0.95, AT_LEAST, ".3f", SPEED.source)
+MVE_NOT_SLOWER = Criterion(
+    "MVE: not slower at the same batch (else: failed), ratio", 1.0, AT_LEAST, ".3f", SPEED.source
+)
+MVE_LARGER = Criterion(
+    "MVE: tokens/s, each at its fastest batch, equal tokens, ratio",
+    1.10,
+    AT_LEAST,
+    ".3f",
+    f"runs of both losses at the same several batches, {_TIMED}",
+)
+MVE_LOSS = Criterion("MVE: final training loss, difference, nats", 0.01, WITHIN, "+.4f", PERPLEXITY.source, ratio=False)
+
+# Stands below every table of verdicts.
+RULES = (
+    "A pair is a run and the baseline's run of the same seed. Value: median over the pairs. Interval: 90 %, Student's "
+    "t, of the pairs' mean (of ratios the geometric one). *Met* or *missed*: all of the interval lies on that side of "
+    "what is asked; *within*: two one-sided tests of equivalence. Speeds and losses of fewer than "
+    f"{LEAST_PAIRS} pairs are *undecided*. Memory does not scatter: one run decides, and the interval is a range. "
+    "*Open*: not measured."
+)
+MVE_CHANGED = (
+    "Changed after results were seen: the MVE's learning rate (2e-3, then 1e-3), and its final loss, now the mean of "
+    "50 steps (results/LOG.md)."
+)
+RULES_CHANGED = (
+    "These rules were set after these runs: before, a verdict was given from the median alone, for a single seed too, "
+    "and perplexity was bounded from above only."
+)

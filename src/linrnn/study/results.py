@@ -1,0 +1,329 @@
+"""What was measured, read back: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.json_files import read_json, read_object
+from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
+from linrnn.runs.metrics import read_jsonl
+from linrnn.runs.mixtures import SAME_ORIGIN, read_origin
+from linrnn.study import curves
+from linrnn.study.curves import Comparison
+
+if TYPE_CHECKING:
+    import pandas
+
+# Of a report: its runs' summaries, environment, thinned loss curves, and what the raw curves say beside each other.
+COMMITTED = "runs.json"
+MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
+# What a table takes from every summary, and what to do where a file of a run is broken.
+FIGURES = (
+    *("status", "run_name", "model", "size", "loss", "seed", "batch_size", "seq_len", "vocab_size", "steps"),
+    *("train_loss_nats", "valid_loss_nats", "valid_bits_per_byte", "peak_memory_bytes", "tokens_per_second"),
+    *("step_time_ms_median", "mfu"),
+)
+AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
+STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
+CURVE_POINTS = 1000  # of a committed curve, at most
+WALL_CLOCK = "wall clock"  # tokens_per_second_is of a summary; without it they come from the device time of a step
+# What tells settings apart: runs that share all of it differ in loss and seed alone.
+SETTING = (
+    "model",
+    "size",
+    "data_fingerprint",
+    "batch_size",
+    "accumulation_steps",
+    "seq_len",
+    "precision",
+    "activation_checkpointing",
+    "chunk_size",
+    "vocab_size",
+    "n_parameters",
+    "memory_budget_gib",
+    "parallel",
+    "world_size",
+    "steps",
+    "horizon",
+    "training",
+)
+# What runs share whose curves can be laid over each other, whether or not they reached their last step.
+_HORIZON = re.compile(r"optimizer\.schedule_steps=(\d+) ?")
+_NOT_OF_A_COURSE = ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
+COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, read.
+
+    Attributes:
+        summary: summary.json.
+        environment: what it was made with; empty for a run that could not start.
+        losses: (step, nats per token) of every logged step, or of a committed report's thinned curve.
+        statistics: what the loss reports beside it (a filter's `dropped_mass_mean`, say), by name, in the same way.
+        validations: (step, perplexity) of every validation.
+        mixture: in what the processes that trained it differ (keys of SAME_ORIGIN); its figures decide nothing.
+        thinned: whether `losses` has lost points; then `comparisons` has what they said.
+        comparisons: with other runs of its report, by their names, from the raw curves.
+    """
+
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    mixture: tuple[str, ...] = ()
+    thinned: bool = False
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.summary["run_name"])
+
+    @property
+    def finished(self) -> bool:
+        return self.summary["status"] == "finished"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trained on a GPU: only there a peak of what was allocated is known."""
+        return "peak" in (self.summary.get("memory_bytes") or {})
+
+    @property
+    def horizon(self) -> int | None:
+        """The step at which its schedule ends; None for an unfinished run of before this was recorded."""
+        recorded = _HORIZON.search(self.summary.get("training") or "")
+        if recorded:
+            return int(recorded[1])
+        return self.summary["steps"] if self.finished else None
+
+    def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
+        """Of keys of a setting."""
+        own = {**self.summary, "horizon": self.horizon, "training": without_horizon(self.summary.get("training"))}
+        return tuple(own.get(key) for key in keys)
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What it shares with the runs that it can be compared with."""
+        return self.values(SETTING)
+
+    @property
+    def course(self) -> tuple[Any, ...]:
+        """What it shares with the runs whose curves can be laid over its own, but for the horizon."""
+        return self.values(COURSE)
+
+
+def without_horizon(training: str | None) -> str | None:
+    """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    return training and _HORIZON.sub("", training)
+
+
+def read_runs(group: Path) -> list[Run]:
+    """Every run below `group` that left a summary, by name; not those that were moved aside (`<run_name>.1`).
+
+    Raises:
+        DataError: there is none.
+    """
+    directories = [path.parent for path in sorted(group.glob(f"*/{SUMMARY}"))]
+    runs = [run for path in directories if (run := _read(path)).summary["run_name"] == path.name]
+    if not runs:
+        raise DataError(
+            f"{group} holds no run with a summary",
+            "name a group that was run here (results/<group>/<run_name>/), or a committed report as "
+            "summary=results/summaries/<name>",
+        )
+    return runs
+
+
+def read_committed(directory: Path) -> list[Run]:
+    """The runs of a report that was written to `directory`.
+
+    Raises:
+        DataError: it holds no report.
+    """
+    path = directory / COMMITTED
+    content = read_object(path, ("runs", "environment"), "name a directory that scripts/report.py wrote")
+    return [_read_committed(content, summary) for summary in content["runs"]]
+
+
+def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
+    name = summary["run_name"]
+
+    def points(curve: list[list[float]]) -> list[tuple[int, float]]:
+        return [(int(step), value) for step, value in curve]
+
+    origin = read_origin(content["environment"])
+    return Run(
+        summary,
+        origin.environment,
+        points(content.get("losses", {}).get(name, [])),
+        {kind: points(curve) for kind, curve in content.get("statistics", {}).get(name, {}).items()},
+        points(content.get("validations", {}).get(name, [])),
+        mixture=tuple(content.get("mixtures", {}).get(name, ())),
+        thinned=content.get("curves_every", 1) > 1,
+        comparisons={
+            other: Comparison(**found) for other, found in content.get("comparisons", {}).get(name, {}).items()
+        },
+    )
+
+
+def write_committed(runs: Sequence[Run], path: Path) -> None:
+    """Summaries, the environment that all share, curves of about `CURVE_POINTS` points at most, and what the raw curves
+    say beside each other, so that verdicts can be had from this file alone."""
+    every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
+    content = {
+        "environment": next((run.environment for run in runs if run.environment and not run.mixture), {}),
+        **({"mixtures": mixtures} if (mixtures := {run.name: run.mixture for run in runs if run.mixture}) else {}),
+        "curves_every": every,
+        "runs": [run.summary for run in runs],
+    }
+    lists = {
+        "losses": {run.name: curves.thinned(run.losses, every) for run in runs if run.losses},
+        "statistics": {
+            run.name: {name: curves.thinned(curve, every) for name, curve in run.statistics.items()}
+            for run in runs
+            if run.statistics
+        },
+        "validations": {run.name: run.validations for run in runs if run.validations},
+        "comparisons": _comparisons(runs),
+    }
+    lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in lists.items() if curve)
+    path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n", encoding="utf-8")
+
+
+def comparison(run: Run, base: Run) -> Comparison | None:
+    """Their loss curves over the steps that both have; None where thinned curves do not tell."""
+    if not run.thinned and not base.thinned:
+        return curves.compare(run.losses, base.losses)
+    return run.comparisons.get(base.name) or _reversed(base.comparisons.get(run.name))
+
+
+def _reversed(found: Comparison | None) -> Comparison | None:
+    return found and dataclasses.replace(found, last=None if found.last is None else -found.last)
+
+
+def alike(a: Run, b: Run) -> bool:
+    """Whether their curves can be laid over each other: they differ in loss, seed and the step that they reached alone.
+    An unfinished run of before horizons were recorded is taken to have the other's."""
+    horizons = {a.horizon, b.horizon} - {None}
+    return a.course == b.course and len(horizons) < 2
+
+
+def _comparisons(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Of every two runs that are alike and share loss or seed."""
+    names = backend_names([run.summary for run in runs])
+    found: dict[str, dict[str, Any]] = {}
+    for (a, name), (b, other) in combinations(zip(runs, names, strict=True), 2):
+        related = (name == other) != (a.summary["seed"] == b.summary["seed"])
+        if related and alike(a, b) and (result := comparison(a, b)) is not None and result.steps:
+            found.setdefault(a.name, {})[b.name] = dataclasses.asdict(result)
+    return found
+
+
+def check_origin(runs: Iterable[Run], title: str) -> None:
+    """Refuse to mix. A run that is a mixture in itself is left out: reports name it, and it decides nothing.
+
+    Raises:
+        ConfigError: the runs were made on different GPUs, with different versions or at different commits.
+    """
+    environments = [run.environment for run in runs if run.environment and not run.mixture]
+    for key in SAME_ORIGIN:
+        if len({json.dumps(environment.get(key), sort_keys=True) for environment in environments}) > 1:
+            raise ConfigError(
+                f"the runs of {title} differ in {key}: their figures do not belong in one table",
+                "give each origin a group of its own",
+            )
+
+
+def read_max_batches(group: Path) -> list[dict[str, Any]]:
+    """The answers of scripts/find_max_batch.py below a group."""
+    return [read_object(path, ("model", "size")) for path in sorted(group.glob("answers/*/max_batch.json"))]
+
+
+def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
+    """What scripts/breakdown.py wrote to a directory."""
+    return [read_object(path, ("run", "time", "environment")) for path in sorted(directory.glob("*.json"))]
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The answers or breakdowns of a report (MAX_BATCHES or BREAKDOWNS in its directory); [] where it has none."""
+    return read_json(path) if path.exists() else []
+
+
+def read_committed_lists(summaries: Path, name: str) -> list[dict[str, Any]]:
+    """The answers or breakdowns (`name`: MAX_BATCHES or BREAKDOWNS) of every report below `summaries`."""
+    return [entry for path in sorted(summaries.glob(f"*/{name}")) for entry in read_list(path)]
+
+
+def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for the loss of each summary: with its options where the same loss stands there with others."""
+    options: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        options.setdefault(summary["loss"], []).append(summary.get("loss_options") or {})
+    names = []
+    for summary in summaries:
+        own, others = summary.get("loss_options") or {}, options[summary["loss"]]
+        telling = [key for key in own if any(other.get(key) != own[key] for other in others)]
+        names.append(" ".join([summary["loss"], *(f"{key}={own[key]}" for key in telling)]))
+    return names
+
+
+def loss_time_share(run: Run) -> float | None:
+    """The loss layer's part of the time of a step; None where it was not measured."""
+    times, step = run.summary.get("loss_layer_ms"), run.summary.get("step_time_ms_median")
+    return sum(times.values()) / step if times and step else None
+
+
+def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
+    """One row a run: its summary, `backend`, GPU and commit, memory in GiB, the loss layer's share of peak and step."""
+    import pandas
+
+    gib, nested = 2**30, ("memory_bytes", "loss_options", "loss_layer_ms")
+    rows = []
+    for run, backend in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        memory = run.summary.get("memory_bytes") or {}
+        peak = run.summary["peak_memory_bytes"]
+        loss = max((memory[key] for key in ("loss_forward", "loss_backward") if key in memory), default=None)
+        gpus = run.environment.get("gpus") or []
+        rows.append(
+            {
+                **{key: value for key, value in run.summary.items() if key not in nested},
+                "backend": backend,
+                "mixture": ", ".join(run.mixture),
+                "gpu": gpus[0]["name"] if gpus else None,
+                "commit": (run.environment.get("git") or {}).get("commit"),
+                "peak_memory_gib": None if peak is None else peak / gib,
+                **{f"{name}_gib": size / gib for name, size in memory.items()},
+                "loss_layer_share": loss / peak if loss is not None and peak else None,
+                **{f"loss_{name}_ms": time for name, time in (run.summary.get("loss_layer_ms") or {}).items()},
+                "loss_layer_time_share": loss_time_share(run),
+            }
+        )
+    return pandas.DataFrame(rows)
+
+
+def _read(directory: Path) -> Run:
+    records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
+    environment = directory / ENVIRONMENT
+    origin = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
+    statistics: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith(STATISTIC) and value is not None and math.isfinite(value):
+                statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
+    return Run(
+        summary=read_object(directory / SUMMARY, FIGURES, AGAIN),
+        environment=origin.environment,
+        losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
+        statistics=statistics,
+        validations=[(r["step"], r["valid/perplexity"]) for r in records if r.get("valid/perplexity") is not None],
+        mixture=origin.mixture,
+    )

@@ -1,0 +1,172 @@
+"""How sparse a model's softmax is: share of its entries above 2^-k, and the mass below, by k and token frequency.
+
+An entry is one token of the vocabulary at one position. Bands are of the entries' frequency among the labels that are
+read: the most frequent sixteenth of one per cent of the vocabulary, one per cent, ten per cent, and the rest.
+
+How much mass the first entries of the vocabulary have between them depends on the order: by mean probability it is the
+most; the others are known before the softmax is.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrnn.data import Batch
+from linrnn.losses import IGNORE_INDEX
+from linrnn.models import LanguageModel
+from linrnn.study import plots
+from linrnn.training.evaluation import loss_inputs
+
+EXPONENTS = 32  # 2^-0 to 2^-31; what is smaller counts to the last
+BANDS = {"top 1/1600": 1 / 1600, "to 1 %": 0.01, "to 10 %": 0.1, "rest": 1.0}
+PAPER_EXPONENT = 12  # of the CCE paper's threshold
+FIRST = {"1/32": 1 / 32, "1/8": 1 / 8}  # of the vocabulary
+ORDERS = ("mean probability", "logit of the mean hidden state", "frequency")
+_BLOCK_ENTRIES = 2**24  # of the softmax at a time
+
+
+@dataclass
+class Profile:
+    """Of one model: entries and softmax mass by band and exponent.
+
+    share_above[band][k]: share of the band's entries with p ≥ 2^-k. mass_below[band][k]: mean softmax mass per token of
+    the band's entries with p < 2^-k. Band "all" is the whole vocabulary. mass_of_first[order][i]: mean softmax mass per
+    token of the first entries in that order (ORDERS), as many as FIRST says of the vocabulary.
+    """
+
+    name: str
+    vocab_size: int
+    n_tokens: int
+    loss_nats: float
+    share_above: dict[str, list[float]]
+    mass_below: dict[str, list[float]]
+    mass_of_first: dict[str, list[float]]
+
+
+def profile(
+    name: str,
+    model: LanguageModel,
+    batches: Iterable[Batch],
+    counts_V: Tensor,
+    *,
+    precision: str,
+    device: torch.device,
+) -> Profile:
+    """Read the softmax of every label of `batches`; counts_V (V,): how often each token occurs, for the bands."""
+    bands_V = bands(counts_V).to(device)
+    entries = torch.zeros(len(BANDS), EXPONENTS, dtype=torch.float64, device=device)
+    mass, n_tokens, nats = torch.zeros_like(entries), 0, 0.0
+    total_p_V, total_z_V = (torch.zeros(len(counts_V), dtype=torch.float64, device=device) for _ in range(2))
+    with torch.no_grad():
+        for batch in batches:
+            hidden_ND, weight_VD, labels_N = loss_inputs(model, batch, precision, device)
+            hidden_ND, labels_N = (x[labels_N != IGNORE_INDEX] for x in (hidden_ND, labels_N))
+            total_z_V += weight_VD.double() @ hidden_ND.sum(dim=0, dtype=torch.float64)
+            rows = max(1, _BLOCK_ENTRIES // len(weight_VD))
+            for hidden, labels in zip(hidden_ND.split(rows), labels_N.split(rows), strict=True):
+                log_p = (hidden.float() @ weight_VD.float().T).log_softmax(dim=1)
+                nats -= log_p.gather(1, labels[:, None]).sum().item()
+                n_tokens += len(labels)
+                add_histograms(log_p, bands_V, entries, mass)
+                total_p_V += log_p.exp().sum(dim=0)
+    sizes = torch.bincount(bands_V, minlength=len(BANDS)).double().cpu() * max(n_tokens, 1)
+    above, below = entries.cpu().cumsum(dim=1), mass.cpu()
+    below = (below.sum(dim=1, keepdim=True) - below.cumsum(dim=1)) / max(n_tokens, 1)
+    names = [*BANDS, "all"]
+    share = torch.cat((above / sizes.clamp(min=1)[:, None], above.sum(dim=0, keepdim=True) / sizes.sum().clamp(min=1)))
+    below = torch.cat((below, below.sum(dim=0, keepdim=True)))
+    return Profile(
+        name, len(counts_V), n_tokens, nats / max(n_tokens, 1),
+        dict(zip(names, share.tolist(), strict=True)), dict(zip(names, below.tolist(), strict=True)),
+        mass_of_first(total_p_V / max(n_tokens, 1), (total_p_V, total_z_V, counts_V.to(device))),
+    )  # fmt: skip
+
+
+def mass_of_first(mean_p_V: Tensor, orders: Iterable[Tensor]) -> dict[str, list[float]]:
+    """What the first entries have of mean_p_V (V,) by each of ORDERS, the largest number (V,) first; see Profile."""
+    ends = [math.ceil(share * len(mean_p_V)) - 1 for share in FIRST.values()]
+    sums = (mean_p_V[by_V.argsort(descending=True, stable=True)].cumsum(0)[ends].tolist() for by_V in orders)
+    return dict(zip(ORDERS, sums, strict=True))
+
+
+def bands(counts_V: Tensor) -> Tensor:
+    """Each token's band (V,), 0 for the most frequent ones; ties by index."""
+    ranks = torch.empty_like(counts_V)
+    ranks[counts_V.argsort(descending=True, stable=True)] = torch.arange(len(counts_V), device=counts_V.device)
+    ends = torch.tensor([math.ceil(share * len(counts_V)) for share in BANDS.values()], device=counts_V.device)
+    return torch.bucketize(ranks, ends, right=True)
+
+
+def add_histograms(log_p: Tensor, bands_V: Tensor, entries: Tensor, mass: Tensor) -> None:
+    """Add entries (N, V) to both histograms (bands, EXPONENTS): k counts 2^-k ≤ p < 2^-(k - 1)."""
+    exponents = (-log_p / math.log(2)).ceil().clamp(0, EXPONENTS - 1).long()
+    cells = (bands_V[None, :] * EXPONENTS + exponents).flatten()
+    entries += torch.bincount(cells, minlength=entries.numel()).view_as(entries)
+    mass += torch.bincount(cells, log_p.exp().double().flatten(), minlength=mass.numel()).view_as(mass)
+
+
+def write(profiles: list[Profile], directory: Path) -> list[Path]:
+    """sparsity.json, sparsity.md and sparsity.png; returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data, page, picture = (directory / f"sparsity.{ending}" for ending in ("json", "md", "png"))
+    data.write_text(json.dumps([asdict(profile) for profile in profiles], indent=1) + "\n", encoding="utf-8")
+    page.write_text(markdown(profiles), encoding="utf-8")
+    plots.save(_figure(profiles), picture)
+    return [page, data, picture]
+
+
+def markdown(profiles: list[Profile]) -> str:
+    """A table, a line a model and band."""
+    k = PAPER_EXPONENT
+    lines = [
+        "# Sparsity of the softmax",
+        "",
+        f"Entries with p ≥ 2^-k, in per cent of the band's; mass (mean per token) of its entries below 2^-{k}. The CCE",
+        f"paper reports fewer than 0.02 % above 2^-{k}, for a Transformer with 256,000 tokens' vocabulary. Bands: the",
+        "vocabulary ordered by how often each token occurs, cut after its first 1/1600, 1 % and 10 %.",
+        "",
+        f"| model | vocabulary | tokens read | loss, nats | band | 2^-6 | 2^-9 | 2^-{k} | 2^-15 | mass below 2^-{k} |",
+        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for p in profiles:
+        for band, above in p.share_above.items():
+            shares = " | ".join(f"{100 * above[i]:.4f}" for i in (6, 9, k, 15))
+            head = f"{p.name} | {p.vocab_size:,} | {p.n_tokens:,} | {p.loss_nats:.3f}"
+            lines.append(f"| {head} | {band} | {shares} | {p.mass_below[band][k]:.4f} |")
+    lines += [
+        "",
+        "Mass (mean per token) of the vocabulary's first entries, in orders by the tokens read:",
+        "",
+        "| model | first | " + " | ".join(ORDERS) + " |",
+        "|---|--:" + "|--:" * len(ORDERS) + "|",
+    ]
+    for p in profiles:
+        for i, share in enumerate(FIRST):
+            masses = " | ".join(f"{p.mass_of_first[order][i]:.4f}" for order in ORDERS)
+            lines.append(f"| {p.name} | {share} | {masses} |")
+    return "\n".join([*lines, "", "![share of entries above 2^-k](sparsity.png)", ""])
+
+
+def _figure(profiles: list[Profile]) -> Any:
+    figure, (left, right) = plots.subplots(1, 2, figsize=(11, 4.5))
+    exponents = range(EXPONENTS)
+    for p in profiles:
+        left.plot(exponents, p.share_above["all"], label=p.name)
+        right.plot(exponents, p.mass_below["all"], label=p.name)
+    left.set_yscale("log")
+    left.set_ylabel("share of entries with p ≥ 2^-k")
+    right.set_ylabel("softmax mass below 2^-k, mean per token")
+    for axes in (left, right):
+        axes.set_xlabel("k")
+        axes.axvline(PAPER_EXPONENT, color="0.7", linewidth=0.8)
+    left.lines[-1].set_label(f"the CCE paper's threshold, 2^-{PAPER_EXPONENT}")
+    left.legend(fontsize="small")
+    figure.suptitle("Sparsity of the softmax")
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,387 @@
+"""The study's criteria, each answered from runs, paired by seed: met, missed, undecided or open."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isclose
+from statistics import median
+from typing import Any
+
+from linrnn.runs.figures import host_decides
+from linrnn.runs.mixtures import same_origin
+from linrnn.study.criteria import (
+    BACKWARD,
+    BATCH,
+    CURVES,
+    LEAST_MEASURED,
+    LEAST_STEPS,
+    MEMORY,
+    MVE_LARGER,
+    MVE_LOSS,
+    MVE_MEMORY,
+    MVE_NOT_SLOWER,
+    MVE_SPEED,
+    PERPLEXITY,
+    SHARE,
+    SHARE_WITHOUT,
+    SPEED,
+    SPEED_AT_LARGEST,
+    Criterion,
+    Verdict,
+    judge,
+)
+from linrnn.study.results import (
+    SETTING,
+    WALL_CLOCK,
+    Run,
+    backend_names,
+    comparison,
+    without_horizon,
+)
+
+BASELINES = ("compiled", "standard")  # verdicts against compiled cross-entropy first, eager second
+FILTERS = ("cce_filter", "cce_apple")  # others' forward passes may do a part of their backward passes' work
+DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
+
+# What two searches for the largest batch must share.
+ANSWER_SETTING = (
+    "accumulation_steps",
+    "seq_len",
+    "activation_checkpointing",
+    "chunk_size",
+    "vocab_size",
+    "tie_embeddings",
+    "precision",
+    "memory_budget_gib",
+)
+
+
+# ------------------------------------------------------------------------------------------------ comparing a pair
+@dataclass(frozen=True)
+class Compared:
+    """What a run and the baseline's of its seed say.
+
+    Attributes:
+        value: their ratio or difference.
+        doubt: why the value decides nothing.
+        note: what else must be known.
+        limits: the least and the most that the ratio can be if the loss is all that differs between the two.
+    """
+
+    value: float
+    doubt: str = ""
+    note: str = ""
+    limits: tuple[float, float] | None = None
+
+
+Compare = Callable[[Run, Run], Compared | None]
+
+
+def speed_ratio(run: Run, base: Run) -> Compared | None:
+    """Of tokens/s of two GPU runs; None where one is too short or they are told by different clocks."""
+    value, other = (one.summary.get("tokens_per_second") for one in (run, base))
+    if not value or not other or not _timed(run, base):
+        return None
+    clocks = {one.summary.get("tokens_per_second_is") for one in (run, base)}
+    if len(clocks) > 1:
+        return None
+    least, most = free_loss_speed_up(run), free_loss_speed_up(base)
+    return Compared(
+        value / other,
+        doubt="" if clocks == {WALL_CLOCK} else DEVICE_TIME,
+        note="the host decides the speed" if host_decides(run.summary) or host_decides(base.summary) else "",
+        limits=(1 / least, most) if least and most else None,
+    )
+
+
+def speed_ratio_across_batches(run: Run, base: Run) -> Compared | None:
+    """As :func:`speed_ratio`, where the loss is not all that differs: without limits."""
+    found = speed_ratio(run, base)
+    return found and Compared(found.value, found.doubt, found.note)
+
+
+def memory_ratio(run: Run, base: Run) -> Compared | None:
+    """Of what was allocated on the GPU; a CPU's process holds more than the step."""
+    value, other = ((one.summary.get("memory_bytes") or {}).get("peak") for one in (run, base))
+    return Compared(value / other) if value is not None and other else None
+
+
+def _difference(key: str) -> Compare:
+    """Of what was learnt."""
+
+    def compare(run: Run, base: Run) -> Compared | None:
+        value, other = run.summary.get(key), base.summary.get(key)
+        if value is None or other is None or not _learnt(run, base):
+            return None
+        return Compared(value - other)
+
+    return compare
+
+
+def curve_difference(run: Run, base: Run) -> Compared | None:
+    """The most that two curves differ."""
+    found = comparison(run, base)
+    if not _learnt(run, base) or found is None or found.largest is None:
+        return None
+    return Compared(found.largest, note=f"every {found.every}th step logged" if found.every > 1 else "")
+
+
+def backward_speed_up(run: Run, base: Run) -> Compared | None:
+    """Of the loss layer's own kernels."""
+    own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
+    return Compared(other / own) if own and other and _timed(run, base) else None
+
+
+def free_loss_speed_up(run: Run) -> float | None:
+    """How many times as fast its steps would be if the loss layer took no time; None where that was not measured."""
+    of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
+    step = summary.get("wall_step_ms") or summary.get("step_time_ms_median")
+    if not of_loss or not step:
+        return None
+    rest = step - sum(of_loss.values())
+    return step / rest if rest > 0 else None
+
+
+def _learnt(run: Run, base: Run) -> bool:
+    """Whether losses can be compared: runs of a few steps, made for speed and memory, say nothing about them."""
+    return min(run.summary.get("steps") or 0, base.summary.get("steps") or 0) >= LEAST_STEPS
+
+
+def _timed(run: Run, base: Run) -> bool:
+    """Whether times can be compared: a median of a step or two says nothing, and a CPU shares its time with others."""
+    measured = min(one.summary.get("measured_steps", LEAST_MEASURED) or 0 for one in (run, base))
+    return measured >= LEAST_MEASURED and run.on_gpu and base.on_gpu
+
+
+PAIRED: tuple[tuple[Criterion, Compare], ...] = (
+    (MEMORY, memory_ratio),
+    (SPEED, speed_ratio),
+    (PERPLEXITY, _difference("valid_perplexity")),
+    (CURVES, curve_difference),
+)
+PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
+PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
+    (MVE_MEMORY, memory_ratio),
+    (MVE_SPEED, speed_ratio),
+    (MVE_NOT_SLOWER, speed_ratio),
+    (MVE_LOSS, _difference("train_loss_nats")),
+)
+
+
+# ------------------------------------------------------------------------------------------------- all the verdicts
+Settings = Mapping[tuple[Any, ...], Mapping[str, list[Run]]]  # runs by setting, then by backend
+
+
+def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) -> list[Verdict]:
+    """Every criterion for every model and backend of `runs`, with and without activation checkpointing, in the setting
+    that most backends share. Runs that are a mixture of origins take no part.
+
+    Args:
+        runs: of one origin.
+        max_batches: as :mod:`linrnn.study.results` reads them. The verdict leaves out those of another origin, and says
+            so.
+    """
+    names = backend_names([run.summary for run in runs])
+    kinds: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
+    kinds = defaultdict(lambda: defaultdict(dict))
+    for run, name in zip(runs, names, strict=True):
+        if run.finished and not run.mixture:
+            kind = run.summary["model"], _checkpointing(run.summary)
+            kinds[kind][run.setting].setdefault(name, []).append(run)
+    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    found: list[Verdict] = []
+    for (model, checkpointing), by_setting in kinds.items():
+        setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))
+        words = [_telling(setting, by_setting)]
+        if sum(other == model for other, _ in kinds) > 1 and not words[0].count("checkpointing="):
+            words.append(f"checkpointing {checkpointing}")
+        where = ", ".join(filter(None, words))
+        for backend, own in by_setting[setting].items():
+            for against in (name for name in BASELINES if name != backend):
+                found += _against(own, backend, against, by_setting, setting, where)
+                found += _largest_batches(own[0], backend, against, max_batches, environment)
+            found += _shares(model, backend, own, where)
+    return found
+
+
+def _against(
+    own: list[Run], backend: str, against: str, by_setting: Settings, setting: tuple[Any, ...], where: str
+) -> list[Verdict]:
+    """What one backend's runs say beside a baseline's."""
+    first = own[0].summary
+    criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
+    criteria += PAIRED_MVE if first["size"] == "mve" else ()
+    base = by_setting[setting].get(against, [])
+    remark = "" if base else f"{against} has no finished run in this setting"
+    found = [
+        _paired(criterion, compare, (first["model"], backend, against), own, base, where, remark)
+        for criterion, compare in criteria
+    ]
+    return [*found, _fastest_batches(own[0], backend, against, by_setting)] if first["size"] == "mve" else found
+
+
+def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:
+    """What of a setting others do not have, as `vocab_size=32000`; what follows from something else is left out."""
+    every = [dict(zip(SETTING, other, strict=True)) for other in others]
+    implied = {"n_parameters", "data_fingerprint", "steps", "training"}
+    sizes = {(one["batch_size"], one["seq_len"]) for one in every}
+    if len({(one["batch_size"], one["seq_len"], one["horizon"]) for one in every}) == len(sizes):
+        implied.add("horizon")
+    varying = [key for key in SETTING if key not in implied and len({one[key] for one in every}) > 1]
+    own = dict(zip(SETTING, setting, strict=True))
+    return ", ".join(f"{key}={own[key]}" for key in varying)
+
+
+def _paired(
+    criterion: Criterion,
+    compare: Compare,
+    names: tuple[str, str, str],
+    own: Sequence[Run],
+    base: Sequence[Run],
+    where: str,
+    remark: str = "",
+) -> Verdict:
+    """Seed by seed; of runs that were made again the median."""
+    values, limits, doubts, notes = [], [], [], []
+    for seed in dict.fromkeys(run.summary["seed"] for run in own):
+        pairs = ((run, other) for run in own for other in base if run.summary["seed"] == other.summary["seed"] == seed)
+        if found := [one for run, other in pairs if (one := compare(run, other)) is not None]:
+            values.append(median(one.value for one in found))
+            limits += [one.limits for one in found if one.limits]
+            doubts += [one.doubt for one in found if one.doubt]
+            notes += [one.note for one in found if one.note]
+    if values and limits:
+        least, most = (median(bounds) for bounds in zip(*limits, strict=True))
+        doubts += _noise(median(values), least, most)
+    words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
+    return judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
+
+
+def _noise(ratio: float, least: float, most: float) -> list[str]:
+    """Beyond these limits something else than the loss decided, on either side."""
+    if ratio > most:
+        return [f"beyond what a free loss would give ({most:.3f}): noise"]
+    if ratio < least:
+        return [f"below {least:.3f}, what a free loss would give the baseline: noise"]
+    return []
+
+
+def _fastest_batches(run: Run, backend: str, against: str, by_setting: Settings) -> Verdict:
+    """Each loss at the batch where its median speed over seeds is highest, of the batches that both ran; among runs
+    like `run` but for the batch, of about as many tokens."""
+    own, base = (_by_batch(run, name, by_setting) for name in (backend, against))
+    names = (run.summary["model"], backend, against)
+    common = sorted(own.keys() & base.keys())
+    alone = [
+        f"{name} alone has B = {', '.join(map(str, surplus))}"
+        for name, surplus in ((backend, sorted(own.keys() - base.keys())), (against, sorted(base.keys() - own.keys())))
+        if surplus
+    ]
+    if len(common) < 2:
+        needs = f"not measured: needs {MVE_LARGER.source}"
+        return judge(MVE_LARGER, *names, [], remark="; ".join([needs, *alone]))
+    fastest, other = (_fastest(side, common) for side in (own, base))
+    words = "; ".join([f"B = {fastest} against {other}, of {', '.join(map(str, common))}", *alone])
+    return _paired(MVE_LARGER, speed_ratio_across_batches, names, own[fastest], base[other], "", words)
+
+
+def _fastest(by_batch: Mapping[int, list[Run]], batches: Sequence[int]) -> int:
+    speeds = {batch: median(one.summary["tokens_per_second"] for one in by_batch[batch]) for batch in batches}
+    return max(speeds, key=lambda batch: speeds[batch])
+
+
+def _by_batch(run: Run, backend: str, by_setting: Settings) -> dict[int, list[Run]]:
+    """Its comparable runs by batch: they differ from `run` in loss, seed and what follows from the batch."""
+    kind = [key for key in SETTING if key not in ("batch_size", "steps", "horizon")]
+
+    found: dict[int, list[Run]] = defaultdict(list)
+    for backends in by_setting.values():
+        for one in backends.get(backend, []):
+            equal_tokens = isclose(one.summary["tokens"], run.summary["tokens"], rel_tol=0.1)
+            same = one.values(kind) == run.values(kind) and equal_tokens
+            if same and _timed(one, one) and one.summary["tokens_per_second"]:
+                found[one.summary["batch_size"]].append(one)
+    return found
+
+
+def _largest_batches(
+    run: Run, backend: str, against: str, answers: Sequence[dict[str, Any]], environment: dict[str, Any]
+) -> list[Verdict]:
+    names = (run.summary["model"], backend, against)
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
+    left_out: list[str] = []
+    for answer, name in zip(answers, backend_names(answers), strict=True):
+        if (answer["model"], answer["size"]) != (run.summary["model"], run.summary["size"]):
+            continue
+        if _checkpointing(answer) != _checkpointing(run.summary):
+            continue
+        if not answer["environment"].get("gpus"):
+            continue
+        if differing := same_origin(environment, answer["environment"]):
+            left_out = differing
+            continue
+        key = (*(answer.get(k) for k in ANSWER_SETTING), without_horizon(answer.get("training")))
+        found[key][name] = answer
+    pairs = [(both[backend], both[against]) for both in found.values() if backend in both and against in both]
+    reason = f"measured elsewhere: another {', '.join(left_out)}" if left_out else ""
+    if not pairs:
+        where = f"checkpointing {_checkpointing(run.summary)}"
+        return [judge(one, *names, [], setting=where, remark=reason) for one in (BATCH, SPEED_AT_LARGEST)]
+    return [verdict for own, base in pairs for verdict in _searched(own, base, names)]
+
+
+def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, str]) -> list[Verdict]:
+    """From two searches for the largest batch. One that did not end exact has a lower bound: it can say that enough
+    fits, of the loss that is judged, and nothing else."""
+    where = (
+        f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
+        f"checkpointing {own.get('activation_checkpointing')}, {own['memory_budget_gib']:g} GiB"
+    )
+    unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, and there were batches left to try
+    batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
+    enough = base["exact"] and bool(batches) and batches[0] >= BATCH.target
+    inexact = "" if own["exact"] and base["exact"] else "a search did not end exact"
+    doubts = [] if enough or not inexact else [inexact]
+    probes = [_best_probe(answer) for answer in (own, base)]
+    speeds = [probe.get("tokens_per_second") for probe in probes]
+    ratio = [speeds[0] / speeds[1]] if speeds[0] and speeds[1] else []
+    by_wall = all(probe.get("tokens_per_second_is") == WALL_CLOCK for probe in probes)
+    clock = "" if by_wall else DEVICE_TIME
+    return [
+        judge(BATCH, *names, batches, setting=where, remark="" if doubts else inexact, doubts=doubts),
+        judge(SPEED_AT_LARGEST, *names, ratio, setting=where, doubts=[one for one in (inexact, clock) if one]),
+    ]
+
+
+def _checkpointing(summary: dict[str, Any]) -> str:
+    return summary.get("activation_checkpointing") or "none"
+
+
+def _best_probe(answer: dict[str, Any]) -> dict[str, Any]:
+    """The probe at the largest batch; empty where none fitted."""
+    return next((p for p in answer["probes"] if p["batch"] == answer["max_sequences"] and p["fits"]), {})
+
+
+def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[Verdict]:
+    """Of the peak: what the loss layer's passes add at most, with and without the gradients that they return."""
+    shares, without = {}, {}
+    for run in runs:
+        s, memory = run.summary, run.summary.get("memory_bytes") or {}
+        if "loss_backward" not in memory or "peak" not in memory:
+            continue
+        compute = 4 if s["precision"] == "fp32" else 2
+        width = s.get("hidden_size") or _hidden_size(s["size"])
+        gradients = compute * width * (s["batch_size"] * s["seq_len"] + s["vocab_size"])
+        shares[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"]) / memory["peak"]
+        without[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"] - gradients, 0) / memory["peak"]
+    return [
+        judge(SHARE, model, backend, None, list(shares.values()), setting=where),
+        judge(SHARE_WITHOUT, model, backend, None, list(without.values()), setting=where),
+    ]
+
+
+def _hidden_size(size: str) -> int:
+    """Of a size of configs/size, for summaries of before they held it."""
+    from linrnn.config import load_config
+
+    return int(load_config([f"size={size}"]).size.hidden_size)

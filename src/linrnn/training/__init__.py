@@ -1,0 +1,1 @@
+"""One run: the plan, the trainer, checkpoints and validation."""

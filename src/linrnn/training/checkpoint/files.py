@@ -1,0 +1,111 @@
+"""Checkpoint directories: which there are, and whether their files are what was written."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from linrnn.core.checksums import sha256
+from linrnn.core.errors import DataError
+from linrnn.core.output import say
+
+TENSORS, RNG, STATE, CONFIG = "tensors", "rng.safetensors", "state.json", "config.yaml"
+PREFIX, PARTIAL = "step_", ".partial"
+HASHING_THREADS = 4
+
+
+def directory_of(root: Path, step: int) -> Path:
+    return root / f"{PREFIX}{step:08d}"
+
+
+def found(root: Path) -> list[Path]:
+    """Complete checkpoint directories below `root`, oldest first."""
+    return sorted(path for path in root.glob(f"{PREFIX}*") if path.suffix != PARTIAL and (path / STATE).exists())
+
+
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint below `root` whose files match their checksums; damaged ones are named and skipped."""
+    for path in reversed(found(root)):
+        if (damage := damaged(path)) is None:
+            return path
+        say(f"skipping {path}: {damage}")
+    return None
+
+
+def resolve(source: Path) -> Path | None:
+    """The checkpoint directory that a run directory, its checkpoints/ or a checkpoint itself stands for, or None.
+
+    Raises:
+        DataError: a checkpoint that was named itself is damaged.
+    """
+    if (source / STATE).exists():
+        if damage := damaged(source):
+            raise DataError(f"{source} is damaged: {damage}", "name another checkpoint of the run, or the run itself")
+        return source
+    for root in (source / "checkpoints", source):
+        if path := newest(root):
+            return path
+    return None
+
+
+def remove_partial(root: Path) -> None:
+    """Delete what was being written when an earlier process of this run was killed."""
+    for path in root.glob(f"{PREFIX}*{PARTIAL}"):
+        shutil.rmtree(path)
+
+
+def damaged(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    try:
+        recorded = read_state(path)["sha256"]
+    except DataError as error:
+        return error.cause
+    for name in recorded:
+        if not (path / name).is_file():
+            return f"{name} is missing"
+    found = checksums(path, recorded)
+    different = [name for name, checksum in recorded.items() if found[name] != checksum]
+    if surplus := {str(file.relative_to(path)) for file in (path / TENSORS).glob("*")} - recorded.keys():
+        return f"{min(surplus)} is not one of its files"
+    return f"{different[0]} does not match its checksum" if different else None
+
+
+def write_state(directory: Path, state: dict[str, Any]) -> None:
+    """Write `state` with a checksum of itself; `state["sha256"]` has those of the other files."""
+    text = json.dumps(state)
+    (directory / STATE).write_text(json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]), encoding="utf-8")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """What :func:`write_state` wrote.
+
+    Raises:
+        DataError: the file is missing, or was changed.
+    """
+    try:
+        checksum, text = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        if hashlib.sha256(text.encode()).hexdigest() != checksum:
+            raise ValueError
+        return json.loads(text)
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
+        raise DataError(f"{STATE} does not match its checksum", f"name another checkpoint than {directory}") from error
+
+
+def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """sha256 of files below `directory`, by name."""
+    names = list(names)
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return dict(zip(names, pool.map(sha256, (directory / name for name in names)), strict=True))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory, so that the rename that follows is never ahead of the data."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

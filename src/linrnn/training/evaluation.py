@@ -1,0 +1,107 @@
+"""Validation: one deterministic pass over held-out tokens, as nats per token, perplexity and bits per byte."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from linrnn.core.errors import DataError
+from linrnn.data import Batch
+from linrnn.distributed import Ranks
+from linrnn.losses import IGNORE_INDEX, LossBackend
+from linrnn.models import LanguageModel
+from linrnn.runs.metrics import bits_per_byte, perplexity
+from linrnn.training.runtime import autocast, compute_dtype
+
+
+@dataclass
+class Evaluation:
+    """Result of :func:`evaluate`; `bits_per_byte` is None where the labels' bytes of text are not known."""
+
+    loss_nats: float
+    perplexity: float
+    bits_per_byte: float | None
+    n_tokens: int
+
+    def metrics(self) -> dict[str, float | None]:
+        """The figures by their metric names."""
+        return {
+            "valid/loss_nats": self.loss_nats,
+            "valid/perplexity": self.perplexity,
+            "valid/bits_per_byte": self.bits_per_byte,
+            "valid/tokens": self.n_tokens,
+        }
+
+    def __str__(self) -> str:
+        text = f"loss {self.loss_nats:.4f}, perplexity {self.perplexity:.3f}"
+        if self.bits_per_byte is not None:
+            text += f", {self.bits_per_byte:.4f} bits per byte"
+        return f"{text} over {self.n_tokens:,} tokens"
+
+
+def loss_inputs(
+    model: LanguageModel, batch: Batch, precision: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three tensors that every backend gets: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
+    dtype = compute_dtype(precision)
+    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
+    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
+    with autocast(precision, device):
+        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
+    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on the device. To a GPU from pinned memory: from other memory the host may have to wait until the GPU
+    has done all that was launched before."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    loss: LossBackend,
+    batches: Sequence[Batch],
+    *,
+    precision: str,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Mean loss over every label of `batches` (each counts once), in evaluation mode.
+
+    Args:
+        batches: the same ones on all ranks. Their `n_bytes` are those of the bits per byte.
+        ranks: share the batches; each gets the same result.
+        before_batch: called before every batch, on all ranks as often; what it raises ends the pass.
+
+    Raises:
+        DataError: no batch has a label.
+    """
+    ranks = ranks or Ranks()
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    n_tokens = n_bytes = 0
+    for batch in ranks.share(batches, _without_labels):
+        before_batch()
+        output = loss(*loss_inputs(model, batch, precision, device))
+        total += output.sum_nats.double()
+        n_tokens += batch.n_tokens
+        n_bytes += batch.n_bytes or 0
+    model.train()
+    sum_nats, n_labels, sum_bytes = ranks.total(float(total), n_tokens, n_bytes)
+    if not n_labels:
+        raise DataError("the text to evaluate on has no token to predict", "give more text, or longer documents")
+    nats = sum_nats / n_labels
+    return Evaluation(
+        loss_nats=nats,
+        perplexity=perplexity(nats),
+        bits_per_byte=bits_per_byte(sum_nats, sum_bytes) if sum_bytes else None,
+        n_tokens=int(n_labels),
+    )
+
+
+def _without_labels(batch: Batch) -> Batch:
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0, n_bytes=None)

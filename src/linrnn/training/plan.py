@@ -1,0 +1,165 @@
+"""What a configuration decides before anything is built: device, precision, steps; and the refusals that follow."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from linrnn import costs
+from linrnn.config import steps
+from linrnn.config.schema import Config, FsdpConfig, VocabConfig
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.data import vocabulary_size
+from linrnn.distributed import Launch
+from linrnn.losses import check_loss, check_vocabulary_parallel
+from linrnn.models import check_supported
+from linrnn.models.architecture import Architecture, resolve
+from linrnn.runs.loggers import check_wandb
+from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration that can run on this machine, by `world_size` processes."""
+
+    config: Config
+    device: torch.device
+    precision: str
+    world_size: int = 1
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step, all ranks and micro-steps."""
+        return steps.sequences_per_step(self.config, self.world_size)
+
+    @property
+    def sequences_of_rank(self) -> int:
+        """Sequences of one rank's micro-step."""
+        return self.config.trainer.batch_size * self.config.parallel.data_ranks(self.world_size) // self.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, all ranks, ignored labels included."""
+        return steps.tokens_per_step(self.config, self.world_size)
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return steps.last_step(self.config, self.world_size)
+
+    @cached_property
+    def horizon(self) -> int:
+        """The step at which the learning-rate schedule ends."""
+        return steps.horizon(self.config, self.world_size)
+
+    @property
+    def unmeasured_steps(self) -> int:
+        """First steps of a process that no figure of speed or memory counts: warm-up and traced steps.
+
+        In a short run, all but the last step.
+        """
+        trainer = self.config.trainer
+        return min(trainer.warmup_measurement_steps + trainer.profile_steps, self.total_steps - 1)
+
+    def architecture(self, data_vocab_size: int) -> Architecture:
+        """Dimensions for a vocabulary of `size.vocab_size`, or of the data's where that is null.
+
+        Raises:
+            ConfigError: `size.vocab_size` is smaller than the data's vocabulary.
+        """
+        vocab_size = self.config.size.vocab_size or data_vocab_size
+        if vocab_size < data_vocab_size:
+            raise ConfigError(
+                f"size.vocab_size={vocab_size} is smaller than the data's vocabulary of {data_vocab_size}",
+                f"use size.vocab_size={data_vocab_size} or more, or null",
+            )
+        return resolve(self.config.model, self.config.size, vocab_size)
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that hold one model between them."""
+        parallel = self.config.parallel
+        return (parallel.shard_ranks or self.world_size) if isinstance(parallel, FsdpConfig) else 1
+
+    def training_state(self, arch: Architecture) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state on each rank."""
+        return costs.training_state(arch, self.precision, shard_ranks=self.shard_ranks)
+
+    def memory_estimate(self, arch: Architecture) -> costs.MemoryEstimate | None:
+        """Memory that a step is foreseen to need on each rank; None for a model or a loss without formulas."""
+        trainer, parallel, shard_ranks = self.config.trainer, self.config.parallel, self.shard_ranks
+        return costs.memory_estimate(
+            arch,
+            batch_size=self.sequences_of_rank,
+            seq_len=trainer.seq_len,
+            precision=self.precision,
+            loss=self.config.loss,
+            activation_checkpointing=trainer.activation_checkpointing,
+            # A replica's gradients lie in buckets that stay, as those of an earlier micro-step do.
+            accumulation_steps=max(trainer.accumulation_steps, 1 if shard_ranks > 1 else min(self.world_size, 2)),
+            shard_ranks=shard_ranks,
+            by_vocabulary=isinstance(parallel, VocabConfig),
+        )
+
+
+def make_plan(config: Config) -> Plan:
+    """Resolve what is `auto`, and refuse what cannot run here; enough to evaluate a checkpoint.
+
+    Raises:
+        UnsupportedError: the device, the loss or the model cannot run here.
+        ConfigError: dimensions that do not fit.
+    """
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.trainer.precision, device)
+    check_loss(config.loss, device, compute_dtype(precision))
+    check_supported(config.model, device)
+    plan = Plan(config, device, precision)
+    plan.architecture(vocabulary_size(config.data))
+    return plan
+
+
+def make_training_plan(config: Config) -> Plan:
+    """:func:`make_plan`, and what only training asks for.
+
+    Raises:
+        UnsupportedError: as there, or the logger or the memory snapshot cannot run here.
+        ConfigError: as there, no limit of steps or tokens, fewer tokens than one step takes, more steps than the
+            schedule has, two sources of weights, or processes that do not belong to `parallel`.
+    """
+    world_size = Launch.from_environment().world_size_of(config.parallel)
+    plan = replace(make_plan(config), world_size=world_size)
+    check_wandb(config.logger.wandb)
+    if config.trainer.memory_snapshot and plan.device.type != "cuda":
+        raise UnsupportedError(
+            "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
+            "use trainer.memory_snapshot=false or device=cuda",
+        )
+    _check_parallel(plan)
+    _ = plan.horizon  # refuses a run without an end, and one that goes beyond its schedule's
+    if config.init_from and config.continue_from:
+        raise ConfigError(
+            "init_from and continue_from are both given",
+            "init_from takes weights alone, continue_from the optimizer's state as well: use one of them",
+        )
+    return plan
+
+
+def _check_parallel(plan: Plan) -> None:
+    """Refuse what does not go with the number of ranks."""
+    parallel, world_size = plan.config.parallel, plan.world_size
+    if world_size == 1 or not isinstance(parallel, FsdpConfig):
+        return
+    shard_ranks = parallel.shard_ranks or world_size
+    if world_size % shard_ranks:
+        raise ConfigError(
+            f"parallel.shard_ranks={shard_ranks} does not divide {world_size} ranks",
+            "use a divisor of the number of ranks (that of a machine's GPUs, for several machines), or null for all",
+        )
+    if isinstance(parallel, VocabConfig):
+        check_vocabulary_parallel(plan.config.loss)
+        batch_size = plan.config.trainer.batch_size
+        if batch_size % shard_ranks:
+            raise ConfigError(
+                f"parallel=vocab: {shard_ranks} ranks cannot share {batch_size} sequences out evenly",
+                f"use a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
+            )

@@ -1,0 +1,102 @@
+"""What a process settles before it builds anything: device, precision, seeds, determinism, memory budget."""
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from linrnn.config.schema import Config
+from linrnn.core.errors import ConfigError, UnsupportedError
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one, else the CPU.
+
+    Raises:
+        UnsupportedError: `cuda` was asked for and PyTorch sees none.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
+        raise UnsupportedError(
+            f"device=cuda: PyTorch {torch.__version__} ({build}) sees no GPU",
+            "use device=cpu, or install a CUDA build of PyTorch and check nvidia-smi",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """`auto` is `bf16_autocast` on a GPU and `fp32` on the CPU."""
+    if name == "auto":
+        return "bf16_autocast" if device.type == "cuda" else "fp32"
+    return name
+
+
+def parameter_dtype(precision: str) -> torch.dtype:
+    """The dtype that parameters (and so gradients and optimizer state) are kept in."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The dtype of matrix products, and of the hidden states and weight that a loss backend receives."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
+@contextlib.contextmanager
+def autocast(precision: str, device: torch.device) -> Iterator[None]:
+    """bf16 autocast where the precision asks for it; otherwise nothing."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
+        yield
+
+
+def prepare_process(config: Config, device: torch.device) -> None:
+    """Seed every generator, set determinism, Triton's cache and the memory budget.
+
+    Raises:
+        ConfigError: a memory budget without a GPU, or above what the GPU has.
+    """
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)
+    torch.manual_seed(config.seed)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    if device.type == "cuda":
+        _keep_triton_cache()
+    if (budget := check_memory_budget(config.memory_budget_gib, device)) is not None:
+        torch.cuda.set_per_process_memory_fraction(budget, device)
+
+
+def check_memory_budget(gib: float | None, device: torch.device) -> float | None:
+    """The budget as a share of the GPU's memory; None for no budget.
+
+    Raises:
+        ConfigError: a memory budget without a GPU, or above what the GPU has.
+    """
+    if gib is None:
+        return None
+    if device.type != "cuda":
+        raise ConfigError("memory_budget_gib needs a GPU", "drop memory_budget_gib or use device=cuda")
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if not 0 < gib <= total:
+        raise ConfigError(
+            f"memory_budget_gib={gib} is not within the GPU's {total:.0f} GiB",
+            f"use a value above 0 and up to {total:.0f}",
+        )
+    return gib / total
+
+
+def _keep_triton_cache() -> None:
+    """Hold this process to Triton's own cache (TRITON_CACHE_DIR, or its default).
+
+    Inductor sets TRITON_CACHE_DIR to a directory of its own with the first kernel that it builds. In a step with
+    a compiled loss that is after the model's forward pass: FLA would then look for its backward kernels in an
+    empty cache and tune them for minutes, though they were tuned before.
+    """
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
