@@ -6,6 +6,7 @@ from pathlib import Path
 from linrnn.config import data_for, read_config
 from linrnn.config.cli import run
 from linrnn.config.schema import EvaluateConfig
+from linrnn.data import BatchesOnce
 
 
 def main(config: EvaluateConfig) -> None:
@@ -52,7 +53,8 @@ def main(config: EvaluateConfig) -> None:
     evaluation = evaluate(
         model,
         build_loss(here.loss, device=plan.device),
-        shards.batches_once(
+        BatchesOnce(
+            shards,
             seq_len=trainer.seq_len,
             batch_size=trainer.batch_size,
             max_tokens=config.max_tokens,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import linrnn.data.shards
 from linrnn.core.errors import DataError
-from linrnn.data import Batch, BatchLoader, ShardSet, loader
+from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet, loader
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.training.evaluation import _without_labels
 
@@ -159,7 +159,7 @@ def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequ
 def test_a_validation_pass_predicts_every_token_once(
     shards: ShardSet, documents: list[np.ndarray], seq_len: int, batch_size: int, reset: bool
 ) -> None:
-    batches = list(shards.batches_once(seq_len, batch_size, reset_at_document=reset))
+    batches = list(BatchesOnce(shards, seq_len, batch_size, reset_at_document=reset))
     inputs = torch.cat([batch.input_ids.reshape(-1) for batch in batches]).numpy()
     labels = torch.cat([batch.labels.reshape(-1) for batch in batches]).numpy()
     kept = labels != -100
@@ -173,7 +173,7 @@ def test_a_validation_pass_predicts_every_token_once(
 
 def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards: ShardSet) -> None:
     for max_tokens in (1, 47, 64, 65, 10**9):
-        batches = list(shards.batches_once(16, 2, max_tokens))
+        batches = list(BatchesOnce(shards, 16, 2, max_tokens))
         assert sum(batch.n_tokens for batch in batches) == min(max_tokens, shards.n_tokens - 1)
 
 
@@ -182,7 +182,7 @@ def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards: Shard
 def test_ranks_build_the_validation_batches_that_they_use_and_no_others(
     shards: ShardSet, world_size: int, reset: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = list(shards.batches_once(16, 2, 500, reset_at_document=reset))
+    whole = list(BatchesOnce(shards, 16, 2, 500, reset_at_document=reset))
     rounds = -(-len(whole) // world_size)
     built: list[int] = []
     build = loader.make_batch
@@ -192,7 +192,7 @@ def test_ranks_build_the_validation_batches_that_they_use_and_no_others(
         ranks = DistributedRanks.__new__(DistributedRanks) if world_size > 1 else Ranks()
         ranks.rank, ranks.world_size = rank, world_size
         built.clear()
-        own = list(ranks.share(shards.batches_once(16, 2, 500, reset_at_document=reset), _without_labels))
+        own = list(ranks.share(BatchesOnce(shards, 16, 2, 500, reset_at_document=reset), _without_labels))
         assert len(own) == len(built) == rounds
         seen += own
     assert sum(batch.n_tokens for batch in seen) == sum(batch.n_tokens for batch in whole)

@@ -19,7 +19,7 @@ import linrnn.data.shards
 import linrnn.data.tokenise
 from linrnn.config.schema import StdlibDataConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError
-from linrnn.data import BatchLoader, PreparedData, Progress, prepare
+from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -389,7 +389,7 @@ def test_the_wikipedia_slice_comes_back_word_for_word(tmp_path: Path) -> None:
     assert (data.vocab_size, data.eos_id, data.train.dtype) == (32_000, 2, np.dtype("<u2"))
     for split in (data.train, data.valid):  # a space is put before every text
         token_bytes = data.token_bytes(split, None, pytest.fail)
-    batches = data.valid.batches_once(2048, 8, token_bytes=token_bytes)
+    batches = BatchesOnce(data.valid, 2048, 8, token_bytes=token_bytes)
     first = load_tokenizer(str(tokenizer_path)).decode(data.valid.read(0, 1))
     assert sum(batch.n_bytes or 0 for batch in batches) == data.valid.n_bytes - len(first.encode())
     batch = next(BatchLoader(data.train, seq_len=2048, batch_size=8, seed=0))

@@ -1,7 +1,8 @@
-"""Who may import whom (see the README's map): imports go one way."""
+"""Who may import whom: packages in one order, kernels beside them."""
 
 import ast
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,26 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels" / "cce_kernels"
 LINRNN = ROOT / "src" / "linrnn"
-# What every leaf may import of linrnn, and what one leaf may import of another.
-SHARED = {"config.schema", "dates", "errors", "architecture", "redaction", "output", "json_files", "checksums"}
-LEAVES: dict[str, set[str]] = {
-    "accounting": set(),
-    "checkpoint": set(),
-    "cpu_ops": set(),
-    "data": {"tokenizer", "machine"},
-    "distributed": {"interrupts", "sharding"},
-    "interrupts": set(),
-    "loggers": {"interrupts"},
-    "losses": set(),
-    "machine": set(),
-    "metrics": set(),
-    "models": {"cpu_ops"},
-    "optim": set(),
-    "profiling": set(),
-    "runtime": set(),
-    "sharding": set(),
-    "tokenizer": set(),
-}
+# Each package imports only packages before it. docs/architecture.md draws the order.
+ORDER = [
+    *("core", "config", "data", "models", "losses", "distributed", "costs"),
+    *("profiling", "runs", "training", "inference", "bench", "experiments", "study"),
+]
 
 
 def imports(path: Path) -> set[str]:
@@ -50,8 +36,45 @@ def roots(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
 
 
+def targets(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules that a file imports; of `from package import module` the module alone."""
+    names = imports(path) & set(modules)
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+
 def files(location: Path) -> list[Path]:
     return sorted(location.rglob("*.py"))
+
+
+def test_linrnn_holds_packages_only() -> None:
+    assert [path.name for path in LINRNN.glob("*.py")] == ["__init__.py"]
+    assert {path.parent.name for path in LINRNN.glob("*/__init__.py")} == set(ORDER)
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_imports_only_packages_before_it(package: str) -> None:
+    allowed = {*ORDER[: ORDER.index(package) + 1]}
+    for path in files(LINRNN / package):
+        used = {name.split(".")[1] for name in imports(path) if name.startswith("linrnn.")}
+        assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("root", [LINRNN, KERNELS], ids=["linrnn", "cce_kernels"])
+def test_modules_import_each_other_in_no_circle(root: Path) -> None:
+    """Counts what is imported at the top of a module and inside functions alike."""
+    modules = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in files(root)}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    below = {name: targets(path, modules.keys()) - {name} for name, path in modules.items()}
+    while free := {name for name, others in below.items() if not others & below.keys()}:
+        below = {name: others for name, others in below.items() if name not in free}
+    assert not below
+
+
+@pytest.mark.parametrize("root", [LINRNN, KERNELS], ids=["linrnn", "cce_kernels"])
+def test_no_folder_holds_more_than_a_dozen_modules(root: Path) -> None:
+    for folder in {path.parent for path in files(root)}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= 12, f"{folder.relative_to(ROOT)}: {sorted(modules)}"
 
 
 def test_the_kernels_import_torch_and_triton_alone() -> None:
@@ -61,19 +84,6 @@ def test_the_kernels_import_torch_and_triton_alone() -> None:
         # Triton's interpreter itself runs on numpy: what mends it may name it.
         surplus = roots(path) - allowed - ({"numpy"} if path.name == "interpreter.py" else set())
         assert not surplus, f"{path.name} imports {sorted(surplus)}"
-
-
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_leaves_do_not_import_each_other(leaf: str) -> None:
-    allowed = SHARED | LEAVES[leaf] | {leaf}
-    own = files(LINRNN / leaf) or [LINRNN / f"{leaf}.py"]
-    for path in own:
-        for name in imports(path):
-            if name.startswith("linrnn."):
-                inner = name.removeprefix("linrnn.")
-                # `from linrnn.config import schema` names linrnn.config too.
-                fits = any(f"{inner}.".startswith(f"{a}.") or a.startswith(f"{inner}.") for a in allowed)
-                assert fits, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_only_the_loss_backends_name_the_kernels() -> None:
@@ -86,8 +96,3 @@ def test_hydra_and_omegaconf_stay_in_the_config_package() -> None:
     users = {path for path in files(LINRNN) if roots(path) & {"hydra", "omegaconf"}}
     assert users
     assert all(path.is_relative_to(LINRNN / "config") for path in users)
-
-
-def test_nothing_in_the_package_imports_the_trainer_but_scripts() -> None:
-    for path in files(LINRNN):
-        assert not any(f"{name}.".startswith("linrnn.training.trainer.") for name in imports(path)), path.name

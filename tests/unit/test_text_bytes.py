@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 import linrnn.data.shards
 import linrnn.data.tokenise
 from linrnn.config.schema import LossConfig
-from linrnn.data import PreparedData, prepare
+from linrnn.data import BatchesOnce, PreparedData, prepare
 from linrnn.data.tokenizer import Tokenizer
 from linrnn.losses import build_loss
 from linrnn.training.evaluation import evaluate
@@ -83,7 +83,7 @@ def test_a_pass_over_any_part_counts_its_labels_bytes(data: PreparedData, reset:
     compared = 0
     for max_tokens in (*range(1, 150), *range(150, data.valid.n_tokens, 61), data.valid.n_tokens - 1):
         batches = list(
-            data.valid.batches_once(11, 3, max_tokens, reset_at_document=reset, token_bytes=token_bytes)
+            BatchesOnce(data.valid, 11, 3, max_tokens, reset_at_document=reset, token_bytes=token_bytes)
         )  # fmt: skip
         expected = bytes_of_labels(data, max_tokens, reset)
         if expected is not None:
@@ -119,7 +119,7 @@ class Uniform(torch.nn.Module):
 def test_bits_per_byte_are_of_the_labels_that_were_read(data: PreparedData) -> None:
     """A uniform model spends log2 V bits on each; the part has other bytes a token than the split."""
     token_bytes = data.token_bytes(data.valid, 100, pytest.fail)
-    batches = data.valid.batches_once(16, 2, 100, token_bytes=token_bytes)
+    batches = BatchesOnce(data.valid, 16, 2, 100, token_bytes=token_bytes)
     found = evaluated(batches, data.vocab_size)
     n_bytes = bytes_of_labels(data, 100, reset=False)
     assert n_bytes
@@ -137,10 +137,10 @@ def evaluated(batches: Any, vocab_size: int) -> float | None:
 def test_labels_that_stand_for_no_text_have_no_bits_per_byte(tmp_path: Path) -> None:
     data = prepare(markov_config(tmp_path / "cache"))
     assert data.token_bytes(data.valid, None, pytest.fail) is None
-    assert evaluated(data.valid.batches_once(16, 2, 100), data.vocab_size) is None
+    assert evaluated(BatchesOnce(data.valid, 16, 2, 100), data.vocab_size) is None
     text = prepared(["a", "a"], byte_level(tmp_path / "tokenizer.json"), tmp_path)
     token_bytes = text.token_bytes(text.valid, None, pytest.fail)
-    only_an_end = text.valid.batches_once(1, 1, 1, token_bytes=token_bytes)
+    only_an_end = BatchesOnce(text.valid, 1, 1, 1, token_bytes=token_bytes)
     assert evaluated(only_an_end, text.vocab_size) is None
 
 

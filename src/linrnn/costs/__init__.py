@@ -8,9 +8,9 @@ from linrnn.costs.communication import Communication, communication, vocabulary_
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.costs.flops import mfu, model_flops, model_flops_6n
 from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
+from linrnn.costs.layer_memory import recurrent_state_bytes
 from linrnn.costs.losses import FORMULAS_OF_LOSSES, loss_memory, loss_traffic
 from linrnn.costs.memory import MemoryEstimate, memory_estimate, training_state
-from linrnn.costs.proposal import proposal_flops, proposal_memory, proposal_traffic, recurrent_state_bytes
 from linrnn.costs.traffic import optimizer_traffic
 
 __all__ = [
@@ -30,9 +30,6 @@ __all__ = [
     "model_flops_6n",
     "optimizer_traffic",
     "peak_flops_per_second",
-    "proposal_flops",
-    "proposal_memory",
-    "proposal_traffic",
     "recurrent_state_bytes",
     "time_estimate",
     "training_state",

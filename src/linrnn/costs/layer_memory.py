@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from linrnn.costs.loss_memory import FP32
-from linrnn.costs.mixers import chunk_length
+from linrnn.costs.mixers import FLOPS_OF_MIXERS, chunk_length
 from linrnn.models.architecture import GLA_GATE_RANK, Architecture
 
 
@@ -115,3 +115,17 @@ MEMORY_OF_MIXERS = {
     "kda": MixerMemory(linears=6, gated=True, scan=_kda),
     "transformer": MixerMemory(linears=3, gated=False, scan=_attention),
 }
+
+
+def recurrent_state_bytes(arch: Architecture, batch_size: int, seq_len: int, compute: int) -> int | None:
+    """States of one layer at every chunk's start, all heads; 0 for attention.
+
+    FLA makes them in a layer's forward pass, drops them, and makes them again in its backward pass: those of one
+    layer exist at a time.
+    """
+    if arch.model not in FLOPS_OF_MIXERS:
+        return None
+    if arch.model == "transformer":
+        return 0
+    chunks = -(-seq_len // chunk_length(arch, seq_len))
+    return batch_size * chunks * arch.num_heads * arch.head_k_dim * arch.head_v_dim * compute

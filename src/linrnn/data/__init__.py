@@ -1,6 +1,6 @@
-"""Data: text to token shards once (`prepare`), shards to batches (`BatchLoader`, `ShardSet.batches_once`)."""
+"""Data: text to token shards once (`prepare`), shards to batches (`BatchLoader`, `BatchesOnce`)."""
 
-from linrnn.data.batches import Batch, BatchLoader, check_validation
+from linrnn.data.batches import Batch, BatchesOnce, BatchLoader, check_validation
 from linrnn.data.prepare import PreparedData, prepare
 from linrnn.data.progress import ConsoleProgress, Progress
 from linrnn.data.shards import ShardSet
@@ -9,6 +9,7 @@ from linrnn.data.vocabulary import vocabulary_size
 __all__ = [
     "Batch",
     "BatchLoader",
+    "BatchesOnce",
     "ConsoleProgress",
     "PreparedData",
     "Progress",

@@ -201,7 +201,7 @@ def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> t
 
 
 def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_document: bool) -> None:
-    """Refuse a text of which `ShardSet.batches_once` would give no label.
+    """Refuse a text of which `BatchesOnce` would give no label.
 
     Raises:
         DataError: it is too short, or it has documents of one token alone, whose first tokens are never predicted.

@@ -21,15 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from linrnn.core.errors import DataError, StorageError
 from linrnn.data.tokenizer import TokenBytes
-
-if TYPE_CHECKING:
-    from linrnn.data.batches import BatchesOnce
 
 FORMAT_VERSION = 1
 META = "meta.json"
@@ -294,22 +291,6 @@ class ShardSet:
             if spelt != shard.bytes:
                 return f"the tokens of {shard.file} stand for {spelt:,} bytes, its text has {shard.bytes:,}"
         return None
-
-    def batches_once(
-        self,
-        seq_len: int,
-        batch_size: int,
-        max_tokens: int | None = None,
-        *,
-        reset_at_document: bool = False,
-        token_bytes: TokenBytes | None = None,
-    ) -> "BatchesOnce":
-        """Every token predicted once, in order, `max_tokens` of them at most; see `linrnn.data.batches`."""
-        from linrnn.data.batches import BatchesOnce
-
-        return BatchesOnce(
-            self, seq_len, batch_size, max_tokens, reset_at_document=reset_at_document, token_bytes=token_bytes
-        )
 
 
 def _broken(path: Path, what: str) -> DataError:

@@ -1,4 +1,4 @@
-"""Where the memory and the time of a training step go: measured, beside the formulas and the proposal's own account."""
+"""Where the memory and the time of a training step go: measured, beside the formulas."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,6 @@ class Breakdown:
         time: part -> {"forward", "backward", "recomputed"} seconds, medians; step and optimizer have "total".
         flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; null: no formulas.
         traffic: part -> {"forward", "backward"} bytes of HBM by formula.
-        proposal: the proposal's memory, FLOPs and traffic for the same dimensions.
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
         hardware_utilisation: share of the device's peak, by all that its kernels compute.
         peak_flops_per_second: of the device; null where unknown.
@@ -47,7 +46,6 @@ class Breakdown:
     time: dict[str, dict[str, float | None]]
     flops: dict[str, dict[str, int]] | None
     traffic: dict[str, dict[str, int] | None]
-    proposal: dict[str, dict[str, int] | None]
     mfu: float | None
     mfu_6n: float | None
     hardware_utilisation: float | None
@@ -146,11 +144,6 @@ def assemble(
             and {pass_: trainer.accumulation_steps * size for pass_, size in zip(PASSES[:2], traffic, strict=True)},
             "optimizer": {"total": costs.optimizer_traffic(arch, plan.precision)},
         },
-        proposal={
-            "memory": costs.proposal_memory(arch, trainer.batch_size, trainer.seq_len),
-            "flops": costs.proposal_flops(arch, trainer.seq_len),
-            "traffic": costs.proposal_traffic(arch, n_tokens),
-        },
         **costs.mfu(
             arch,
             seq_len=trainer.seq_len,
@@ -203,7 +196,7 @@ def _memory(
 # ------------------------------------------------------------------------------------------------------- for people
 def markdown(b: Breakdown) -> str:
     """The breakdown as Markdown tables."""
-    lines = [*_heading(b), *_memory_lines(b), *_time_lines(b), *_flops_and_traffic_lines(b), *_proposal_lines(b)]
+    lines = [*_heading(b), *_memory_lines(b), *_time_lines(b), *_flops_and_traffic_lines(b)]
     return "\n".join(lines) + "\n"
 
 
@@ -299,29 +292,6 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
 def _digits(value: float) -> str:
     """Two decimals; three digits where a small model's figure would be 0.00."""
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
-
-
-def _proposal_lines(b: Breakdown) -> list[str]:
-    memory, flops, traffic = b.proposal["memory"], b.proposal["flops"], b.proposal["traffic"]
-    if memory is None or flops is None or traffic is None or b.flops is None:
-        return ["The proposal's own account has no formulas for this model."]
-    vocabulary = b.flops["vocabulary"]["forward"] / sum(row["forward"] for row in b.flops.values())
-    rows = [
-        *(
-            (f"memory, {name}", f"{_digits(size / GIB)} GiB ({size / sum(memory.values()):.0%})")
-            for name, size in memory.items()
-        ),
-        (
-            "vocabulary product's share of the forward FLOPs",
-            f"{flops['vocabulary'] / sum(flops.values()):.0%} (the full count: {vocabulary:.0%})",
-        ),
-        (
-            "loss layer's HBM traffic, standard / CCE",
-            f"{_digits(traffic['standard'] / 1e9)} / {_digits(traffic['cce'] / 1e9)} GB",
-        ),
-    ]
-    lines = ["| the proposal's own account | |", "|---|--:|"]
-    return [*lines, *(f"| {name} | {value} |" for name, value in rows)]
 
 
 def to_json(b: Breakdown) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from linrnn.config import data_for, read_config
 from linrnn.config.schema import Config, DataConfig, MarkovDataConfig
 from linrnn.core.errors import ConfigError
-from linrnn.data import Batch, ConsoleProgress, PreparedData, prepare, vocabulary_size
+from linrnn.data import Batch, BatchesOnce, ConsoleProgress, PreparedData, prepare, vocabulary_size
 from linrnn.data.markov import END
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
@@ -115,7 +115,8 @@ class Reading:
     def batches(self, max_tokens: int | None) -> Sequence[Batch]:
         """The first `max_tokens` labels of the validation split (all: None), in the run's own sequences."""
         trainer = self.config.trainer
-        return self.data.valid.batches_once(
+        return BatchesOnce(
+            self.data.valid,
             seq_len=trainer.seq_len,
             batch_size=trainer.batch_size,
             max_tokens=max_tokens,

@@ -33,6 +33,7 @@ from linrnn.core.interrupts import StopRequest
 from linrnn.core.output import say
 from linrnn.data import (
     Batch,
+    BatchesOnce,
     BatchLoader,
     ConsoleProgress,
     PreparedData,
@@ -510,7 +511,8 @@ class Trainer:
 
     def _evaluate(self) -> Evaluation:
         trainer = self.config.trainer
-        batches = self.data.valid.batches_once(
+        batches = BatchesOnce(
+            self.data.valid,
             seq_len=trainer.seq_len,
             batch_size=self.plan.sequences_of_rank,
             max_tokens=trainer.valid_tokens,
