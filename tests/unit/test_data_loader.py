@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import linrnn.data.shards
 from linrnn.core.errors import DataError
-from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet, loader
+from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet
+from linrnn.data import batches as batches_module
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.training.evaluation import _without_labels
 
@@ -185,8 +186,8 @@ def test_ranks_build_the_validation_batches_that_they_use_and_no_others(
     whole = list(BatchesOnce(shards, 16, 2, 500, reset_at_document=reset))
     rounds = -(-len(whole) // world_size)
     built: list[int] = []
-    build = loader.make_batch
-    monkeypatch.setattr(loader, "make_batch", lambda *a, **k: built.append(1) or build(*a, **k))
+    build = batches_module.make_batch
+    monkeypatch.setattr(batches_module, "make_batch", lambda *a, **k: built.append(1) or build(*a, **k))
     seen: list[Batch] = []
     for rank in range(world_size):
         ranks = DistributedRanks.__new__(DistributedRanks) if world_size > 1 else Ranks()
