@@ -374,13 +374,14 @@ def _rounded_gradients(e: Tensor, c: Tensor, targets: Tensor, lse: Tensor, o: An
         return o.logit_scale * dz @ c, o.logit_scale * dz.T @ e
 
 
-def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the public function, made to store exponentials: gradients of e or c alone, main_grad, statistics."""
+def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch, chunk: int = 512) -> None:
+    """Through the public function, made to store exponentials of two chunks of rows and a short one: gradients of e or
+    c alone, main_grad, statistics."""
     from cce_kernels import fused
     from cce_kernels.schemes import Plan
 
-    monkeypatch.setattr(fused, "plan", lambda *_: Plan(rows=512, columns=256))
-    e, c, targets, _ = draw(Case("stored", shape=(1030,), dim=64, vocab=500, dtype=BF16, peak=3), device)
+    monkeypatch.setattr(fused, "plan", lambda *_: Plan(rows=chunk, columns=256))
+    e, c, targets, _ = draw(Case("stored", shape=(2 * chunk + 6,), dim=64, vocab=500, dtype=BF16, peak=3), device)
 
     def loss(e: Tensor, c: Tensor, **options: Any) -> Tensor:
         return linear_cross_entropy(e, c, targets, **options)
@@ -408,9 +409,9 @@ DEFAULTED = {
 }
 
 
-def check_default_dtype(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+def check_default_dtype(options: dict[str, Any], dtype: torch.dtype, device: str, rows: int = 240) -> None:
     """torch.set_default_dtype changes no bit of a result, and no dtype."""
-    e, c, targets, _ = draw(Case("default", shape=(240,), dim=24, vocab=700, dtype=BF16, peak=3), device)
+    e, c, targets, _ = draw(Case("default", shape=(rows,), dim=24, vocab=700, dtype=BF16, peak=3), device)
 
     def results() -> list[Tensor]:
         loss, *metrics, stats = linear_cross_entropy(e, c, targets, return_stats=True, **options)

@@ -1,28 +1,126 @@
-"""Triton's interpreter in a third less time: it puts its own versions of the language in place once per launch.
+"""Triton's interpreter (3.6.0, 3.7.1) in a third of its time, with the same results to the bit.
 
-As it is (3.6.0, 3.7.1), every call of one jitted function by another goes through all names of `triton.language` again,
-although the kernel that calls has put them in place.
+Most of its time goes to types and shapes, which are few, and which it makes anew for every operation. Here each is
+made once. What is left out is never looked at: it computes whether an integer sum overflows, and asserts that only
+where `debug` is set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 
 def patch_once() -> None:
-    """From now on, names that are in place are left there. Without Triton there is nothing to do."""
+    """From now on the interpreter is quick. Without Triton there is nothing to do."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:
         return
+    _keep_the_language_in_place(tl, interpreter)
+    _call_at_once(tl.core, interpreter)
+    _make_types_once(tl.core)
+    _convert_types_once(tl, interpreter)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_the_language_in_place(tl: Any, interpreter: Any) -> None:
+    """A jitted function that calls another leaves the names of `triton.language` that are in place."""
     patch: Callable[[Any], Any] = interpreter._patch_lang
+    languages: dict[Callable[..., Any], list[Any]] = {}
 
     def patch_what_is_not(function: Any) -> Any:
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        if languages and all(not tl.core.is_builtin(language.load) for language in languages):
+        if function not in languages:
+            named = function.__globals__.values()
+            languages[function] = [value for value in named if value is tl or value is tl.core]
+        if languages[function] and all(not tl.core.is_builtin(language.load) for language in languages[function]):
             return interpreter._LangPatchScope()  # nothing to restore
         return patch(function)
 
     interpreter._patch_lang = patch_what_is_not
+
+
+def _call_at_once(core: Any, interpreter: Any) -> None:
+    """The language's functions are called without the wrapper that only asks whether they are told of the builder."""
+
+    @core.builtin
+    def example(_semantic: Any = None) -> None: ...
+
+    def replace_member(package: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is example.__code__ else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(package, name, call)
+
+    interpreter._patch_attr = replace_member
+
+
+def _make_types_once(core: Any) -> None:
+    """The shape of a tensor and the members of a block's type are made once for each shape and element type."""
+    unwrap, validate = core._unwrap_if_constexpr, core.validate_block_shape
+
+    @cache
+    def members(element: str, shape: tuple[int, ...]) -> tuple[int, str]:
+        return validate(shape), f"<{shape}, {element}>"
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape = shape if type(shape) is tuple else tuple(core._unwrap_shape(shape))
+        if any(type(size) is not int for size in self.shape):
+            self.shape = tuple(core._unwrap_shape(shape))
+        if not self.shape:
+            raise TypeError("0d block_type is forbidden")
+        self.numel, self.name = members(element_ty.name, self.shape)
+
+    @cache
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        numel = 1
+        for size in shape:
+            numel *= size
+        return core.constexpr(numel), core.tuple([core.constexpr(size) for size in shape])
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes(type.shape if type.is_block() else ())
+
+    def same(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        other = unwrap(other)
+        return isinstance(other, core.dtype) and self.name == other.name
+
+    core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
+    core.dtype.__eq__, core.dtype.__hash__ = same, lambda self: hash(self.name)
+    core.block_type.to_ir = lambda self, builder: self  # the interpreter has no others
+
+
+def _convert_types_once(tl: Any, interpreter: Any) -> None:
+    """Values that have the type and the shape asked for stay as they are; numpy's types are found by name."""
+    semantic = type(interpreter.interpreter_semantic)
+    numpy_type, cast, broadcast = interpreter._get_np_dtype, semantic.cast, semantic.broadcast_impl_value
+    numpy_types: dict[str, Any] = {}
+
+    def named(dtype: Any) -> Any:
+        if dtype.name not in numpy_types:
+            numpy_types[dtype.name] = numpy_type(dtype)
+        return numpy_types[dtype.name]
+
+    def cast_what_differs(self: Any, value: Any, to: Any, *rest: Any) -> Any:
+        return value if value.type.scalar is to.scalar else cast(self, value, to, *rest)
+
+    def broadcast_what_differs(self: Any, left: Any, right: Any) -> Any:
+        blocks = left.type.is_block(), right.type.is_block()
+        if blocks == (False, False) or (blocks == (True, True) and left.type.shape == right.type.shape):
+            return left, right
+        return broadcast(self, left, right)
+
+    interpreter._get_np_dtype = named
+    semantic.cast, semantic.broadcast_impl_value = cast_what_differs, broadcast_what_differs

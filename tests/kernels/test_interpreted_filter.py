@@ -23,6 +23,8 @@ from triton_interpreter import MARKS
 
 pytestmark = MARKS
 
+# Where gather_kernel's loop is not what is tested, it takes more entries at a time: fewer steps to interpret.
+TOGETHER = "cce_kernels.gather.ENTRIES", 32
 FILTERED_HERE = (
     "threshold", "threshold_e_only", "unbiased", "unbiased_scaled", "mass_unbiased", "short_lists", "short_lists_kahan",
 )  # fmt: skip
@@ -52,6 +54,7 @@ def test_kernels_find_the_rows_coefficients():
 
 
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
+    monkeypatch.setattr(*TOGETHER)
     monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
     check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
 
@@ -82,6 +85,7 @@ def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkey
 
     launched, real = [], gather.gradients
     monkeypatch.setattr(gather, "gradients", lambda *args: launched.append(True) or real(*args))
+    monkeypatch.setattr(*TOGETHER)
     monkeypatch.setattr(gather, "Glance", Known)
     monkeypatch.setattr(gather, "_launched", gather.Recent(gather.KINDS))
     e, c, targets, _ = drawn(Filtered("known"), BF16, "cpu")
@@ -120,12 +124,14 @@ def test_lists_too_long_for_their_slots(monkeypatch):
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_properties_of_the_filter(unbiased):
+def test_properties_of_the_filter(monkeypatch, unbiased):
+    monkeypatch.setattr(*TOGETHER)
     check_adversarial_rows(unbiased, "cpu")
     check_monotone(unbiased, "cpu")
 
 
-def test_more_properties_of_the_filter():
+def test_more_properties_of_the_filter(monkeypatch):
+    monkeypatch.setattr(*TOGETHER)
     check_exact_at_no_mass("cpu")
     check_order_of_the_vocabulary("cpu")
 
@@ -141,4 +147,4 @@ def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():
 
 def test_a_default_dtype_of_few_bits_rounds_no_threshold():
     eps = 2.0**-8 * (1 + 0.98 * 2.0**-8)  # 2^-8 in bf16
-    check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu")
+    check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu", rows=24)

@@ -27,7 +27,7 @@ def test_loss_and_gradients_are_within_twice_torchs_error(case):
 
 @pytest.mark.parametrize("options", [DEFAULTED["plain"], DEFAULTED["threshold"]], ids=["plain", "threshold"])
 def test_the_default_dtype_changes_nothing(options):
-    check_default_dtype(options, torch.float64, "cpu")
+    check_default_dtype(options, torch.float64, "cpu", rows=24)
 
 
 def test_evaluation_needs_no_workspace():

@@ -29,7 +29,7 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
 
 
 def test_stored_exponentials_through_the_public_function(monkeypatch):
-    check_stored_options("cpu", monkeypatch)
+    check_stored_options("cpu", monkeypatch, chunk=128)
 
 
 @pytest.mark.parametrize("arguments", APART.values(), ids=APART)

@@ -16,7 +16,7 @@ from cce_kernels import (
 from cce_kernels.options import Options
 from cce_kernels.vocab_operators import _metric_parts
 from torch import distributed as dist
-from vocab_parallel_ranks import Spread, cases, start
+from vocab_parallel_ranks import Spread, cases, start, start_forked
 
 SPREADS = {
     2: [spread for spread in cases(2) if spread.case.dtype == BF16 and not spread.unequal],
@@ -32,7 +32,7 @@ INTERPRETED = (*ON_GPUS, "exact-fp32-same")
 
 @pytest.fixture(scope="module")
 def computed() -> dict[int, list[dict[str, Any]]]:
-    return {ranks: start(ranks, spreads) for ranks, spreads in SPREADS.items()}
+    return start_forked(SPREADS)
 
 
 @pytest.mark.parametrize(("ranks", "spread"), ALL, ids=str)

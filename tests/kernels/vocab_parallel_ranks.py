@@ -1,6 +1,7 @@
 """Ranks that compute the loss with a vocabulary spread over them: one process each, all cases in one go.
 
-`python vocab_parallel_ranks.py RANK RANKS STORE OUTPUT DEVICE CASE…` writes what the rank got to OUTPUT.RANK.
+`python vocab_parallel_ranks.py RANK RANKS STORE OUTPUT DEVICE CASE…` writes what the rank got to OUTPUT.RANK. On CPUs
+without the interpreter the processes are forked from one that has imported torch and its compiler (forked.py).
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def cases(ranks: int) -> list[Spread]:
 
 
 def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment: str) -> list[dict[str, Any]]:
-    """What every rank got for these cases of `cases(ranks)`: by its name, results and gradients."""
+    """What every rank got for these cases of `cases(ranks)`, in new processes: by its name, results and gradients."""
     with tempfile.TemporaryDirectory() as folder:
         common = [str(ranks), f"{folder}/store", f"{folder}/output", device, *(str(spread) for spread in spreads)]
         processes = [
@@ -135,6 +136,39 @@ def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment:
                 process.kill()
         assert not any(process.returncode for process in processes), "\n".join(printed)[-5000:]
         return [torch.load(f"{folder}/output.{rank}", weights_only=True) for rank in range(ranks)]
+
+
+def start_forked(spreads: dict[int, list[Spread]]) -> dict[int, list[dict[str, Any]]]:
+    """As `start` on CPUs, for several numbers of ranks: smaller groups are of the same processes."""
+    import forked  # of the folder above: the scripts' processes have no use for it
+
+    most = max(spreads)
+    names = {ranks: [str(spread) for spread in spreads[ranks]] for ranks in sorted(spreads)}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [forked.start(_forked, rank, folder, names) for rank in range(most)]
+        try:
+            for process in processes:
+                process.join(2 * PATIENCE)
+        finally:
+            for process in processes:
+                process.kill()
+        printed = [Path(f"{folder}/printed.{rank}") for rank in range(most)]
+        said = "\n".join(path.read_text() for path in printed if path.exists())
+        assert not any(process.exitcode for process in processes), said[-5000:]
+        return {
+            ranks: [torch.load(f"{folder}/of_{ranks}.{rank}", weights_only=True) for rank in range(ranks)]
+            for ranks in names
+        }
+
+
+def _forked(rank: int, folder: str, names: dict[int, list[str]]) -> None:
+    with open(f"{folder}/printed.{rank}", "a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    for ranks, of_ranks in names.items():
+        if rank < ranks:
+            main(rank, ranks, f"{folder}/store_{ranks}", f"{folder}/of_{ranks}", "cpu", of_ranks)
 
 
 def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any]:
@@ -259,4 +293,4 @@ if __name__ == "__main__":
     main(int(rank), int(ranks), store, output, device, names)
 
 
-__all__ = ["IGNORE", "Spread", "cases", "compute", "start"]
+__all__ = ["IGNORE", "Spread", "cases", "compute", "start", "start_forked"]
