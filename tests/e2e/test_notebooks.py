@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from linrnn.training.trainer import Trainer
 nbclient = pytest.importorskip("nbclient", reason="pip install 'linrnn[test]'")
 pytest.importorskip("ipykernel", reason="pip install 'linrnn[test]'")
 nbformat = pytest.importorskip("nbformat", reason="pip install 'linrnn[test]'")
+KernelManager = pytest.importorskip("jupyter_client", reason="pip install 'linrnn[test]'").KernelManager
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -49,12 +51,21 @@ def cpu_results(tmp_path_factory: pytest.TempPathFactory, data_cache: Path) -> P
     return results
 
 
-def execute(name: str, monkeypatch: pytest.MonkeyPatch, results: Path | None) -> str:
-    """Run a notebook; returns all that it shows, a plot as `<plot>`."""
-    if results is not None:
-        monkeypatch.setenv("LINRNN_RESULTS", str(results))
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    """One process for every notebook: it imports the libraries once."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(ROOT / "notebooks"))
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+def execute(name: str, kernel: KernelManager, results: Path) -> str:
+    """Run a notebook; returns all that it shows, a plot as `<plot>`. It finds no name of the notebook before."""
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute(cwd=str(ROOT / "notebooks"))
+    forget = f"%reset -f\nimport os\nos.environ['LINRNN_RESULTS'] = {str(results)!r}\ndel os"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(forget))
+    nbclient.NotebookClient(notebook, timeout=300, km=kernel).execute()
     shown = []
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         data = output.get("data", {})
@@ -66,8 +77,8 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch, results: Path | None) ->
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = execute(name, monkeypatch, cpu_results)
+def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, kernel: KernelManager) -> None:
+    shown = execute(name, kernel, cpu_results)
     assert "<plot>" in shown
     for sweep in re.findall(r"sweep=(\w+)", shown):
         assert (ROOT / "configs" / "sweep" / f"{sweep}.yaml").exists()
@@ -81,10 +92,10 @@ def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, monk
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_on_the_committed_results(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_notebook_runs_on_the_committed_results(name: str, kernel: KernelManager, tmp_path: Path) -> None:
     """The committed summaries alone, as in a fresh clone, whatever lies beside them here."""
     (tmp_path / "summaries").symlink_to(ROOT / "results" / "summaries")
-    shown = execute(name, monkeypatch, tmp_path)
+    shown = execute(name, kernel, tmp_path)
     assert "H200" in shown
     assert "<plot>" in shown or "no curves were committed" in shown or "nothing to draw" in shown
     if name == "04_where_memory_goes":

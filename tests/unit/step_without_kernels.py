@@ -1,7 +1,7 @@
 """What FLA's own modules hold in a training step, on CPU tensors with the Triton kernels left out; prints JSON.
 
 Kernels only fill tensors that FLA has allocated before, so that without them every tensor is there, of no meaning.
-Matrix products are left out likewise: on a CPU without bf16 units they take minutes.
+Matrix products are left out likewise: on a CPU without bf16 units they take minutes. No tensor has numbers.
 Arguments: sequences, their length, vocabulary. Of every model at the size mve, and in chunks of other sizes than FLA's,
 without and with activation checkpointing, under bf16 autocast: bytes beyond the parameters, when the loss begins and at
 most in the backward pass after the final norm's.
@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.autotuner import Autotuner, Heuristics
@@ -81,6 +82,18 @@ def chunk_gla(*tensors: Tensor, initial_state: Any, cu_seqlens: Any, chunk_size:
     return _ChunkGLA.apply(*tensors, initial_state, *options.values(), cu_seqlens, chunk_size)
 
 
+def take_numbers_out(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Every parameter and buffer is replaced by one of its size; those that modules share stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(mode.from_tensor(parameter.detach()))
+            setattr(module, name, made[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, made.setdefault(buffer, mode.from_tensor(buffer)))
+
+
 def bytes_held(
     name: str, chunk: int | None, checkpointing: str, batch_size: int, seq_len: int, vocab_size: int
 ) -> tuple[int, int]:
@@ -88,8 +101,11 @@ def bytes_held(
     config = load_config([f"model={name}", f"model.chunk_size={chunk or 'null'}", "size=mve"])
     model = build_model(resolve(config.model, config.size, vocab_size), device="cpu", seed=0)
     model.set_activation_checkpointing(checkpointing)
-    tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
-    with Held() as held:
+    without_numbers = FakeTensorMode()
+    take_numbers_out(model, without_numbers)
+    with without_numbers, Held() as held:
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64)
+        held.now = 0
         batch = Batch(tokens.clone(), tokens.clone(), None, tokens.numel())
         inputs = list(loss_inputs(model, batch, "bf16_autocast", torch.device("cpu")))
         before_loss = held.now

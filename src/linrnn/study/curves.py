@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import fsum
 from statistics import fmean
 
 SMOOTHED_STEPS = 20
@@ -48,11 +49,11 @@ def difference(curve: Curve, other: Curve) -> list[tuple[int, float]]:
 
 def smoothed(curve: Curve) -> list[tuple[int, float]]:
     """At each logged step s the mean of what was logged in the steps s - SMOOTHED_STEPS + 1 to s."""
-    steps = [step for step, _ in curve]
+    steps, values = [step for step, _ in curve], [value for _, value in curve]
     starts = (bisect_right(steps, step - SMOOTHED_STEPS) for step in steps)
     return [
-        (step, fmean(value for _, value in curve[start : end + 1]))
-        for end, (step, start) in enumerate(zip(steps, starts, strict=True))
+        (step, fsum(values[start:end]) / (end - start))
+        for end, (step, start) in enumerate(zip(steps, starts, strict=True), start=1)
     ]
 
 
