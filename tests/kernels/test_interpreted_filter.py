@@ -61,6 +61,7 @@ def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": "fp32", "z_loss": 1e-2}], ids=str)
 def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, options):
+    monkeypatch.setattr(*TOGETHER)
     monkeypatch.setattr("cce_kernels.filtered.TILE_ROWS", 16)
     monkeypatch.setattr("cce_kernels.filtered.TWO_WAVES", 1)
     monkeypatch.setattr("cce_kernels.tail.tail_width", lambda *_: 16)
@@ -103,6 +104,7 @@ def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkey
 
 
 def test_lists_sorted_in_parts(monkeypatch):
+    monkeypatch.setattr(*TOGETHER)
     monkeypatch.setattr("cce_kernels.gather.list_parts", lambda *_: 4)
     check_filtered(Filtered("parts", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
 
@@ -145,6 +147,7 @@ def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():
     assert stats["dropped_mass_mean"].item() == pytest.approx(1 - share)
 
 
-def test_a_default_dtype_of_few_bits_rounds_no_threshold():
+def test_a_default_dtype_of_few_bits_rounds_no_threshold(monkeypatch):
+    monkeypatch.setattr(*TOGETHER)
     eps = 2.0**-8 * (1 + 0.98 * 2.0**-8)  # 2^-8 in bf16
     check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu", rows=24)
