@@ -43,7 +43,9 @@ from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, resolve
 
 GIB, MIB = 2**30, 2**20
-COMMITTED = Path(__file__).resolve().parents[2] / "results" / "summaries"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+COMMITTED = RESULTS / "summaries"
+REPORTS = sorted([*COMMITTED.glob("*/runs.json"), *(RESULTS / "superseded").glob("*/runs.json")])
 STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
 LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
 FLA = FlaLossConfig("fla", 8)
@@ -300,7 +302,7 @@ def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
 
 def committed_runs() -> list[dict]:
     """Summaries of runs on an H200 that say how they were made, each with the commit of its group."""
-    groups = [json.loads(path.read_text()) for path in sorted(COMMITTED.glob("*/runs.json"))]
+    groups = [json.loads(path.read_text()) for path in REPORTS]
     runs = [run | {"commit": group["environment"]["git"]["commit"]} for group in groups for run in group["runs"]]
     needed = ("loss_options", "activation_checkpointing")
     return [run for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
@@ -378,7 +380,7 @@ def test_formulas_agree_with_every_committed_run():
 
 
 def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
-    for path in sorted(COMMITTED.glob("*/runs.json")):
+    for path in REPORTS:
         for run in json.loads(path.read_text())["runs"]:
             expected, name = mfu_of_summary(run), f"{path.parent.name}/{run['run_name']}"
             assert (expected["mfu"] is None) == (run["tokens_per_second"] is None), name

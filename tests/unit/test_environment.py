@@ -12,7 +12,7 @@ import torch
 from linrnn.runs import environment
 from linrnn.runs.environment import describe_environment
 
-ROOT = Path(environment.__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(folder, *arguments):
@@ -109,3 +109,18 @@ def test_a_command_names_this_repositorys_scripts_by_their_place_in_it(script, s
     assert environment.command_line() == f"torchrun --nproc-per-node=8 {shown} model=gla 'data.path=a b'"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "4")
     assert environment.command_line().startswith("torchrun --nnodes=4 --nproc-per-node=8 ")
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        (f"data.path={ROOT}/data/a.txt", "data.path=data/a.txt"),
+        ("results_dir=/scratch/r", "results_dir=results"),
+        ("init_from=/scratch/r/phase1/a", "init_from=results/phase1/a"),
+        ("data.path=/data/a.txt", "data.path=/data/a.txt"),
+        ("model=gla", "model=gla"),
+    ],
+)
+def test_a_command_names_paths_relative_to_the_repository(argument, shown, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(ROOT / "train.py"), "results_dir=/scratch/r", argument])
+    assert environment.command_line() == f"python train.py results_dir=results {shown}"

@@ -36,7 +36,8 @@ from linrnn.study.results import (
 GIB = 2**30
 HERE = {"packages": {"torch": "2.11"}, "gpus": [{"name": "H200"}], "git": {"commit": "a" * 40, "dirty": False}}
 ELSEWHERE = {**HERE, "gpus": [{"name": "H100"}]}
-COMMITTED = Path(__file__).resolve().parents[2] / "results" / "summaries"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+REPORTS = sorted(p.parent for kind in ("summaries", "superseded") for p in (RESULTS / kind).glob("*/runs.json"))
 
 
 def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats: float = 5.0, **more: Any) -> Run:
@@ -751,9 +752,9 @@ def test_a_report_is_made_from_the_rows_of_a_committed_one(tmp_path: Path) -> No
             make_report(load_config(wrong, "report"))
 
 
-@pytest.mark.parametrize("directory", sorted(p.parent.name for p in COMMITTED.glob("*/runs.json")))
-def test_every_committed_summary_reads_judges_and_plots(directory: str) -> None:
-    runs = read_committed(COMMITTED / directory)
+@pytest.mark.parametrize("directory", REPORTS, ids=lambda path: path.name)
+def test_every_committed_summary_reads_judges_and_plots(directory: Path) -> None:
+    runs = read_committed(directory)
     table = frame(runs)
     assert len(table) == len(runs)
     assert table["peak_memory_gib"].notna().any()

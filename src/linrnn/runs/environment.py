@@ -10,17 +10,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linrnn.config import settings
+from linrnn.config import CONFIG_DIR, settings
 from linrnn.config.schema import Config
 from linrnn.core.dates import utc_now
 from linrnn.runs.provenance import Process
 
+ROOT = CONFIG_DIR.parent
 PACKAGES = (
     "linrnn",
     "torch",
@@ -49,14 +51,34 @@ CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
 
 def command_line() -> str:
-    """The command of this process, torchrun's where that started it; a script of this repository by its place there."""
+    """The command of this process, or of torchrun where torchrun started this process.
+
+    Paths below the repository are relative to it, and a results directory elsewhere is called `results`: reports are
+    committed, and no path of one machine helps on another.
+    """
     starter = ["python"]
     if processes := os.environ.get("LOCAL_WORLD_SIZE"):
         machines = os.environ.get("GROUP_WORLD_SIZE", "1")
         starter = ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
-    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
-    here = script.relative_to(root).as_posix() if script.is_relative_to(root) else sys.argv[0]
-    return shlex.join([*starter, here, *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else sys.argv[0]
+    return shlex.join([*starter, here, *_without_machine_paths(sys.argv[1:])])
+
+
+def _without_machine_paths(arguments: Sequence[str]) -> list[str]:
+    """`key=value` arguments with paths relative to the repository, as :func:`command_line` describes."""
+    pairs = [argument.partition("=") for argument in arguments]
+    results = next((Path(value) for key, _, value in pairs if key == "results_dir"), Path("results"))
+
+    def relative(value: str) -> str:
+        path = Path(value)
+        if path.is_absolute() and path.is_relative_to(ROOT):
+            return path.relative_to(ROOT).as_posix()
+        if path.is_absolute() and path.is_relative_to(results):
+            return ("results" / path.relative_to(results)).as_posix()
+        return value
+
+    return [f"{key}{equals}{relative(value)}" for key, equals, value in pairs]
 
 
 def describe_process(config: Config, from_step: int, continues: dict[str, Any] | None) -> Process:
