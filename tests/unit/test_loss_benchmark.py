@@ -257,7 +257,7 @@ def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
     assert "| backend | V = 1,000 | V = 10,000 | V = 100,000 |" in text
     assert "| compiled | **1.000**, 1,000, 1.0e-03, 2.0e-03 |" in text
     assert "| liger | 2.000, 3, 1.0e-03, 2.0e-03 | 2.000, 3, 1.0e-03, 2.0e-03 | **0.500**, 3, " in text
-    assert "| fla | failed |  |  |" in text
+    assert "| fla | failed | | |" in text
     assert "fla: failed. RuntimeError: broken" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linrnn import costs
+from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
 from linrnn.models.architecture import Architecture
@@ -212,17 +213,14 @@ def _heading(b: Breakdown) -> list[str]:
 
 
 def _memory_lines(b: Breakdown) -> list[str]:
-    lines = [
-        "| memory | measured, GiB | formula, GiB | share of the measured peak |",
-        "|---|--:|--:|--:|",
-    ]
+    rows = []
     peak = b.memory["peak"]["measured"]
     for name, row in b.memory.items():
         share = row["measured"] / peak if peak and row["measured"] is not None else None
-        cells = (_show(row["measured"], ".3f", GIB), _show(row["formula"], ".3f", GIB), _show(share, ".1%"))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append((name, show(row["measured"], ".3f", GIB), show(row["formula"], ".3f", GIB), show(share, ".1%")))
+    columns = ("memory", "measured, GiB", "formula, GiB", "share of the measured peak")
     return [
-        *lines,
+        *Table(columns, rows, words=("memory",)).markdown(),
         "",
         "Activations in parts: what the autograd graph keeps, by the part that keeps it. loss_forward, loss_backward: "
         "the most that the loss layer's passes add, gradients of hidden states and head included. "
@@ -232,10 +230,7 @@ def _memory_lines(b: Breakdown) -> list[str]:
 
 
 def _time_lines(b: Breakdown) -> list[str]:
-    lines = [
-        "| time | forward, ms | backward, ms | recomputed, ms | share of the step | TFLOP/s | share of the peak rate |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     step = b.time["step"]["total"]
     rest = step
     for part in TIMED:
@@ -243,20 +238,24 @@ def _time_lines(b: Breakdown) -> list[str]:
         total = sum(value or 0 for value in row.values())
         rest = None if rest is None else rest - total
         rate = _rate(b, part, total)
-        cells = [_show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
-        cells += [_show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
-        cells.append(_show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
-        lines.append(f"| {part} | {' | '.join(cells)} |")
+        cells = [show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
+        cells += [show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
+        cells.append(show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
+        rows.append((part, *cells))
     update = b.time["optimizer"]["total"]
     rest = None if rest is None else rest - (update or 0)
     for name, seconds in (("optimizer", update), ("the rest", rest), ("step", step)):
         share = seconds / step if step and seconds is not None else None
-        lines.append(f"| {name} | | | | {_show(seconds, '.2f', 1e-3)} ms, {_show(share, '.1%')} | | |")
+        rows.append((name, "", "", "", f"{show(seconds, '.2f', 1e-3)} ms, {show(share, '.1%')}", "", ""))
+    columns = (
+        *("time", "forward, ms", "backward, ms", "recomputed, ms", "share of the step", "TFLOP/s"),
+        "share of the peak rate",
+    )
     return [
-        *lines,
+        *Table(columns, rows, words=("time",)).markdown(),
         "",
-        f"MFU {_show(b.mfu, '.1%')} (the products that the model's definition needs), {_show(b.mfu_6n, '.1%')} by 6N, "
-        f"{_show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
+        f"MFU {show(b.mfu, '.1%')} (the products that the model's definition needs), {show(b.mfu_6n, '.1%')} by 6N, "
+        f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
         "A part's time is the device's between entering and leaving it, gaps included; what the host "
         "does between steps is in none of these times.",
         "",
@@ -266,23 +265,22 @@ def _time_lines(b: Breakdown) -> list[str]:
 def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
     of_parts = b.flops or {}
     total_flops = sum(sum(row.values()) for row in of_parts.values())
-    lines = [
-        "| FLOPs of a step that the kernels compute | forward | backward | computed again | share |",
-        "|---|--:|--:|--:|--:|",
+    rows = [
+        (component, *(f"{flops[pass_]:.3e}" for pass_ in PASSES), f"{sum(flops.values()) / total_flops:.1%}")
+        for component, flops in of_parts.items()
     ]
-    for component, flops in of_parts.items():
-        cells = [f"{flops[pass_]:.3e}" for pass_ in PASSES]
-        lines.append(f"| {component} | {' | '.join(cells)} | {sum(flops.values()) / total_flops:.1%} |")
     if b.flops is None:
-        lines.append("| unknown: no formulas for this model or loss | | | | |")
-    lines += ["", "| HBM traffic by formula | forward, GB | backward, GB |", "|---|--:|--:|"]
+        rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
+    columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
     loss = b.traffic["loss"]
     unknown = "depends on the data" if b.run["loss"] in costs.FORMULAS_OF_LOSSES else "unknown: no formulas"
     cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
+    traffic = [("loss", *cells), ("optimizer", "", _digits((b.traffic["optimizer"] or {})["total"] / 1e9))]
+    by_formula = "HBM traffic by formula"
     return [
-        *lines,
-        f"| loss | {' | '.join(cells)} |",
-        f"| optimizer | | {_digits((b.traffic['optimizer'] or {})['total'] / 1e9)} |",
+        *Table(columns, rows, words=columns[:1]).markdown(),
+        "",
+        *Table((by_formula, "forward, GB", "backward, GB"), traffic, words=(by_formula,)).markdown(),
         "",
         "Traffic is not measured: the counters for it need Nsight Compute and permission to read them.",
         "",
@@ -304,7 +302,3 @@ def _rate(b: Breakdown, part: str, seconds: float) -> float | None:
     if b.flops is None or part not in FLOPS_OF or not seconds:
         return None
     return sum(sum(b.flops[component].values()) for component in FLOPS_OF[part]) / seconds
-
-
-def _show(value: float | None, form: str, unit: float = 1.0) -> str:
-    return "-" if value is None else f"{value / unit:{form}}"

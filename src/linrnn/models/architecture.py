@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from linrnn.config.schema import ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
+from linrnn.core.tables import Table
 
 CONV_SIZE = 4  # taps of the short convolutions of Gated DeltaNet and KDA
 GLA_GATE_RANK = 16  # inner width of GLA's low-rank forget gate
@@ -195,19 +196,18 @@ def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], 
     Args:
         default_vocab_size: for the sizes that take their vocabulary from the data.
     """
-    lines = [
-        "| size | model | layers | width | heads | key dim | value dim | MLP width | body | vocabulary "
-        "| tied | untied |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    models = list(models)
+    columns = (
+        *("size", "model", "layers", "width", "heads", "key dim", "value dim", "MLP width", "body", "vocabulary"),
+        *("tied", "untied"),
+    )
+    models, rows = list(models), []
     for size in sizes:
         for model in models:
             arch = resolve(model, size, size.vocab_size or default_vocab_size)
             tied = arch.body_parameters + arch.embedding_parameters
             untied = tied + arch.embedding_parameters
             totals = [f"**{_millions(n)}**" if n == arch.n_parameters else _millions(n) for n in (tied, untied)]
-            cells = (
+            row = (
                 arch.size,
                 arch.model,
                 arch.num_layers,
@@ -220,8 +220,8 @@ def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], 
                 f"{arch.vocab_size:,}",
                 *totals,
             )
-            lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    return "\n".join(lines)
+            rows.append(row)
+    return "\n".join(Table(columns, rows, words=("size", "model")).markdown())
 
 
 def _millions(n: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrnn.core.tables import Table
 from linrnn.data import Batch
 from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel
@@ -124,6 +125,24 @@ def write(profiles: list[Profile], directory: Path) -> list[Path]:
 def markdown(profiles: list[Profile]) -> str:
     """A table, a line a model and band."""
     k = PAPER_EXPONENT
+    by_band = [
+        (
+            *(p.name, f"{p.vocab_size:,}", f"{p.n_tokens:,}", f"{p.loss_nats:.3f}", band),
+            *(f"{100 * above[i]:.4f}" for i in (6, 9, k, 15)),
+            f"{p.mass_below[band][k]:.4f}",
+        )
+        for p in profiles
+        for band, above in p.share_above.items()
+    ]
+    columns = (
+        *("model", "vocabulary", "tokens read", "loss, nats", "band"),
+        *("2^-6", "2^-9", f"2^-{k}", "2^-15", f"mass below 2^-{k}"),
+    )
+    by_order = [
+        (p.name, share, *(f"{p.mass_of_first[order][i]:.4f}" for order in ORDERS))
+        for p in profiles
+        for i, share in enumerate(FIRST)
+    ]
     lines = [
         "# Sparsity of the softmax",
         "",
@@ -131,25 +150,12 @@ def markdown(profiles: list[Profile]) -> str:
         f"paper reports fewer than 0.02 % above 2^-{k}, for a Transformer with 256,000 tokens' vocabulary. Bands: the",
         "vocabulary ordered by how often each token occurs, cut after its first 1/1600, 1 % and 10 %.",
         "",
-        f"| model | vocabulary | tokens read | loss, nats | band | 2^-6 | 2^-9 | 2^-{k} | 2^-15 | mass below 2^-{k} |",
-        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
-    ]
-    for p in profiles:
-        for band, above in p.share_above.items():
-            shares = " | ".join(f"{100 * above[i]:.4f}" for i in (6, 9, k, 15))
-            head = f"{p.name} | {p.vocab_size:,} | {p.n_tokens:,} | {p.loss_nats:.3f}"
-            lines.append(f"| {head} | {band} | {shares} | {p.mass_below[band][k]:.4f} |")
-    lines += [
+        *Table(columns, by_band, words=("model", "band")).markdown(),
         "",
         "Mass (mean per token) of the vocabulary's first entries, in orders by the tokens read:",
         "",
-        "| model | first | " + " | ".join(ORDERS) + " |",
-        "|---|--:" + "|--:" * len(ORDERS) + "|",
+        *Table(("model", "first", *ORDERS), by_order, words=("model",)).markdown(),
     ]
-    for p in profiles:
-        for i, share in enumerate(FIRST):
-            masses = " | ".join(f"{p.mass_of_first[order][i]:.4f}" for order in ORDERS)
-            lines.append(f"| {p.name} | {share} | {masses} |")
     return "\n".join([*lines, "", "![share of entries above 2^-k](sparsity.png)", ""])
 
 

@@ -9,13 +9,10 @@ from typing import Any
 
 from linrnn.bench.loss.rows import AGAIN, BAR, Row, crossovers, winners
 from linrnn.core.errors import DataError
+from linrnn.core.tables import Table, show
 
 _MARKERS = "osD^v<>pPXh*8d"
 _AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
-
-
-def _number(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)
 
 
 def _interval(low: float | None, high: float | None) -> str:
@@ -23,29 +20,29 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def _error(error: float | None, ratio: float | None) -> str:
-    return _number(error, ".2e") + ("" if ratio is None else f" ({ratio:.2f})")
+    return show(error, ".2e") + ("" if ratio is None else f" ({ratio:.2f})")
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "backend": lambda row: row.label,
-    "ms": lambda row: _number(row.forward_backward_ms, ".2f"),
-    "/ compiled": lambda row: _number(row.ratio_to_compiled, ".3f"),
+    "ms": lambda row: show(row.forward_backward_ms, ".2f"),
+    "/ compiled": lambda row: show(row.ratio_to_compiled, ".3f"),
     "95 %": lambda row: _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high),
-    "/ product": lambda row: _number(row.ratio_to_product, ".2f"),
-    "/ 3 products": lambda row: _number(row.ratio_to_three_products, ".2f"),
-    "graph ms": lambda row: _number(row.graph_ms, ".2f"),
-    "forward ms": lambda row: _number(row.forward_ms, ".2f"),
-    "/ product ": lambda row: _number(row.forward_ratio_to_product, ".2f"),
-    "backward ms": lambda row: _number(row.backward_ms, ".2f"),
-    "/ eager's": lambda row: _number(row.backward_ratio_to_eager, ".3f"),
-    "extra MiB": lambda row: _number(row.extra_mib, ",.0f"),
-    "forward MiB": lambda row: _number(row.forward_extra_mib, ",.1f"),
-    "loss err": lambda row: _number(row.loss_err, ".1e"),
+    "/ product": lambda row: show(row.ratio_to_product, ".2f"),
+    "/ 3 products": lambda row: show(row.ratio_to_three_products, ".2f"),
+    "graph ms": lambda row: show(row.graph_ms, ".2f"),
+    "forward ms": lambda row: show(row.forward_ms, ".2f"),
+    "/ product ": lambda row: show(row.forward_ratio_to_product, ".2f"),
+    "backward ms": lambda row: show(row.backward_ms, ".2f"),
+    "/ eager's": lambda row: show(row.backward_ratio_to_eager, ".3f"),
+    "extra MiB": lambda row: show(row.extra_mib, ",.0f"),
+    "forward MiB": lambda row: show(row.forward_extra_mib, ",.1f"),
+    "loss err": lambda row: show(row.loss_err, ".1e"),
     "dE err": lambda row: _error(row.de_err, row.de_err_ratio),
     "dC err": lambda row: _error(row.dc_err, row.dc_err_ratio),
     "dC err, sum": lambda row: "-" if row.dc_sum_err is None else f"{row.dc_sum_err:.2e} of {row.batches}",
     "same bits": lambda row: "-" if row.deterministic is None else ("yes" if row.deterministic else "no"),
-    "first call s": lambda row: _number(row.first_call_s, ".1f"),
+    "first call s": lambda row: show(row.first_call_s, ".1f"),
 }
 _LEGEND = f"""ms: forward + backward, median; / compiled: its ratio to torch.compile's time, round by round, with a 95 %
 bootstrap interval (`compiled {AGAIN}` is the same function once more: its interval is the noise); / product,
@@ -132,9 +129,9 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis:
         ]
         if first.trained:
             nats = next((row.loss_nats for row in own if row.backend == BAR), None)
-            lines += [f"Hidden states and head of {first.trained}: loss {_number(nats, '.3f')} nats.", ""]
-        lines += [f"| {' | '.join(columns)} |", f"|---|{'--:|' * (len(columns) - 1)}"]
-        lines += [f"| {' | '.join(column(row) for column in columns.values())} |" for row in own if row.status == "ok"]
+            lines += [f"Hidden states and head of {first.trained}: loss {show(nats, '.3f')} nats.", ""]
+        cells = [[column(row) for column in columns.values()] for row in own if row.status == "ok"]
+        lines += Table(list(columns), cells, words=list(columns)[:1]).markdown()
         refused = [f"* {row.label}: {row.status}. {row.reason}" for row in own if row.status != "ok"]
         lines += ["", *refused, *([""] if refused else [])]
     lines += [_LEGEND, "", *_origin([runs[run] for run in origins if run in runs])]
@@ -151,13 +148,10 @@ def _overview(rows: list[Row], axis: str | None) -> list[str]:
             f"**{logits} logits, gradients {gradients}**: time / compiled's, MiB beyond inputs and gradients, "
             "dE error, dC error; the fastest exact one in bold",
             "",
-            f"| backend | {' | '.join(heads.values())} |",
-            f"|---|{'--:|' * len(heads)}",
         ]
-        for label in dict.fromkeys(row.label for row in own):
-            texts = [_cell(cells.get((label, shape)), best) for shape in heads]
-            lines.append(f"| {label} | {' | '.join(texts)} |")
-        lines.append("")
+        labels = dict.fromkeys(row.label for row in own)
+        rows_of = [(label, *(_cell(cells.get((label, shape)), best) for shape in heads)) for label in labels]
+        lines += [*Table(("backend", *heads.values()), rows_of, words=("backend",)).markdown(), ""]
         if axis:
             lines += [f"Crossover with compiled along {_AXES[axis]}:", ""]
             for label, points in _series(own, axis, "ratio_to_compiled").items():
@@ -172,10 +166,10 @@ def _cell(row: Row | None, best: dict[tuple[str, str, str, str], Row]) -> str:
         return ""
     if row.status != "ok":
         return row.status
-    ratio = _number(row.ratio_to_compiled, ".3f")
+    ratio = show(row.ratio_to_compiled, ".3f")
     if best.get(row.problem) is row:
         ratio = f"**{ratio}**"
-    return f"{ratio}, {_number(row.extra_mib, ',.0f')}, {_number(row.de_err, '.1e')}, {_number(row.dc_err, '.1e')}"
+    return f"{ratio}, {show(row.extra_mib, ',.0f')}, {show(row.de_err, '.1e')}, {show(row.dc_err, '.1e')}"
 
 
 def _crossing_text(sizes: list[int], ratios: list[float]) -> str:

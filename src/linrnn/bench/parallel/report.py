@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError
+from linrnn.core.tables import Table, show
 from linrnn.costs.utilisation import mfu_of_summary
 
 UNITS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # (W − 1) / W of the whole, so many times, a rank sends
@@ -90,7 +91,7 @@ class StepRow:
     @property
     def memory(self) -> str:
         """GiB; a lower bound where that is all that was measured."""
-        return ("≥ " if self.parallel == "fsdp" and not self.gib_is_own and self.gib else "") + _number(self.gib, ".1f")
+        return ("≥ " if self.parallel == "fsdp" and not self.gib_is_own and self.gib else "") + show(self.gib, ".1f")
 
 
 @dataclass
@@ -165,7 +166,7 @@ def markdown(runs: list[Measured]) -> str:
             "One at a time, fp32; the slowest rank's median. GB/s: what a rank sends in a ring, (W − 1) / W of the "
             "whole, for an all-reduce twice that.",
             ("operation", "GPUs", "MiB", "ms", "GB/s", "run"),
-            [(r.operation, r.ranks, r.mib, f"{r.ms:.3f}", _number(r.gb_per_second, ".0f"), n) for r, n in collectives],
+            [(r.operation, r.ranks, r.mib, f"{r.ms:.3f}", show(r.gb_per_second, ".0f"), n) for r, n in collectives],
         )
     losses = [(row, number) for number, run in enumerate(runs, start=1) for row in run.loss]
     if losses:
@@ -181,8 +182,8 @@ def markdown(runs: list[Measured]) -> str:
             [
                 (
                     f"{r.tokens} × {r.width} × {r.vocabulary}", r.ranks, f"{r.ms:.2f}", f"{r.ms_alone:.2f}",
-                    f"{r.ms_shard:.2f}", f"{r.efficiency:.3f}", _number(r.mib, ".0f"), _number(r.mib_alone, ".0f"),
-                    _number(r.sent_mib, ".0f"), f"{r.error_hidden:.1e}", f"{r.error_weight:.1e}", number,
+                    f"{r.ms_shard:.2f}", f"{r.efficiency:.3f}", show(r.mib, ".0f"), show(r.mib_alone, ".0f"),
+                    show(r.sent_mib, ".0f"), f"{r.error_hidden:.1e}", f"{r.error_weight:.1e}", number,
                 )
                 for r, number in losses
             ],
@@ -200,9 +201,9 @@ def markdown(runs: list[Measured]) -> str:
             [
                 (
                     f"{r.model} {r.size}", r.parallel, r.scaling, r.ranks, r.sequences_of_rank, f"{r.step_ms:.1f}",
-                    f"{r.tokens_per_second:,.0f}", _number(r.efficiency, ".3f"),
-                    *(_number(share, ".3f") for share in _mfu_of_rank(r, runs[0].device).values()),
-                    r.memory, _number(r.sent_gib, ".2f"), number,
+                    f"{r.tokens_per_second:,.0f}", show(r.efficiency, ".3f"),
+                    *(show(share, ".3f") for share in _mfu_of_rank(r, runs[0].device).values()),
+                    r.memory, show(r.sent_gib, ".2f"), number,
                 )
                 for r, number in steps
             ],
@@ -217,12 +218,5 @@ def _mfu_of_rank(row: StepRow, device: str) -> dict[str, float | None]:
 
 
 def _table(title: str, text: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> list[str]:
-    right = [
-        "--:" if name not in ("model", "parallel", "scaling", "operation", "N × D × V") else "---" for name in columns
-    ]
-    body = [f"| {' | '.join(map(str, row))} |" for row in rows]
-    return ["", f"## {title}", "", text, "", f"| {' | '.join(columns)} |", f"|{'|'.join(right)}|", *body]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
+    words = ("model", "parallel", "scaling", "operation", "N × D × V")
+    return ["", f"## {title}", "", text, "", *Table(columns, list(rows), words).markdown()]

@@ -21,6 +21,7 @@ from linrnn.bench.parallel.report import CollectiveRow, LossRow, Measured, StepR
 from linrnn.config import load_config
 from linrnn.config.schema import Config, FsdpConfig, ParallelConfig, VocabConfig
 from linrnn.core.errors import DataError
+from linrnn.core.tables import Table
 from linrnn.models.architecture import Architecture, resolve
 
 GIB, MIB, GB = 2**30, 2**20, 1e9
@@ -306,33 +307,38 @@ def _comparison(runs: list[Measured], rates: Rates) -> list[str]:
             "Foreseen: the step of one GPU with as many sequences (in proportion, where fewer), and what the formulas "
             "leave exposed of communication at the rates above. Memory: a rank's, from formulas alone; with ≥, less "
             "what NCCL still held of the gradients of DDP's row before.", "",
-            "| model | parallel | scaling | GPUs | B of a rank | ms foreseen | of it exposed | ms measured | "
-            "measured / foreseen | GiB foreseen | GiB measured |",
-            "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
         ]  # fmt: skip
-        lines += [
-            f"| {c.row.model} {c.row.size} | {c.row.parallel} | {c.row.scaling} | {c.row.ranks} | "
-            f"{c.row.sequences_of_rank} | {c.foreseen_ms:.1f} | {c.exposed_ms:.1f} | {c.row.step_ms:.1f} | "
-            f"{c.row.step_ms / c.foreseen_ms:.3f} | {c.foreseen_gib:.1f} | {c.row.memory} |"
+        columns = (
+            *("model", "parallel", "scaling", "GPUs", "B of a rank", "ms foreseen", "of it exposed", "ms measured"),
+            *("measured / foreseen", "GiB foreseen", "GiB measured"),
+        )
+        rows = [
+            (
+                *(f"{c.row.model} {c.row.size}", c.row.parallel, c.row.scaling, c.row.ranks, c.row.sequences_of_rank),
+                *(f"{c.foreseen_ms:.1f}", f"{c.exposed_ms:.1f}", f"{c.row.step_ms:.1f}"),
+                *(f"{c.row.step_ms / c.foreseen_ms:.3f}", f"{c.foreseen_gib:.1f}", c.row.memory),
+            )
             for c in steps
         ]
-        lines.append("")
+        lines += [*Table(columns, rows, words=("model", "parallel", "scaling")).markdown(), ""]
     if losses:
         lines += [
             "## The vocabulary-parallel loss, foreseen and measured", "",
             "A rank's share of the work on a GPU by itself, what it sends at the measured rates, and both one after "
             "the other, as if nothing were hidden.", "",
-            "| N × D × V | GPUs | ms of a shard | ms sending | ms foreseen | ms measured | measured / foreseen |",
-            "|---|--:|--:|--:|--:|--:|--:|",
         ]  # fmt: skip
+        shards = (
+            *("N × D × V", "GPUs", "ms of a shard", "ms sending", "ms foreseen", "ms measured"),
+            "measured / foreseen",
+        )
+        of_shards = []
         for row in losses:
             sending = _sending_ms(row, rates)
             foreseen = row.ms_shard + sending
-            lines.append(
-                f"| {row.tokens} × {row.width} × {row.vocabulary} | {row.ranks} | {row.ms_shard:.2f} | {sending:.2f} | "
-                f"{foreseen:.2f} | {row.ms:.2f} | {row.ms / foreseen:.3f} |"
-            )
-        lines.append("")
+            times = (row.ms_shard, sending, foreseen, row.ms)
+            shape = f"{row.tokens} × {row.width} × {row.vocabulary}"
+            of_shards.append((shape, row.ranks, *(f"{ms:.2f}" for ms in times), f"{row.ms / foreseen:.3f}"))
+        lines += [*Table(shards, of_shards, words=("N × D × V",)).markdown(), ""]
     return lines
 
 
@@ -389,17 +395,21 @@ def page(runs: list[Measured]) -> str:
         tokens = setting.sequences * SEQ_LEN / 1e6
         lines += [
             f"## {setting.model} {setting.size}, V = {setting.vocab_size:,}, {tokens:.1f} M tokens a step", "",
-            "| GPUs | parallel | B x micro-steps | GiB a GPU | GB sent within | GB across replicas | ms computing | "
-            "ms exposed | ms launches | expected MFU |",
-            "|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|",
         ]  # fmt: skip
+        columns = (
+            *("GPUs", "parallel", "B x micro-steps", "GiB a GPU", "GB sent within", "GB across replicas"),
+            *("ms computing", "ms exposed", "ms launches", "expected MFU"),
+        )
+        cells = []
         for row in rows:
             best = row.mfu >= max(other.mfu for other in rows if other.gpus == row.gpus) - 5e-4
             mfu = f"**{row.mfu:.3f}**" if best else f"{row.mfu:.3f}"
-            lines.append(
-                f"| {row.gpus} | {row.parallel} | {row.sequences} x {row.micro_steps} | {row.memory / GIB:.1f} | "
-                f"{row.sent_within / GB:.2f} | {row.sent_across / GB:.2f} | {row.compute * 1e3:.0f} | "
-                f"{row.exposed * 1e3:.1f} | {row.launches * 1e3:.0f} | {mfu} |"
+            cells.append(
+                (
+                    *(row.gpus, row.parallel, f"{row.sequences} x {row.micro_steps}", f"{row.memory / GIB:.1f}"),
+                    *(f"{row.sent_within / GB:.2f}", f"{row.sent_across / GB:.2f}", f"{row.compute * 1e3:.0f}"),
+                    *(f"{row.exposed * 1e3:.1f}", f"{row.launches * 1e3:.0f}", mfu),
+                )
             )
-        lines.append("")
+        lines += [*Table(columns, cells, words=("parallel",)).markdown(), ""]
     return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""Tables of results: the one place that writes Markdown tables, and how a number stands in a cell."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, before it is Markdown or HTML.
+
+    Attributes:
+        columns: the headings.
+        rows: one cell a column; a cell is shown as `str` shows it.
+        words: the columns that hold words. Words stand left and numbers stand right.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    words: Collection[str] = ()
+
+    def markdown(self) -> list[str]:
+        """Its lines. A bar in a cell is escaped, so that no text can break a row."""
+        rule = "|".join("---" if column in self.words else "--:" for column in self.columns)
+        return [_line(self.columns), f"|{rule}|", *map(_line, self.rows)]
+
+
+def _line(cells: Sequence[object]) -> str:
+    texts = [str(cell).replace("|", "\\|") for cell in cells]
+    return f"|{'|'.join(f' {text} ' if text else ' ' for text in texts)}|"
+
+
+def show(value: float | None, form: str, unit: float = 1.0) -> str:
+    """A number in multiples of `unit`, formatted; `-` where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:{form}}" if unit == 1.0 else f"{value / unit:{form}}"
