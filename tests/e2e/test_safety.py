@@ -92,7 +92,7 @@ def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(
     monkeypatch.setattr(sys, "argv", ["train.py", f"key={secret}"])
     with pytest.raises(RuntimeError):
         trainer.fit()
-    trainer.console.line(f"the key is {secret}")
+    trainer.session.console.line(f"the key is {secret}")
     assert secret not in capsys.readouterr().out
     files = [path for path in trainer.directory.path.rglob("*") if path.is_file()]
     assert not [path for path in files if secret.encode() in path.read_bytes()]

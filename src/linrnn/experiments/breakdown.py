@@ -64,25 +64,25 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
     plan, arch = trainer.plan, trainer.architecture
     for _ in range(warmup_steps):
         trainer.train_step()
-    trainer.memory.start()
+    trainer.measurements.memory.start()
     trainer.train_step()
-    measured = trainer.memory.report()
-    memory_observer = trainer.memory
+    measured = trainer.measurements.memory.report()
+    memory_observer = trainer.measurements.memory
     saved = SavedActivations(trainer.model)
     with saved.watch():
         trainer.train_step()
     times = []
     for _ in range(steps):
         clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
-        trainer.memory = clock
+        trainer.measurements.memory = clock
         with clock.watch():
             trainer.train_step()
         times.append(clock.seconds())
-    trainer.memory = memory_observer
+    trainer.measurements.memory = memory_observer
     trainer.loss = sum_of_inputs  # its step leaves weights that no text would: hence the last
-    trainer.memory.start()
+    trainer.measurements.memory.start()
     trainer.train_step()
-    measured["without_loss_layer"] = trainer.memory.report().get("peak")
+    measured["without_loss_layer"] = trainer.measurements.memory.report().get("peak")
     return assemble(plan, arch, name, measured, dict(saved.bytes), times)
 
 

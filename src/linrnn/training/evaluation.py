@@ -11,7 +11,7 @@ from linrnn.distributed import Ranks
 from linrnn.losses import IGNORE_INDEX, LossBackend
 from linrnn.models import LanguageModel
 from linrnn.runs.metrics import bits_per_byte, perplexity
-from linrnn.training.runtime import autocast, compute_dtype
+from linrnn.training.step import loss_inputs
 
 
 @dataclass
@@ -37,26 +37,6 @@ class Evaluation:
         if self.bits_per_byte is not None:
             text += f", {self.bits_per_byte:.4f} bits per byte"
         return f"{text} over {self.n_tokens:,} tokens"
-
-
-def loss_inputs(
-    model: LanguageModel, batch: Batch, precision: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three tensors that every backend gets: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
-    dtype = compute_dtype(precision)
-    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
-    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
-    with autocast(precision, device):
-        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
-    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on the device. To a GPU from pinned memory: from other memory the host may have to wait until the GPU
-    has done all that was launched before."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 @torch.no_grad()

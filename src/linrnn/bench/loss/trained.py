@@ -12,7 +12,7 @@ from linrnn.config.schema import BenchLossConfig
 from linrnn.core.errors import ConfigError
 from linrnn.inference.load import Reading, open_reading
 from linrnn.losses import IGNORE_INDEX
-from linrnn.training.evaluation import loss_inputs
+from linrnn.training.step import loss_inputs
 
 KIND = "trained"  # in the place of loss_problems.KINDS
 

@@ -1,0 +1,96 @@
+"""Speed and memory of a run's steps, as the ranks measure them."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrnn import costs
+from linrnn.config.schema import TrainerConfig
+from linrnn.distributed import Ranks
+from linrnn.models import LanguageModel
+from linrnn.models.architecture import Architecture
+from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace
+from linrnn.training.plan import Plan
+from linrnn.training.step import RunState
+
+GIB = 2**30
+
+
+class Measurements:
+    """What this process measures of its steps.
+
+    Attributes:
+        speed: time of the steps and of the loss layer.
+        memory: bytes by component.
+        gpu_state: clocks, power and temperature at the last steps; None on a CPU and before.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        architecture: Architecture,
+        ranks: Ranks,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._plan, self._architecture, self._ranks = plan, architecture, ranks
+        self.speed = SpeedMeter(plan.device, plan.unmeasured_steps, plan.tokens_per_step)
+        self.memory = MemoryByComponent(model, optimizer, plan.device)
+        self.gpu_state: dict[str, Any] | None = None
+        self._memory_recorded = False
+
+    def began(self, state: RunState) -> bool:
+        """Whether this process is past its warm-up. The memory of the warm-up (tuning of kernels) counts nowhere."""
+        return state.steps_here > self._plan.unmeasured_steps
+
+    def of_steps(self, state: RunState) -> dict[str, float | None]:
+        """The metrics of the steps since the last call: speed, MFU, and memory the first time."""
+        metrics = self.speed.record()
+        if wall_ms := metrics.get("speed/wall_step_ms"):
+            metrics |= {f"speed/{name}": share for name, share in self.mfu(wall_ms / 1e3).items()}
+            if not self._memory_recorded:
+                metrics |= self.of_memory(state)
+        return metrics
+
+    def of_memory(self, state: RunState) -> dict[str, float | None]:
+        """The metrics of memory; empty before the end of the warm-up."""
+        if not self.began(state):
+            return {}
+        self._memory_recorded = True
+        return {f"memory/{name}_gib": size / GIB for name, size in self.memory_of_ranks().items()}
+
+    def memory_of_ranks(self) -> dict[str, int]:
+        """Bytes by component: of each, those of the rank that has most."""
+        report = self.memory.report()
+        sizes = self._ranks.largest(*report.values())
+        return {name: int(size) for name, size in zip(report, sizes, strict=True)}
+
+    def mfu(self, step_seconds: float | None) -> dict[str, float | None]:
+        """`mfu` and `mfu_6n`; null before anything is measured."""
+        plan = self._plan
+        return costs.mfu(
+            self._architecture,
+            seq_len=plan.config.trainer.seq_len,
+            tokens_per_second=step_seconds and plan.tokens_per_step / step_seconds,
+            device_name=device_name(plan.device),
+            precision=plan.precision,
+            n_devices=plan.world_size,
+        )
+
+
+@contextlib.contextmanager
+def recordings(trainer: TrainerConfig, directory: Path, device: torch.device) -> Iterator[Callable[[], None]]:
+    """The profiler's trace and the memory snapshot that `trainer` asks for; yields what ends a profiled step."""
+    with contextlib.ExitStack() as stack:
+        if trainer.memory_snapshot:
+            stack.enter_context(memory_snapshot(directory / "memory_snapshot.pickle", device))
+        traced = trace(trainer.profile_steps, directory / "trace.json.gz", trainer.warmup_measurement_steps)
+        yield stack.enter_context(traced)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
