@@ -256,7 +256,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 
     monkeypatch.setattr(os, "fsync", full)
     trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
-    trainer.step = 497
+    trainer.state.step = 497
     with pytest.raises(StorageError, match="checkpoint of step 500 was not written"):
         trainer.fit()
     assert trainer.step < 1000

@@ -78,7 +78,7 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
     option = f"trainer.activation_checkpointing={checkpointing}"
     plain, timed = trainer(small, option), trainer(small, option)
     clock = PartClock(timed.model, timed.optimizer, timed.device)
-    timed.memory = clock  # type: ignore[assignment]
+    timed.measurements.memory = clock  # type: ignore[assignment]
     with clock.watch():
         record = timed.train_step()
     assert record.read() == plain.train_step().read()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from linrnn import profiling
 from linrnn.core.errors import StorageError, UnsupportedError
 from linrnn.profiling import (
     LossTimer,
@@ -20,6 +19,7 @@ from linrnn.profiling import (
     WallClock,
     matmul_rate,
     memory_snapshot,
+    observe,
     trace,
     watched_loss,
 )
@@ -75,7 +75,7 @@ def events(monkeypatch):
         yield
         seen.append(f"</{name}>")
 
-    monkeypatch.setattr(profiling, "nvtx_range", recorded)
+    monkeypatch.setattr(observe, "nvtx_range", recorded)
     return seen
 
 
@@ -126,7 +126,7 @@ def test_the_weights_gradient_is_passed_on_without_a_copy():
 
 def test_the_loss_layers_times_add_up_over_micro_steps_and_leave_out_the_first_steps(monkeypatch):
     clock = iter(range(1000))  # a second passes between two moments
-    monkeypatch.setattr(profiling.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     hidden, weight, labels = inputs()
     timer = LossTimer(CPU, skip=1)
     assert timer.seconds == []
@@ -291,7 +291,7 @@ def run_traced(path, profile_steps, skip, steps):
     layer = nn.Linear(4, 4)
     with trace(profile_steps, path, skip) as end_of_step:
         for _ in range(steps):
-            with profiling.nvtx_range("my step"):
+            with observe.nvtx_range("my step"):
                 layer(torch.ones(2, 4)).sum().backward()
             end_of_step()
 
