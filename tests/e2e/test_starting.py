@@ -74,6 +74,12 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     assert summary_of(third)["continues"]["tokens"] == expected["tokens"] + 4 * 4 * 80, "all tokens behind the weights"
 
 
+@pytest.fixture(scope="module")
+def run(small_of_module: Small) -> str:
+    """The directory of a finished run."""
+    return str(fitted(small_of_module()).directory.path)
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "cause"),
     [
@@ -86,10 +92,9 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     ],
 )
 def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
-    overrides: list[str], error: type[Exception], cause: str, small: Small, tmp_path: Path
+    overrides: list[str], error: type[Exception], cause: str, small: Small, run: str, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    run = str(fitted(small()).directory.path) if any("RUN" in override for override in overrides) else ""
     named = [override.replace("RUN", run).replace("EMPTY", f"{tmp_path}/empty") for override in overrides]
     with pytest.raises(error, match=cause):
         fitted(small(*named, "group=other"))
