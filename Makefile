@@ -7,7 +7,7 @@ INSTALL := $(RUN) -m pip install --quiet --no-compile --editable
 COMPILE := $(RUN) -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 ARGS ?=
 
-.PHONY: help train test test-gpu check format doctor clean
+.PHONY: help train test test-gpu check docs format doctor clean
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -25,6 +25,9 @@ check: $(VENV)/check  ## lint, format and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+docs: $(VENV)/docs   ## build the documentation into site/ (site/index.html); a dead link fails
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 format: $(VENV)/check ## apply the formatter and the safe lint fixes
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
@@ -33,7 +36,7 @@ doctor: $(VENV)/base  ## what runs on this machine, what does not and why
 	$(RUN) scripts/doctor.py
 
 clean:           ## remove the virtual environment and caches (runs and data stay)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "linrnn needs Python 3.11 or newer: make PYTHON=python3.11 …")'
@@ -53,3 +56,7 @@ $(VENV)/check: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[check]'
 	@$(COMPILE)
 	@touch $(VENV)/test $@  # it has all that the tests need
+
+$(VENV)/docs: pyproject.toml | $(VENV)/bin/python
+	$(INSTALL) '.[docs]'
+	@touch $@

@@ -1,4 +1,4 @@
-"""The README's table of sizes, as it stands between the `sizes` markers there."""
+"""The table of sizes, as docs/models.md holds it between its `sizes` markers."""
 
 from linrnn.config import load_config
 from linrnn.config.cli import run_plain

@@ -191,7 +191,7 @@ def _check_heads(arch: Architecture) -> None:
 
 
 def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], default_vocab_size: int) -> str:
-    """The README's table in Markdown, a row per size and model.
+    """The table of sizes in Markdown, a row per size and model; docs/models.md holds it.
 
     Args:
         default_vocab_size: for the sizes that take their vocabulary from the data.

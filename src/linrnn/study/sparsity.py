@@ -36,9 +36,9 @@ _BLOCK_ENTRIES = 2**24  # of the softmax at a time
 class Profile:
     """Of one model: entries and softmax mass by band and exponent.
 
-    share_above[band][k]: share of the band's entries with p ≥ 2^-k. mass_below[band][k]: mean softmax mass per token of
-    the band's entries with p < 2^-k. Band "all" is the whole vocabulary. mass_of_first[order][i]: mean softmax mass per
-    token of the first entries in that order (ORDERS), as many as FIRST says of the vocabulary.
+    `share_above[band][k]`: share of the band's entries with p ≥ 2^-k. `mass_below[band][k]`: mean softmax mass per
+    token of the band's entries with p < 2^-k. Band "all" is the whole vocabulary. `mass_of_first[order][i]`: mean
+    softmax mass per token of the first entries in that order (ORDERS), as many as FIRST says of the vocabulary.
     """
 
     name: str

@@ -1,0 +1,163 @@
+"""Every code block of the README and of docs/ works: commands are composed, Python is executed, nothing is left out."""
+
+import ast
+import re
+import shlex
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from blocks import PAGES, ROOT, Block, blocks, commands
+
+import linrnn.config
+from linrnn.config import load_config
+from linrnn.config.cli import split_overrides
+from linrnn.config.grids import sweep_points
+from linrnn.config.schema import COMMANDS
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+LANGUAGES = {"bash", "python", "yaml", "mermaid", "text"}
+COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|make|torchrun|pip|source|git) \S", re.MULTILINE)
+ENTRY = re.compile(r"^    run(_many|_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
+# Commands of other programs, word for word: nothing here can check them.
+FIXED = {"source .venv/bin/activate", "jupyter lab notebooks", "wandb sync results/mve/RUN/wandb/offline-run-*"}
+Small = Callable[..., list[str]]
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_says_what_it_is_and_text_holds_no_command(block: Block) -> None:
+    assert block.language in LANGUAGES, f"{block}: classify the block as one of {sorted(LANGUAGES)}"
+    assert block.language != "text" or not COMMAND.search(block.text), f"{block}: commands stand in bash blocks"
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+def check_make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in words:
+        assert "=" in word or re.search(rf"^{word}:", makefile, re.MULTILINE), f"the Makefile has no target {word}"
+
+
+def check_pip(words: list[str]) -> None:
+    [verb, requirement] = words
+    assert verb == "install"
+    path, _, extras = requirement.removesuffix("]").partition("[")
+    project = tomllib.loads((ROOT / path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(filter(None, extras.split(","))) <= set(project.get("optional-dependencies", {}))
+
+
+def check_pytest(words: list[str]) -> None:
+    paths = [word for word in words if word.startswith("tests")]
+    assert paths
+    assert all((ROOT / path.partition("::")[0]).exists() for path in paths), words
+
+
+def check_script(script: str, overrides: list[str]) -> None:
+    """The script is there, and takes these overrides."""
+    source = (ROOT / script).read_text(encoding="utf-8")
+    overrides = [override for override in overrides if override != "--help"]
+    entry = ENTRY.search(source)
+    if entry is None:  # a command line of its own, which its docstring lists
+        usage = ast.get_docstring(ast.parse(source)) or ""
+        assert all(f"{override.partition('=')[0]}=" in usage for override in overrides), overrides
+    elif entry[1] == "_plain":
+        assert not overrides
+    elif entry[1] == "_many":
+        assert entry[2] in COMMANDS
+        own, _, runs = split_overrides(overrides, entry[2])
+        config = load_config(own, entry[2])
+        points = sweep_points(config.sweep, runs) if entry[2] == "run_sweep" else [runs]
+        for point in {tuple(point) for point in (points[0], points[-1])}:  # test_grids.py composes all
+            load_config(point)
+    else:
+        load_config(overrides, entry[2] or "train")
+
+
+def check(words: list[str]) -> None:
+    program, *rest = words
+    if " ".join(words) in FIXED:
+        return
+    if program == "make":
+        check_make(rest)
+    elif program == "pip":
+        check_pip(rest)
+    elif words[:3] == ["python", "-m", "pytest"]:
+        check_pytest(rest[2:])
+    elif program == "torchrun":
+        script = next(number for number, word in enumerate(rest) if word.endswith(".py"))
+        assert all(re.match(r"--(nnodes|nproc-per-node|rdzv-backend|rdzv-endpoint)=", word) for word in rest[:script])
+        check_script(rest[script], rest[script + 1 :])
+    elif program == "python" and rest[0].endswith(".py"):
+        check_script(rest[0], rest[1:])
+    else:
+        pytest.fail(f"{' '.join(words)}: no check knows this command; teach this file to check it")
+
+
+@pytest.mark.parametrize("block", of("bash"), ids=str)
+def test_the_commands_are_composed(block: Block) -> None:
+    found = list(commands(block))
+    assert found
+    for words in found:
+        check(words)
+
+
+@pytest.mark.parametrize(
+    "line", ["python train.py loss=cce_kahn", "make trian", "rm -r results", "python scripts/no.py"]
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        check(line.split())
+
+
+# ---------------------------------------------------------------------------------------------- Python, YAML, diagrams
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
+def test_the_python_of_a_page_runs_from_top_to_bottom(
+    page: str, small: Small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_small(overrides: list[str], config_name: str = "train") -> object:
+        return load_config([*overrides, *small()] if config_name == "train" else overrides, config_name)
+
+    monkeypatch.setattr(linrnn.config, "load_config", load_small)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in of("python"):
+        if block.page == page:
+            code = compile("\n" * block.line + block.text, str(ROOT / page), "exec")
+            if block.runs:
+                exec(code, names)
+    if page == "docs/training.md":
+        check_next_command(capsys.readouterr().out, small())
+
+
+def check_next_command(printed: str, overrides: list[str]) -> None:
+    """A run that Python started names train.py in the command that it offers next."""
+    [line] = [line for line in printed.splitlines() if "another loss" in line]
+    _, script, *offered = shlex.split(line, comments=True)
+    assert script == "train.py"
+    assert offered[-1] == "loss=standard", "the last override wins"
+    assert load_config([*offered[:-1], "loss=cce_kahan"]) == load_config(["loss=cce_kahan", *overrides])
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_the_yaml_can_be_read(block: Block) -> None:
+    assert yaml.safe_load(block.text)
+
+
+def test_the_diagram_shows_the_packages_in_their_order() -> None:
+    [layering] = ROOT.glob("tests/**/test_layering.py")
+    tree = ast.parse(layering.read_text(encoding="utf-8"))
+    [order] = [
+        [constant.value for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)]
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER"
+    ]
+    [first, *_] = of("mermaid")
+    drawn = [re.findall(r"\w+", line) for line in first.text.splitlines() if "-->" in line]
+    assert [name for line in drawn if "kernels" not in line for name in line] == [
+        name for number, name in enumerate(order) for _ in range(2 if name == "costs" else 1)
+    ]
