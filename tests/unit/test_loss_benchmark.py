@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from linrnn.bench.loss import run, sets
+from linrnn.bench.loss.plots import filter_eps, power, sweep_axis
 from linrnn.bench.loss.problems import (
     SHAPES,
     Shape,
@@ -17,7 +18,7 @@ from linrnn.bench.loss.problems import (
     relative_error,
     truth_of,
 )
-from linrnn.bench.loss.report import filter_eps, power, sweep_axis, table, write_report
+from linrnn.bench.loss.report import table, write_report
 from linrnn.bench.loss.rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, rows_for, slug, winners
 from linrnn.bench.loss.run import Entry, bootstrap_interval, record_times, report_set, run_benchmark
 from linrnn.bench.loss.sets import parse_loss

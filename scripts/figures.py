@@ -1,0 +1,15 @@
+"""The pictures of README and docs from committed rows, into results/figures: `python scripts/figures.py`."""
+
+from linrnn.config import CONFIG_DIR
+from linrnn.config.cli import run_plain
+from linrnn.study.figures import draw
+
+
+def main() -> None:
+    results = CONFIG_DIR.parent / "results"
+    for path in draw(results, results / "figures"):
+        print(f"wrote {path.relative_to(results.parent)} and {path.with_suffix('.svg').name}")
+
+
+if __name__ == "__main__":
+    run_plain(main, __doc__ or "")

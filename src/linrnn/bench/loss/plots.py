@@ -1,0 +1,352 @@
+"""Plots of the loss benchmark: time against memory and against error, sweeps along one dimension, and the first
+picture of the README."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from linrnn.bench.loss.rows import AGAIN, BAR, Row
+from linrnn.core.plot_style import GREY, LOSSES, WIDTH, Look, in_words, legend_below, looks, model_in_words, subplots
+
+AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
+SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
+RATIO = "time / torch.compile's"
+# Where a point's name can stand: offset in points, horizontal and vertical alignment; the first that is free.
+BESIDE = (
+    (0, -9, "center", "top"),
+    (0, 9, "center", "bottom"),
+    (9, 0, "left", "center"),
+    (-9, 0, "right", "center"),
+    (7, -7, "left", "top"),
+    (-7, -7, "right", "top"),
+    (7, 7, "left", "bottom"),
+    (-7, 7, "right", "bottom"),
+    (0, -22, "center", "top"),
+    (0, 22, "center", "bottom"),
+)
+MEMORY = "memory beyond inputs and gradients, MiB"
+
+
+def sweep_axis(rows: list[Row]) -> str | None:
+    """The one of n, d and v in which three or more shapes differ; None if they differ in several or are fewer."""
+    shapes = {(row.n, row.d, row.v) for row in rows}
+    differing = [axis for axis in AXES if len({getattr(row, axis) for row in rows}) > 1]
+    return differing[0] if len(differing) == 1 and len(shapes) >= 3 else None
+
+
+# ----------------------------------------------------------------------------------------------------- markdown
+
+
+def filter_eps(row: Row) -> float | None:
+    """The threshold that a row's text gives."""
+    found = re.search(r"\bfilter_eps=(\S+)", row.backend)
+    return float(found[1]) if found else None
+
+
+def by_problem(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Rows by dtype of gradients and kind of logits."""
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row.gradients, row.logits), []).append(row)
+    return panels
+
+
+def series_of(rows: list[Row], axis: str, field: str) -> dict[str, list[tuple[int, float]]]:
+    """(size, value) by backend, ascending; sizes at which the value is missing are left out."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: getattr(row, axis)):
+        value = getattr(row, field)
+        if value is not None and not row.backend.endswith(AGAIN) and row.backend != BAR:
+            series.setdefault(row.label, []).append((getattr(row, axis), value))
+    return series
+
+
+def tradeoff_plot(rows: list[Row]) -> Any:
+    """Time relative to torch.compile against extra memory, down and to the left is better: a panel a problem.
+
+    Bars are 95 % intervals; settings of one rule are joined.
+    """
+    own = [row for row in rows if _timed(row) and row.extra_mib is not None]
+    kinds = list(by_problem(own))
+    problems = sorted({row.problem: row for row in own}.values(), key=lambda row: _order(own, row, kinds))
+    columns = 2 if len(kinds) == 2 or len(problems) <= 4 else 3
+    figure, grid = _grid(-(-len(problems) // columns), min(columns, len(problems)))
+    found = looks(_rules(own))
+    for panel, first in zip(grid.flat, problems, strict=False):
+        points = [row for row in own if row.problem == first.problem]
+        for rule, settings in _rules(points).items():
+            _points(panel, settings, [max(row.extra_mib or 0, 1) for row in settings], found[rule])
+        panel.axhline(1, color=GREY, linewidth=0.8, zorder=1)
+        panel.set(xscale="log", yscale="log")
+        _ratio_ticks(panel.yaxis, [row.ratio_to_compiled for row in points])
+        _round_ticks(panel.xaxis, [max(row.extra_mib or 0, 1) for row in points])
+        panel.set_title(f"{_shape_in_words(first)}\n{_kind_in_words(first)}", fontsize=9 if columns == 2 else 8)
+    for spare in grid.flat[len(problems) :]:
+        spare.set_axis_off()
+    for row in grid:
+        row[0].set_ylabel(RATIO)
+    for panel in grid.flat[max(len(problems) - columns, 0) : len(problems)]:
+        panel.set_xlabel(MEMORY)
+    _finish(figure, found, "The loss layer alone: time against memory (better: down and left)", "95 %")
+    return figure
+
+
+def error_plot(rows: list[Row]) -> Any:
+    """Error of each gradient, and of dC summed over batches, against time: a column a problem; the settings of a rule
+    are joined, from the largest threshold to the smallest. Problems without one are not drawn."""
+    fields = {"de_err": "error of dE", "dc_err": "error of dC", "dc_sum_err": "error of dC,\nsummed over batches"}
+    fields = {field: label for field, label in fields.items() if any(getattr(row, field) is not None for row in rows)}
+    problems = list(dict.fromkeys(row.problem for row in rows if filter_eps(row) is not None))
+    timed = [row for row in rows if _timed(row)]
+    found = looks(_rules(timed))
+    figure, grid = _grid(len(fields), len(problems))
+    for line, (field, label) in zip(grid, fields.items(), strict=True):
+        for panel, problem in zip(line, problems, strict=True):
+            points = [row for row in timed if row.problem == problem and getattr(row, field) is not None]
+            for rule, own in _rules(points).items():
+                places = [(row.ratio_to_compiled, getattr(row, field)) for row in own]
+                joined = {eps: place for row, place in zip(own, places, strict=True) if (eps := filter_eps(row))}
+                panel.plot(*zip(*places, strict=True), **found[rule].point)
+                if joined:
+                    panel.plot(*zip(*joined.values(), strict=True), linewidth=1, color=found[rule].colour)
+                for eps in dict.fromkeys((max(joined), min(joined))) if joined else ():
+                    place = joined[eps]
+                    panel.annotate(power(eps), place, xytext=(6, 4), textcoords="offset points", fontsize=7)
+            panel.axvline(1, color=GREY, linewidth=0.8, zorder=1)
+            panel.set_yscale("log")
+            panel.margins(x=0.12, y=0.12)
+            _powers_of_ten(panel.yaxis)
+        line[0].set_ylabel(f"{label},\nrelative to fp64")
+    for panel, problem in zip(grid[0], problems, strict=True):
+        first = next(row for row in rows if row.problem == problem)
+        words = _shape_in_words(first).replace(": ", "\n")
+        panel.set_title(f"{words}\n{_kind_in_words(first)}", fontsize=9)
+    for panel in grid[-1]:
+        panel.set_xlabel(RATIO)
+    _finish(figure, found, "The loss layer alone: error of the gradients against time (better: down and left)", "")
+    return figure
+
+
+def sweep_plot(rows: list[Row], axis: str) -> Any:
+    """Time relative to torch.compile, and extra memory, along one dimension: a column per kind of problem."""
+    kinds = by_problem(rows)
+    figure, grid = _grid(2, len(kinds), height=3.2)
+    found = looks(row.label for row in rows if _timed(row))
+    for (upper, lower), own in zip(grid.T, kinds.values(), strict=True):
+        for label, look in found.items():
+            points = sorted(
+                (row for row in own if row.label == label and _timed(row)), key=lambda row: getattr(row, axis)
+            )
+            if points:
+                _points(upper, points, [getattr(row, axis) for row in points], look, joined=True)
+        for label, line in series_of(own, axis, "extra_mib").items():
+            if label in found:
+                xs, ys = zip(*line, strict=True)
+                lower.plot(xs, [max(y, 1) for y in ys], linewidth=1.3, **found[label].line)
+        upper.axhline(1, color=GREY, linewidth=0.8, zorder=1)
+        sizes = sorted({getattr(row, axis) for row in own})
+        words = [f"{size // 1024}K" if size % 1024 == 0 else f"{size:,}" for size in sizes]
+        for panel in (upper, lower):
+            panel.set(xscale="log", yscale="log")
+            panel.set_xticks(sizes, words)
+            panel.set_xticks([], minor=True)
+        upper.set_title(_kind_in_words(own[0]))
+        _ratio_ticks(upper.yaxis, [row.ratio_to_compiled for row in own])
+        lower.set_xlabel(AXES[axis])
+        if any(row.extra_mib is not None for row in own):
+            _round_ticks(lower.yaxis, [max(row.extra_mib, 1) for row in own if row.extra_mib is not None])
+        else:
+            lower.set_yticks([])
+            lower.text(0.5, 0.5, "not measured on a CPU", ha="center", transform=lower.transAxes)
+    grid[0][0].set_ylabel(f"forward + backward\n{RATIO}")
+    grid[1][0].set_ylabel("memory beyond inputs\nand gradients, MiB")
+    fixed = ", ".join(f"{name.upper()} = {getattr(rows[0], name):,}" for name in AXES if name != axis)
+    _finish(figure, found, f"The loss layer alone along the {AXES[axis].rsplit(' ', 1)[0]} ({fixed})", "95 %")
+    return figure
+
+
+def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
+    """Time against memory of every loss on two shapes, each point named: the first picture of the README.
+
+    Filled: exact. Hollow: its gradients are not (Row.exact). Bars: 95 % intervals of the time's ratio.
+    """
+    own = [row for row in rows if _timed(row) and row.extra_mib is not None and row.backend != BAR]
+    figure, [panels] = subplots(1, len(shapes), figsize=(WIDTH, 5.2), squeeze=False, sharex=True, sharey=True)
+    found = looks(row.label.split()[0] for row in own)
+    for panel, shape in zip(panels, shapes, strict=True):
+        points = [row for row in own if row.shape == shape]
+        for row in points:
+            look = found[row.label.split()[0]]
+            filling = {} if row.exact else {"markerfacecolor": "white", "markeredgewidth": 1.8}
+            _bar(panel, _gib(row), row, look)
+            panel.plot(_gib(row), row.ratio_to_compiled, **{**look.point, "markersize": 10, **filling})
+        panel.axhline(1, color=GREY, linewidth=0.8, zorder=1)
+        panel.set(xscale="log", yscale="log")
+        memories = [_gib(row) for row in points]
+        panel.set_xlim(min(memories) / 3, 4 * max(memories))
+        ticks = {"1 MiB": 1 / 1024, "10 MiB": 10 / 1024, "100 MiB": 100 / 1024, "1 GiB": 1, "10 GiB": 10}
+        panel.set_xticks(list(ticks.values()), list(ticks))
+        panel.set_xticks([], minor=True)
+        first = points[0]
+        dimensions = f"{first.n:,} tokens, {first.d:,} dimensions, {first.v:,} entries"
+        panel.set_title(f"{SHAPES.get(shape, shape)}\n{dimensions}")
+        panel.set_xlabel("memory beyond inputs and gradients")
+    _ratio_ticks(panels[0].yaxis, [row.ratio_to_compiled for row in own if row.shape in shapes])
+    panels[0].set_ylabel(f"forward + backward {RATIO}")
+    figure.suptitle("The loss layer alone: time against memory (better: down and left)")
+    kind = f"{device}, {own[0].logits} logits, {own[0].gradients} gradients"
+    note = f"{kind}. Filled: exact gradients. Hollow: gradients are approximate. Bars: 95 % intervals."
+    legend_below(figure, {}, note)
+    for panel, shape in zip(panels, shapes, strict=True):  # once the panels have their places
+        _name_points(panel, [row for row in own if row.shape == shape])
+    return figure
+
+
+def power(value: float) -> str:
+    """2^k where that is exact, else the number."""
+    exponent = math.log2(value)
+    return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
+
+
+# -------------------------------------------------------------------------------------------------------- drawing
+def _timed(row: Row) -> bool:
+    """Whether it is a point: it has a time, and is not the baseline's second entry."""
+    return row.ratio_to_compiled is not None and not row.backend.endswith(AGAIN)
+
+
+def _grid(rows: int, columns: int, height: float = 2.5) -> tuple[Any, Any]:
+    size = (min(2.4 + 3.9 * columns, WIDTH), 1.5 + height * rows)
+    return subplots(rows, columns, figsize=size, squeeze=False)
+
+
+def _points(panel: Any, rows: Sequence[Row], xs: Sequence[float], look: Look, *, joined: bool = False) -> None:
+    """Ratios to torch.compile's time with their intervals; joined where they are settings of one rule."""
+    for row, x in zip(rows, xs, strict=True):
+        _bar(panel, x, row, look)
+    style = {**look.line, "linewidth": 1.3} if joined or len(rows) > 1 else look.point
+    panel.plot(xs, [row.ratio_to_compiled for row in rows], **style)
+
+
+def _bar(panel: Any, x: float, row: Row, look: Look) -> None:
+    if row.ratio_to_compiled_low is not None and row.ratio_to_compiled_high is not None:
+        interval = [row.ratio_to_compiled_low, row.ratio_to_compiled_high]
+        panel.plot([x, x], interval, color=look.colour, linewidth=1.5, zorder=2)
+
+
+def _name_points(panel: Any, rows: Sequence[Row]) -> None:
+    """Each point's name beside it, where it hides no other name or point."""
+    renderer = panel.figure.canvas.get_renderer()
+    points = {id(row): (_gib(row), row.ratio_to_compiled or 1) for row in rows}
+    taken = [_around(panel.transData.transform(at)) for at in points.values()]
+    for row in sorted(rows, key=lambda row: row.ratio_to_compiled or 0):
+        for x, y, across, up in BESIDE:
+            place = {"xytext": (x, y), "ha": across, "va": up}
+            text = panel.annotate(_peer(row), points[id(row)], textcoords="offset points", fontsize=8, **place)
+            box = text.get_window_extent(renderer)
+            inside = panel.bbox.x0 <= box.x0 and box.x1 <= panel.bbox.x1 + 15 and panel.bbox.y0 <= box.y0
+            if (inside and not any(box.overlaps(other) for other in taken)) or (x, y, across, up) == BESIDE[-1]:
+                taken.append(box)
+                break
+            text.remove()
+
+
+def _around(point: Any) -> Any:
+    from matplotlib.transforms import Bbox
+
+    return Bbox([point - 7, point + 7])
+
+
+def _peer(row: Row) -> str:
+    """A point's name in the README's picture."""
+    loss, _, options = row.label.partition(" ")
+    words = in_words(loss) if "ours" in LOSSES[loss][2] else LOSSES[loss][2]
+    options = re.sub(r"workspace_mib=(\S+)", r"\1 MiB workspace", options).replace("accumulate=", "accumulating in ")
+    return f"{words},\n{options}" if options else words
+
+
+def _gib(row: Row) -> float:
+    return (row.extra_mib or 0) / 1024
+
+
+def _order(rows: Sequence[Row], row: Row, kinds: Sequence[tuple[str, str]]) -> tuple[int, int]:
+    """Of a problem's panel: shapes as they come, a shape's kinds beside each other."""
+    return list(dict.fromkeys(one.shape for one in rows)).index(row.shape), kinds.index((row.gradients, row.logits))
+
+
+def _shape_in_words(row: Row) -> str:
+    """A shape's name, without the hashes of a run's, and its dimensions."""
+    name = SHAPES.get(row.shape, "")
+    if row.trained:
+        model, _, rest = row.trained.split(" (")[0].partition(" ")
+        name = f"{model_in_words(model)} {rest}"
+    size = f"{row.n:,} x {row.d:,} x {row.v:,}"
+    return f"{name}: {size}" if name else size
+
+
+def _kind_in_words(row: Row) -> str:
+    return f"{row.logits} logits, {row.gradients} gradients"
+
+
+def _rules(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by backend without its threshold, those of a rule in the order of their thresholds."""
+    rules: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: -(filter_eps(row) or 0)):
+        rules.setdefault(" ".join(word for word in row.label.split() if "filter_eps=" not in word), []).append(row)
+    return rules
+
+
+def _round_ticks(axis: Any, values: list[float]) -> None:
+    """A few ticks of a logarithmic axis, at 1, 2 and 5 times powers of ten or fewer."""
+    low, high = min(values), max(values)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    for steps, each in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2)):
+        ticks = [
+            step * 10.0**k
+            for k in powers
+            if k % each == 0
+            for step in steps
+            if low / 1.7 <= step * 10.0**k <= high * 1.7
+        ]
+        if len(ticks) <= 4:
+            break
+    axis.set_ticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+    axis.set_view_interval(min([low / 1.25, *ticks]), max([high * 1.25, *ticks]), ignore=True)
+
+
+def _ratio_ticks(axis: Any, ratios: list[float | None]) -> None:
+    """Ratios on a logarithmic axis, ticked with plain numbers."""
+    known = [1.0, *(ratio for ratio in ratios if ratio is not None)]
+    low, high = min(known) / 1.12, max(known) * 1.12
+    near = (0.7, 0.8, 0.9, 1, 1.1, 1.2)
+    steps = near if high / low < 1.8 else (0.25, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
+    ticks = [tick for tick in steps if low <= tick <= high]
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+    axis.set_view_interval(low, high, ignore=True)
+
+
+def _powers_of_ten(axis: Any) -> None:
+    """Errors on a logarithmic axis, ticked at powers of ten and their halves in plain figures."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-")))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _finish(figure: Any, found: dict[str, Look], title: str, bars: str) -> None:
+    """Title, and below the panels the legend and what the bars are."""
+    from matplotlib.lines import Line2D
+
+    lines = {_label(label): Line2D([], [], **look.point) for label, look in found.items()}
+    figure.suptitle(title)
+    legend_below(
+        figure, lines, f"Forward and backward pass. Bars: {bars} intervals." if bars else "Forward and backward pass."
+    )
+
+
+def _label(label: str) -> str:
+    """A loss's words, its threshold as a power of two."""
+    return re.sub(r"filter_eps=(\S+)", lambda found: f"filter_eps={power(float(found[1]))}", in_words(label))

@@ -1,0 +1,148 @@
+"""How every plot of the project looks: one colour and one marker a loss, sizes, legends, and files.
+
+The colours are Okabe and Ito's, which readers with any colour vision tell apart. `compiled`, the baseline, is grey. The
+same loss with other options keeps its colour and marker; the filling of the marker and the dash of the line change.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Of a loss: colour, marker, and what it is where its name does not say so.
+LOSSES = {
+    "standard": ("#000000", "X", "eager PyTorch"),
+    "compiled": ("#8C8C8C", "s", "torch.compile"),
+    "cce_kahan": ("#0072B2", "o", "ours, exact"),
+    "cce_filter": ("#56B4E9", "^", "ours, filtered"),
+    "liger": ("#D55E00", "v", "Liger"),
+    "fla": ("#E69F00", "P", "flash-linear-attention"),
+    "torch_native": ("#009E73", "h", "PyTorch"),
+    "cce_apple": ("#CC79A7", "D", "Apple's cce"),
+    "paper": ("#882255", "d", "presets of the CCE paper"),
+    "fp32_logits": ("#7A5C3E", "p", "fp32 logits"),
+}
+SIZES = {"s": 9.5, "X": 9}  # of markers, points: a baseline can be seen behind a loss that equals it
+OTHER = ("#44AA99", "8", "")  # a loss that only the benchmark knows
+FILLINGS = ("full", "none", "left", "bottom", "right", "top")
+DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of what is no loss: models, say
+MODELS = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "kda": "KDA", "transformer": "Transformer"}
+GREY, PALE = "#666666", "#E4E4E4"
+WIDTH = 10.0  # inches, of the widest figure: a forge shows it at about 900 pixels
+_LOOKS = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "figure.titlesize": 12,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#EBEBEB",
+    "svg.fonttype": "none",  # text stays text: small files, which can be searched
+    "svg.hashsalt": "linrnn",  # the same figure gives the same file
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one loss, with one choice of its options, is drawn."""
+
+    colour: str
+    marker: str
+    filling: str
+    dash: Any
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What pyplot's `plot` takes for a line with markers."""
+        return {**self.point, "linestyle": self.dash}
+
+    @property
+    def point(self) -> dict[str, Any]:
+        """What pyplot's `plot` takes for markers alone."""
+        size = SIZES.get(self.marker, 7)
+        filled = {"fillstyle": self.filling, "markerfacecoloralt": "white", "markersize": size}
+        return {"color": self.colour, "marker": self.marker, "linestyle": "none", "zorder": 10 - size / 2, **filled}
+
+
+def looks(labels: Iterable[str]) -> dict[str, Look]:
+    """A look for each label: a loss's name, and its options behind it."""
+    labels = list(dict.fromkeys(labels))
+    seen: dict[str, list[str]] = {}
+    for label in labels:
+        seen.setdefault(loss_of(label), []).append(label)
+    found = {}
+    for loss, variants in seen.items():
+        colour, marker, _ = LOSSES.get(loss, OTHER)
+        # The loss as it comes is the filled one, whatever stands first.
+        for i, label in enumerate(sorted(variants, key=lambda label: label != loss)):
+            found[label] = Look(colour, marker, FILLINGS[i % len(FILLINGS)], DASHES[i % len(DASHES)])
+    return {label: found[label] for label in labels}
+
+
+def loss_of(label: str) -> str:
+    """The loss that a label begins with; presets of the paper are one."""
+    return label.split()[0].split("/")[0]
+
+
+def in_words(label: str) -> str:
+    """A loss's label as a legend shows it: with what the loss is, where its name does not say so."""
+    loss, _, options = label.partition(" ")
+    words = LOSSES.get(loss, OTHER)[2]
+    told = f"{loss} ({words})" if words and words.lower() != loss else loss
+    return f"{told} {options}".strip()
+
+
+def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -> str:
+    """A model's name as people write it, the name of its size, and its parameters."""
+    words = f"{MODELS.get(name, name)} {size}".strip()
+    if not n_parameters:
+        return words
+    millions = n_parameters / 1e6
+    return (
+        f"{words} ({millions / 1e3:.2g} B parameters)" if millions >= 1000 else f"{words} ({millions:.0f} M parameters)"
+    )
+
+
+def subplots(*arguments: Any, **options: Any) -> Any:
+    """pyplot's `subplots` in the project's style; figures of a notebook are shown in its cells, others are files."""
+    import matplotlib
+
+    if "inline" not in matplotlib.get_backend():
+        matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(_LOOKS)
+    return pyplot.subplots(*arguments, **options)
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a PNG, and an SVG beside it; let go of the figure; return the PNG's path."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    return path
+
+
+def legend_below(figure: Any, lines: Mapping[str, Any], note: str = "") -> None:
+    """The legend of all panels below them, a note below the legend, and room for both and for the figure's title."""
+    width, height = figure.get_size_inches()
+    columns = max(min(len(lines), int(width * 13 // (max(map(len, lines), default=1) + 6)), 6), 1)
+    legend, below = 0.185 * -(-len(lines) // columns) + 0.08, 0.17 * len(note.splitlines()) + 0.05 * bool(note)
+    figure.tight_layout(rect=(0, (legend + below) / height, 1, 1 - 0.1 / height))
+    if lines:
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, below / height), "borderaxespad": 0.1}
+        figure.legend(list(lines.values()), list(lines), ncol=columns, handletextpad=0.5, **place)
+    if note:
+        figure.text(0.5, 0.05 / height, note, ha="center", va="bottom", fontsize=8, color=GREY)

@@ -1,0 +1,91 @@
+"""The pictures of README and docs, drawn from committed rows: results/figures/."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from linrnn.bench.loss.plots import hero
+from linrnn.bench.loss.rows import Row, read_rows, rows_for
+from linrnn.core.errors import DataError
+from linrnn.core.plot_style import save
+from linrnn.study.plots import forest, largest_batches, memory_parts, study_rows
+from linrnn.study.results import MAX_BATCHES, read_committed, read_list
+from linrnn.study.verdicts import verdicts
+
+# The groups, below results/summaries, that the study's picture shows: the models at 1.3B, and the MVE over three seeds.
+STUDY = (
+    "mve",
+    "phase2_expandable",
+    "phase2_expandable_gla_full",
+    "phase2_expandable_transformer",
+    "phase2_models",
+)
+NO_CHECKPOINTING, CHECKPOINTING = "phase2_expandable", "phase2_expandable_gla_full"
+BATCHES = ("phase2_expandable", "phase2_expandable_gla_full", "phase2_expandable_transformer")
+HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
+DEVICE = "nvidia_h200"
+
+
+def draw(results: Path, output: Path) -> list[Path]:
+    """Draw every picture from the rows below `results`; return the paths of the PNGs.
+
+    Raises:
+        DataError: rows that a picture needs are not there.
+    """
+    pictures: dict[str, Callable[[Path], Any]] = {
+        "hero": loss_layer,
+        "study": study,
+        "peak_memory": peak_memory,
+        "largest_batch": largest_batch,
+    }
+    return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
+
+
+def loss_layer(results: Path) -> Any:
+    """The loss layer's time against its memory, every loss, on two shapes. `cce_apple` comes from the set `filter`."""
+    directory = results / "bench_loss" / DEVICE
+    rows = rows_for("shapes", [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)]).values()
+    own = [row for row in rows if row.shape in HERO and row.logits == "peaked" and row.gradients == "bf16"]
+    own = [row for row in own if row.set == "shapes" or row.backend == "cce_apple"]
+    if {row.shape for row in own} != set(HERO):
+        raise DataError(f"{directory} lacks rows of {' or '.join(HERO)}", "python scripts/bench_loss.py set=shapes")
+    return hero(own, HERO, _device(directory, own))
+
+
+def study(results: Path) -> Any:
+    """What the study asked and what was measured, our exact loss."""
+    rows = []
+    for group in STUDY:
+        directory = results / "summaries" / group
+        runs = read_committed(directory)
+        rows += study_rows(runs, verdicts(runs, read_list(directory / MAX_BATCHES)))
+    kept = {}
+    for row in rows:  # of a model and setting that two groups measured, the later one
+        kept[row.verdict.criterion, row.name, row.verdict.against] = row
+    return forest(list(kept.values()))
+
+
+def peak_memory(results: Path) -> Any:
+    """Peak memory by component, GLA 1b3, without and with activation checkpointing."""
+    runs = []
+    for group, kind in ((NO_CHECKPOINTING, "none"), (CHECKPOINTING, "full")):
+        own = read_committed(results / "summaries" / group)
+        runs += [run for run in own if run.summary["activation_checkpointing"] == kind]
+    return memory_parts(runs)
+
+
+def largest_batch(results: Path) -> Any:
+    """The largest batches that searches found exactly."""
+    answers = [answer for group in BATCHES for answer in read_list(results / "summaries" / group / MAX_BATCHES)]
+    if not answers:
+        raise DataError(f"{results / 'summaries'} holds no largest batches", "python scripts/find_max_batch.py")
+    return largest_batches(answers)
+
+
+def _device(directory: Path, rows: list[Row]) -> str:
+    """The GPU's name, from runs.jsonl."""
+    origins = {row.run for row in rows}
+    runs = [json.loads(line) for line in (directory / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
+    names = {gpu["name"] for run in runs if run["id"] in origins for gpu in run["environment"]["gpus"]}
+    return ", ".join(sorted(names))

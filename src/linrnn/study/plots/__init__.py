@@ -1,0 +1,49 @@
+"""Plots of runs: one message each, labelled axes with units, the same colour for a loss everywhere."""
+
+from linrnn.core.plot_style import save
+from linrnn.study.plots.forest import Row, forest, study_rows
+from linrnn.study.plots.learning import dropped_mass, loss_curves
+from linrnn.study.plots.memory import largest_batches, memory_parts
+from linrnn.study.plots.scaling import (
+    AXES,
+    batch_scaling,
+    chunk_sizes,
+    length_scaling,
+    loss_share,
+    loss_time,
+    pareto,
+    vocabulary_crossover,
+)
+from linrnn.study.plots.select import (
+    DEVICE_TIME,
+    baseline_of,
+    clock_of,
+    crossover_lines,
+    loss_layer_share,
+    varies,
+)
+
+__all__ = [
+    "AXES",
+    "DEVICE_TIME",
+    "Row",
+    "baseline_of",
+    "batch_scaling",
+    "chunk_sizes",
+    "clock_of",
+    "crossover_lines",
+    "dropped_mass",
+    "forest",
+    "largest_batches",
+    "length_scaling",
+    "loss_curves",
+    "loss_layer_share",
+    "loss_share",
+    "loss_time",
+    "memory_parts",
+    "pareto",
+    "save",
+    "study_rows",
+    "varies",
+    "vocabulary_crossover",
+]

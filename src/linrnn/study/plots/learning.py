@@ -1,0 +1,129 @@
+"""Curves by training step: losses, and what a filter leaves out of the gradient. Seeds of a loss are one band."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from linrnn.core.plot_style import PALE, Look, in_words, legend_below, looks, subplots
+from linrnn.study.curves import SMOOTHED_STEPS, Curve, difference, smoothed
+from linrnn.study.plots.select import baseline_of, heading, named, one_course
+from linrnn.study.results import Run
+
+MOST_LINES = 6  # of a panel
+STEEP = 0.1  # of the steps at the beginning, in which every loss falls alike: the axis begins below them
+
+
+def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same model?") -> Any:
+    """Training losses, and each loss's difference from the baseline of the same seed below them, a column a model.
+
+    Of each model the setting that most runs share is drawn: curves of different settings cannot be laid over each
+    other. A line is the mean over the seeds, a band reaches from the lowest seed to the highest. Of more than six
+    losses the first six are drawn, the baseline among them.
+    """
+    runs = one_course(runs)
+    baseline = baseline_of(runs)
+    labels = _first_six([name for _, name in named(runs)], baseline)
+    own = [(run, name) for run, name in named(runs) if name in labels]
+    models = list(dict.fromkeys(run.summary["model"] for run, _ in own))
+    size = (min(3 + 3.6 * len(models), 10), 6.6)
+    figure, grid = subplots(2, max(len(models), 1), figsize=size, sharex="col", height_ratios=(2, 1.2), squeeze=False)
+    bases = {(run.course, run.summary["seed"]): run for run, _ in own if run.summary["loss"] == baseline}
+    found, lines = looks(labels), {}
+    for (top, bottom), model in zip(grid.T, models, strict=True):
+        curves: dict[str, list[Curve]] = defaultdict(list)
+        above: dict[str, list[Curve]] = defaultdict(list)
+        of_model = [(run, name) for run, name in own if run.summary["model"] == model]
+        for run, name in of_model:
+            curves[name].append(smoothed(run.losses))
+            base = bases.get((run.course, run.summary["seed"]))
+            if base is not None and base is not run and (values := difference(run.losses, base.losses)):
+                above[name].append(values)
+        for name, several in curves.items():
+            lines[in_words(name)] = _band(top, several, found[name])
+        for name, several in above.items():
+            _band(bottom, several, found[name])
+        _begin_below_the_start(top, [curve for several in curves.values() for curve in several])
+        top.set_title(heading([run for run, _ in of_model], "\n" if len(models) > 2 else " "))
+        bottom.set_xlabel("optimizer step")
+        if bottom.lines:
+            bottom.axhspan(-0.01, 0.01, color=PALE, zorder=0)
+        else:
+            bottom.set_yticks([])
+            bottom.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=bottom.transAxes)
+    grid[0][0].set_ylabel("training loss, nats per token")
+    grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
+    figure.suptitle(title)
+    some = " of thinned curves" if any(run.thinned for run in runs) else ""
+    seeds = "Bands: lowest to highest seed. " if len({run.summary["seed"] for run in runs}) > 1 else ""
+    legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps{some}. {seeds}Grey: ±0.01 nats.")
+    return figure
+
+
+def dropped_mass(runs: Sequence[Run]) -> Any:
+    """Softmax mass that filters drop from a token, mean and 99th percentile, by step, a panel a model."""
+    filtered = [(run, name) for run, name in named(runs) if "dropped_mass_mean" in run.statistics]
+    labels = list(dict.fromkeys(name for _, name in filtered))
+    models = list(dict.fromkeys(run.summary["model"] for run, _ in filtered))
+    columns = min(len(models), 2)
+    rows = -(-len(models) // columns)
+    size = (2.5 + 3.6 * columns, 1.2 + 2.9 * rows)
+    figure, grid = subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
+    for spare in grid.flat[len(models) :]:
+        spare.set_axis_off()
+    found, lines = looks(labels), {}
+    for axes, model in zip(grid.flat, models, strict=False):
+        for label in labels:
+            own = [run for run, name in filtered if name == label and run.summary["model"] == model]
+            for key, words in (("dropped_mass_mean", "mean"), ("dropped_mass_p99", "99th percentile")):
+                if curves := [run.statistics[key] for run in own if run.statistics.get(key)]:
+                    look = Look(
+                        found[label].colour, found[label].marker, found[label].filling, _dash(key, label, labels)
+                    )
+                    lines[f"{in_words(label)}, {words}"] = _band(axes, curves, look)
+        axes.set_title(heading([run for run, _ in filtered if run.summary["model"] == model]))
+        axes.set_xlabel("optimizer step")
+    for row in grid:
+        row[0].set_ylabel("softmax mass not kept, of 1")
+    grid[0][0].set_ylim(0, 1.02)
+    figure.suptitle("How much of the gradient's mass does a filter leave out?")
+    legend_below(figure, lines)
+    return figure
+
+
+def _dash(key: str, label: str, labels: Sequence[str]) -> Any:
+    """Of a line: the mean is drawn through, the percentile is dotted; a second rule's lines are broken."""
+    mean, percentile = (("-", ":"), ("--", (0, (1, 4))), ("-.", (0, (4, 1, 1, 1, 1, 1))))[min(labels.index(label), 2)]
+    return mean if key == "dropped_mass_mean" else percentile
+
+
+def _band(axes: Any, curves: Sequence[Curve], look: Look) -> Any:
+    """The mean of several curves over the steps that all have, and a band from the lowest to the highest."""
+    common = set.intersection(*({step for step, _ in curve} for curve in curves))
+    values: dict[int, list[float]] = defaultdict(list)
+    for curve in curves:
+        for step, value in curve:
+            if step in common:
+                values[step].append(value)
+    steps = sorted(values)
+    means = [fmean(values[step]) for step in steps]
+    if len(curves) > 1:
+        low, high = ([bound(values[step]) for step in steps] for bound in (min, max))
+        axes.fill_between(steps, low, high, color=look.colour, alpha=0.18, linewidth=0)
+    [line] = axes.plot(steps, means, color=look.colour, linestyle=look.dash, linewidth=1.3, alpha=0.9)
+    return line
+
+
+def _begin_below_the_start(axes: Any, curves: Sequence[Curve]) -> None:
+    """Leave the steep beginning out, so that the losses' differences are seen."""
+    last = max(step for curve in curves for step, _ in curve)
+    rest = [value for curve in curves for step, value in curve if step >= STEEP * last]
+    low, high = min(rest), max(rest)
+    if high > low:
+        axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+
+
+def _first_six(names: Sequence[str], baseline: str) -> list[str]:
+    """The baseline, and as many other losses as a panel shows."""
+    labels = list(dict.fromkeys(names))
+    return [label for label in labels if label in sorted(labels, key=lambda label: label != baseline)[:MOST_LINES]]

@@ -1,0 +1,116 @@
+"""Bars: where a step's memory goes, and how many sequences fit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from linrnn.core.plot_style import LOSSES, OTHER, in_words, legend_below, loss_of, model_in_words, subplots
+from linrnn.study.plots.select import heading, measured, named
+from linrnn.study.results import Run, backend_names
+
+GIB = 2**30
+# What is held while the loss layer runs, and its colour.
+PARTS = {
+    "parameters": "#AAB7C4",
+    "optimizer": "#7C8DA0",
+    "activations": "#DCCFA8",
+    "loss layer": "#C03A2B",
+}
+
+
+def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a training step goes") -> Any:
+    """Memory by component while the loss layer runs, a bar a loss, and the measured peak of the whole step.
+
+    Of each loss the first seed's run is drawn. Where the peak lies beyond the bar, it is reached elsewhere: in the
+    layers' backward pass, when the loss layer has released its memory.
+    """
+    firsts: dict[tuple[str, str, str, int], Run] = {}
+    for run, name in named(measured(runs)):
+        s = run.summary
+        firsts.setdefault((s["model"], s.get("activation_checkpointing") or "none", name, s["batch_size"]), run)
+    several = len({batch for *_, batch in firsts}) > 1
+    order = list(LOSSES)
+
+    def place_of(key: tuple[str, str, str, int]) -> tuple[Any, ...]:
+        model, checkpointing, name, batch = key
+        loss = loss_of(name)
+        return model, checkpointing != "none", batch, order.index(loss) if loss in order else len(order)
+
+    entries = sorted(firsts.items(), key=lambda entry: place_of(entry[0]))
+    groups = list(dict.fromkeys(key[:2] for key, _ in entries))
+    figure, axes = subplots(1, 1, figsize=(9, 1.5 + 0.3 * len(entries) + 0.42 * len(groups)))
+    bars: dict[str, Any] = {}
+    ticks, labels, place, group = [], [], 0.0, None
+    for (model, checkpointing, name, batch), run in entries:
+        if (model, checkpointing) != group:
+            group = model, checkpointing
+            place += 0.9 if ticks else 0.0
+            words = "with activation checkpointing" if checkpointing == "full" else "without checkpointing"
+            axes.text(0, place - 0.55, f"{heading([run])}, {words}", fontsize=9, fontweight="bold", va="bottom")
+        left = 0.0
+        for kind, size in _held(run).items():
+            bars[kind] = axes.barh(place, size / GIB, left=left, color=PARTS[kind], height=0.72)
+            left += size / GIB
+        if peak := run.summary["peak_memory_bytes"]:
+            [bars["peak of the step"]] = axes.plot(
+                [peak / GIB] * 2, [place - 0.42, place + 0.42], color="black", linewidth=2, solid_capstyle="butt"
+            )
+            axes.text(max(peak / GIB, left), place, f"  {_gib(peak)}", va="center", fontsize=8.5)
+        ticks.append(place)
+        labels.append(in_words(name) + (f", {batch} sequences" if several else ""))
+        place += 1.0
+    axes.set_yticks(ticks, labels)
+    axes.set_ylim(place - 0.4, -1.1)
+    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("GiB while the loss layer runs")
+    figure.suptitle(title)
+    legend_below(figure, bars)
+    return figure
+
+
+def _held(run: Run) -> dict[str, float]:
+    """Bytes by component; of the loss layer the larger of its two passes. Gradients of parameters come later."""
+    memory = run.summary.get("memory_bytes") or {}
+    of_loss = max(memory.get("loss_forward", 0), memory.get("loss_backward", 0))
+    return {**{kind: memory.get(kind, 0) for kind in list(PARTS)[:-1]}, "loss layer": of_loss}
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many sequences fit in 80 GiB?") -> Any:
+    """The largest batch by model and loss, a panel with and one without activation checkpointing.
+
+    Only searches that ended exactly are drawn. Above a bar: the sequences, and their ratio to `compiled`'s.
+    """
+    own = [
+        (answer["activation_checkpointing"] or "none", answer["model"], name, answer["max_sequences"])
+        for answer, name in zip(answers, backend_names(answers), strict=True)
+        if answer["exact"]
+    ]
+    kinds = [kind for kind in ("none", "full") if any(kind == one[0] for one in own)]
+    names = sorted({name for _, _, name, _ in own}, key=lambda name: (loss_of(name) != "standard", name != "compiled"))
+    figure, [panels] = subplots(1, max(len(kinds), 1), figsize=(1 + 4 * max(len(kinds), 1), 3.9), squeeze=False)
+    bars: dict[str, Any] = {}
+    for axes, kind in zip(panels, kinds, strict=False):
+        models = list(dict.fromkeys(model for one, model, _, _ in own if one == kind))
+        sizes = {(model, name): most for one, model, name, most in own if one == kind}
+        for (model, name), most in sizes.items():
+            place = models.index(model) + (names.index(name) - (len(names) - 1) / 2) * 0.27
+            colour = LOSSES.get(loss_of(name), OTHER)[0]
+            bars[in_words(name)] = axes.bar(place, most, width=0.25, color=colour)
+            base = sizes.get((model, "compiled"))
+            ratio = f"\n{most / base:.2f} x" if base and name != "compiled" else ""
+            axes.text(place, most, f"{most}{ratio}", ha="center", va="bottom", fontsize=8.5)
+        axes.set_xticks(range(len(models)), [model_in_words(model) for model in models])
+        axes.grid(visible=False, axis="x")
+        axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+        axes.set_title({"none": "no activation checkpointing", "full": "full activation checkpointing"}[kind])
+    panels[0].set_ylabel("sequences of 2,048 tokens")
+    if len({answer["seq_len"] for answer in answers}) != 1:
+        panels[0].set_ylabel("sequences")
+    figure.suptitle(title)
+    order = {in_words(name): bars[in_words(name)] for name in names if in_words(name) in bars}
+    legend_below(figure, order, "x: ratio to torch.compile's largest batch")
+    return figure

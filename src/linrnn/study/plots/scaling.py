@@ -1,0 +1,213 @@
+"""Speed, and the loss layer's share of time and memory, against what runs differ in. A panel a model."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, subplots
+from linrnn.study.intervals import estimate
+from linrnn.study.plots.select import baseline_of, clock_of, family, heading, loss_layer_share, measured, named
+from linrnn.study.results import Run, loss_time_share
+
+GIB = 2**30
+AXES = {"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}
+CROWDED = 1.3  # two ticks of a logarithmic axis whose ratio is smaller would overlap
+
+
+def pareto(runs: Sequence[Run]) -> Any:
+    """Tokens/s against peak memory, a panel a model: up and to the left is better."""
+    return _panels(
+        runs,
+        x=lambda s: s["peak_memory_bytes"] / GIB,
+        x_label="peak memory, GiB",
+        title="Speed against memory (better: up and left)",
+    )
+
+
+def batch_scaling(runs: Sequence[Run]) -> Any:
+    """Tokens/s against the batch, a panel a model."""
+    return _panels(
+        runs,
+        x=lambda s: s["batch_size"],
+        x_label="sequences per batch",
+        title="Does a larger batch give speed?",
+        along="batch_size",
+    )
+
+
+def length_scaling(runs: Sequence[Run]) -> Any:
+    """Tokens/s against the sequences' length at equal tokens a step, a panel a model."""
+    return _panels(
+        runs,
+        x=lambda s: s["seq_len"],
+        x_label=AXES["seq_len"],
+        title="What do longer sequences cost?",
+        along="seq_len",
+        from_zero=True,
+    )
+
+
+def chunk_sizes(runs: Sequence[Run]) -> Any:
+    """Tokens/s against the recurrent kernel's chunk size, a panel a model; runs that leave it to FLA are not drawn."""
+    return _panels(
+        [run for run in runs if run.summary.get("chunk_size")],
+        x=lambda s: s["chunk_size"],
+        x_label="tokens per chunk",
+        title="Which chunk size is fastest?",
+        along="chunk_size",
+    )
+
+
+def vocabulary_crossover(runs: Sequence[Run]) -> Any:
+    """Tokens/s relative to the baseline of the same seed by vocabulary, a panel a model: above 1 a loss pays."""
+    baseline = baseline_of(runs)
+    speed: dict[tuple[Any, ...], float] = {}
+    for run in measured(runs):
+        if run.summary["loss"] == baseline:
+            speed[run.setting, run.summary["seed"]] = run.summary["tokens_per_second"]
+    return _panels(
+        [run for run in runs if (run.setting, run.summary["seed"]) in speed],
+        x=lambda s: s["vocab_size"],
+        x_label="vocabulary, entries",
+        y=lambda run: run.summary["tokens_per_second"] / speed[run.setting, run.summary["seed"]],
+        y_label=f"tokens/s relative to {baseline}",
+        title="From which vocabulary on does a loss pay?",
+        along="vocab_size",
+        level=1.0,
+    )
+
+
+def loss_time(runs: Sequence[Run], along: str) -> Any:
+    """The loss layer's share of a step's time against `along` (seq_len or vocab_size), a panel a model."""
+    return _panels(
+        [run for run in runs if loss_time_share(run) is not None],
+        x=lambda s: s[along],
+        x_label=AXES[along],
+        y=lambda run: 100 * (loss_time_share(run) or 0),
+        y_label="loss layer / step, %",
+        title="How much of the time is the loss layer?",
+        along=along,
+        from_zero=True,
+    )
+
+
+def loss_share(runs: Sequence[Run], along: str) -> Any:
+    """The loss layer's share of peak memory against `along` (seq_len or vocab_size), a panel a model."""
+    return _panels(
+        [run for run in runs if loss_layer_share(run) is not None],
+        x=lambda s: s[along],
+        x_label=AXES[along],
+        y=lambda run: 100 * (loss_layer_share(run) or 0),
+        y_label="loss layer / peak memory, %",
+        title="How much of the memory is the loss layer?",
+        along=along,
+        from_zero=True,
+    )
+
+
+def _panels(
+    runs: Sequence[Run],
+    *,
+    x: Callable[[dict[str, Any]], float],
+    x_label: str,
+    title: str,
+    y: Callable[[Run], float] | None = None,
+    y_label: str = "thousand tokens/s",
+    along: str | None = None,
+    level: float | None = None,
+    from_zero: bool = False,
+) -> Any:
+    """A panel a model with and one without checkpointing, a colour a loss.
+
+    A point is the median over seeds, with the 90 % interval where there are several; single seeds are pale. A line
+    joins a loss's points. With `along` these are settings that differ in that key alone; of several such families each
+    model's largest is drawn. Tokens/s begin at zero, so that what runs differ in by chance looks as small as it is.
+    `from_zero`: other values do as well, in one scale for all panels.
+    """
+    value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
+    own = named(measured(runs) if along is None else family(measured(runs), along))
+    panels = list(dict.fromkeys(_panel(run) for run, _ in own))
+    columns = min(max(len(panels), 1), 2)
+    rows = max(-(-len(panels) // columns), 1)
+    size = (min(1.6 + 4.2 * columns, WIDTH), 1.3 + 3.1 * rows)
+    figure, grid = subplots(rows, columns, figsize=size, squeeze=False, sharey=from_zero)
+    for spare in grid.flat[len(panels) :]:
+        spare.set_axis_off()
+    found = looks(name for _, name in own)
+    lines: dict[str, Any] = {}
+    several = False
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        points: dict[str, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+        for run, name in own:
+            if _panel(run) == panel:
+                points[name][x(run.summary) if along else run.setting].append((x(run.summary), value(run)))
+        for name, by_setting in points.items():
+            if along and len(by_setting) < 2:
+                continue
+            lines[in_words(name)] = _draw(axes, list(by_setting.values()), found[name])
+            several |= any(len(seeds) > 1 for seeds in by_setting.values())
+        if level is not None:
+            axes.axhline(level, color=GREY, linewidth=0.8, zorder=1)
+        if along is not None:
+            axes.set_xscale("log", base=2)
+            ticks = _apart(sorted({x(run.summary) for run, _ in own}))
+            axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+            axes.minorticks_off()
+        else:
+            axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
+            axes.locator_params(axis="x", nbins=6)  # long figures close to each other would overlap
+            axes.ticklabel_format(axis="x", useOffset=False)
+        if y is not None:
+            axes.ticklabel_format(axis="y", useOffset=False)
+        axes.set_title(_heading(panel, [run for run, _ in own if _panel(run) == panel]))
+        axes.set_xlabel(x_label)
+    for row in grid:
+        row[0].set_ylabel(f"{y_label}\n({clock_of(runs)})" if "tokens/s" in y_label else y_label)
+    if from_zero or y is None:  # once all points are there
+        for axes in grid.flat[: len(panels)]:
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+    figure.suptitle(title)
+    legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds." if several else "")
+    return figure
+
+
+def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Any) -> Any:
+    """A loss's points, medians over the seeds of a setting, joined by a line; its intervals; single seeds, pale."""
+    middles, low, high = [], [], []
+    for seeds in settings:
+        found = estimate([b for _, b in seeds], ratios=False)
+        middles.append((median(a for a, _ in seeds), found.value))
+        low.append(found.value if found.low is None else min(found.low, found.value))
+        high.append(found.value if found.high is None else max(found.high, found.value))
+        if len(seeds) > 1:
+            pale = {**look.point, "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
+            axes.plot(*zip(*seeds, strict=True), **pale)
+    order = sorted(range(len(middles)), key=lambda i: middles[i])
+    xs, ys = zip(*(middles[i] for i in order), strict=True)
+    low, high = ([bounds[i] for i in order] for bounds in (low, high))
+    if any(a < b for a, b in zip(low, high, strict=True)):
+        reach = [[y - a for y, a in zip(ys, low, strict=True)], [b - y for y, b in zip(ys, high, strict=True)]]
+        axes.errorbar(xs, ys, reach, fmt="none", ecolor=look.colour, elinewidth=1.1, capsize=2.5, alpha=0.8)
+    [line] = axes.plot(xs, ys, **look.line, linewidth=1.2, alpha=0.9)
+    return line
+
+
+def _panel(run: Run) -> tuple[str, str]:
+    return run.summary["model"], run.summary.get("activation_checkpointing") or "none"
+
+
+def _heading(panel: tuple[str, str], runs: Sequence[Run]) -> str:
+    """A panel's model with its size, where the runs share one, and its checkpointing."""
+    words = heading(runs)
+    return words if panel[1] == "none" else f"{words}, {panel[1]} checkpointing"
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Ticks that stand apart; of two that would overlap the smaller one."""
+    ticks: list[float] = []
+    for value in values:
+        if not ticks or value > CROWDED * ticks[-1]:
+            ticks.append(value)
+    return ticks

@@ -1,0 +1,124 @@
+"""Which runs belong into one plot, and what is said of them in words."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from linrnn.bench.loss.rows import crossovers
+from linrnn.core.plot_style import model_in_words
+from linrnn.study.intervals import LEAST_PAIRS
+from linrnn.study.results import SETTING, WALL_CLOCK, Run, alike, backend_names
+from linrnn.study.verdicts import BASELINES
+
+DEVICE_TIME = "device time"  # of a step: what tokens/s of before come from
+
+
+def clock_of(runs: Sequence[Run]) -> str:
+    """What the runs' tokens/s come from, in words."""
+    kinds = {run.summary.get("tokens_per_second_is") == WALL_CLOCK for run in measured(runs)}
+    if kinds == {True}:
+        return WALL_CLOCK
+    return DEVICE_TIME if kinds <= {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"
+
+
+def baseline_of(runs: Sequence[Run]) -> str:
+    """The loss that ratios are taken to: compiled where it was run, else eager, else our exact one."""
+    losses = {run.summary["loss"] for run in runs if run.finished and not run.mixture}
+    return next((name for name in (*BASELINES, "cce_kahan") if name in losses), BASELINES[0])
+
+
+def heading(runs: Sequence[Run], separator: str = " ") -> str:
+    """The model of a panel's runs, with its size and parameters where all share them."""
+    sizes = {(run.summary["size"], run.summary.get("n_parameters")) for run in runs}
+    size, n_parameters = sizes.pop() if len(sizes) == 1 else ("", None)
+    return model_in_words(runs[0].summary["model"], size, n_parameters).replace(" (", f"{separator}(")
+
+
+def varies(runs: Sequence[Run], along: str) -> bool:
+    """Whether runs that can be joined by a line differ in `along`."""
+    return bool(family(measured(runs), along))
+
+
+def loss_layer_share(run: Run) -> float | None:
+    """The most that the loss layer's passes add, gradients included, as a share of the peak; None on a CPU."""
+    memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
+    sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
+    return max(sizes) / peak if sizes and peak else None
+
+
+def crossover_lines(runs: Sequence[Run]) -> list[str]:
+    """In words: the vocabularies at which a loss passes the baseline, between those measured: its steps, and the loss
+    layer's own kernels, which a step that waits for the host hides."""
+    baseline, joined = baseline_of(runs), named(family(measured(runs), "vocab_size"))
+    times: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run, name in joined:
+        summary = run.summary
+        if summary.get("activation_checkpointing") not in (None, "none"):
+            continue
+        own = {
+            "step": 1 / summary["tokens_per_second"],
+            "loss layer": sum((summary.get("loss_layer_ms") or {}).values()),
+        }
+        for part, time in own.items():
+            if time:
+                times[part, summary["model"], name][summary["vocab_size"]].append(time)
+    lines: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (part, model, name), own_times in times.items():
+        base = times.get((part, model, baseline), {})
+        sizes = sorted(own_times.keys() & base.keys())
+        if name == baseline or len(sizes) < 2:
+            continue
+        ratios = [median(own_times[size]) / median(base[size]) for size in sizes]
+        passes = [
+            f"{'faster' if found.faster_above else 'slower'} than {baseline}'s above about {found.size:,.0f}"
+            for found in crossovers(sizes, ratios)
+        ]
+        n = min(len(side[size]) for size in sizes for side in (own_times, base))
+        few = "" if n >= LEAST_PAIRS else f" (n = {n}: undecided)"
+        always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline}'s from {sizes[0]:,} to {sizes[-1]:,}"
+        lines[model, name].append(f"{part} {', '.join(passes) or always}{few}")
+    return [f"* {model} x {name}: {'; '.join(parts)}" for (model, name), parts in lines.items()]
+
+
+def measured(runs: Sequence[Run]) -> list[Run]:
+    """Finished runs of one origin whose speed was measured."""
+    return [run for run in runs if run.finished and not run.mixture and run.summary["tokens_per_second"]]
+
+
+def named(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    return list(zip(runs, backend_names([run.summary for run in runs]), strict=True))
+
+
+def family(runs: Sequence[Run], along: str) -> list[Run]:
+    """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone; none
+    of a model with one value of `along`.
+    """
+    follow = {along, "steps", "horizon", "n_parameters", "activation_checkpointing", "data_fingerprint"}
+    if along == "seq_len":
+        follow.add("batch_size")  # equal tokens a step
+
+    def family(run: Run) -> tuple[Any, ...]:
+        return run.values(key for key in SETTING if key not in follow)
+
+    kept: list[Run] = []
+    for model in dict.fromkeys(run.summary["model"] for run in runs):
+        own = [run for run in runs if run.summary["model"] == model]
+        values: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
+        for run in own:
+            values[family(run)].add(run.summary.get(along))
+        largest = max(values, key=lambda one: len(values[one]))
+        if len(values[largest]) < 2:
+            continue
+        kept += [run for run in own if family(run) == largest]
+    return kept
+
+
+def one_course(runs: Sequence[Run]) -> list[Run]:
+    """Of each model the runs whose curves can be laid over each other: the course that most of them took."""
+    kept: list[Run] = []
+    for model in dict.fromkeys(run.summary["model"] for run in runs):
+        own = [run for run in runs if run.summary["model"] == model and run.losses]
+        members = [[other for other in own if alike(run, other)] for run in own]
+        kept += next((group for group in members if len(group) == max(map(len, members))), [])
+    return kept
