@@ -574,9 +574,10 @@ def test_what_filters_dropped_has_a_panel_a_model() -> None:
     models = [("gla", 0), ("gla", 1), ("kda", 0)]
     runs = [replace(run("cce_filter", model=model, seed=seed), statistics=curves) for model, seed in models]
     figure = plots.dropped_mass(runs)
-    assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [("gla", 4), ("kda", 2)]
+    assert [(axes.get_title().split()[0], len(axes.lines)) for axes in figure.axes] == [("GLA", 2), ("KDA", 2)]
+    assert [len(axes.collections) for axes in figure.axes] == [2, 0], "two seeds are a band"
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["cce_filter, mean", "cce_filter, 99th percentile"]
+    assert words == ["cce_filter (ours, filtered), mean", "cce_filter (ours, filtered), 99th percentile"]
     pyplot.close(figure)
 
 

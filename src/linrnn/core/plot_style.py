@@ -30,7 +30,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # 
 MODELS = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "kda": "KDA", "transformer": "Transformer"}
 GREY, PALE = "#666666", "#E4E4E4"
 WIDTH = 10.0  # inches, of the widest figure: a forge shows it at about 900 pixels
-_LOOKS = {
+_LOOKS: Any = {
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.labelsize": 9,

@@ -136,7 +136,7 @@ def _figures(runs: Sequence[Run], title: str) -> list[tuple[str, Any]]:
     measured = [run for run in runs if run.finished and not run.mixture and run.summary["tokens_per_second"]]
     figures: list[tuple[str, Any]] = []
     if any(run.losses and (run.summary["steps"] or 0) >= LEAST_STEPS for run in runs):
-        figures.append(("loss_curves.png", plots.loss_curves(runs, title)))
+        figures.append(("loss_curves.png", plots.loss_curves(runs)))
     if any("dropped_mass_mean" in run.statistics for run in runs):
         figures.append(("dropped_mass.png", plots.dropped_mass(runs)))
     several = [along for along in plots.AXES if plots.varies(measured, along)]

@@ -9,6 +9,7 @@ most; the others are known before the softmax is.
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrnn.core.plot_style import COLOURS, DASHES, GREY, legend_below, model_in_words, save, subplots
 from linrnn.core.tables import Table
 from linrnn.data import Batch
 from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel
-from linrnn.study import plots
 from linrnn.training.step import loss_inputs
 
 EXPONENTS = 32  # 2^-0 to 2^-31; what is smaller counts to the last
@@ -113,13 +114,13 @@ def add_histograms(log_p: Tensor, bands_V: Tensor, entries: Tensor, mass: Tensor
 
 
 def write(profiles: list[Profile], directory: Path) -> list[Path]:
-    """sparsity.json, sparsity.md and sparsity.png; returns their paths."""
+    """sparsity.json, sparsity.md, sparsity.png and sparsity.svg; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data, page, picture = (directory / f"sparsity.{ending}" for ending in ("json", "md", "png"))
     data.write_text(json.dumps([asdict(profile) for profile in profiles], indent=1) + "\n", encoding="utf-8")
     page.write_text(markdown(profiles), encoding="utf-8")
-    plots.save(_figure(profiles), picture)
-    return [page, data, picture]
+    save(_figure(profiles), picture)
+    return [page, data, picture, picture.with_suffix(".svg")]
 
 
 def markdown(profiles: list[Profile]) -> str:
@@ -160,19 +161,28 @@ def markdown(profiles: list[Profile]) -> str:
 
 
 def _figure(profiles: list[Profile]) -> Any:
-    figure, (left, right) = plots.subplots(1, 2, figsize=(11, 4.5))
+    figure, (left, right) = subplots(1, 2, figsize=(9.5, 4))
     exponents = range(EXPONENTS)
-    for p in profiles:
-        left.plot(exponents, p.share_above["all"], label=p.name)
-        right.plot(exponents, p.mass_below["all"], label=p.name)
+    lines = {}
+    for i, p in enumerate(profiles):
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS)]}
+        left.plot(exponents, p.share_above["all"], **style)
+        [lines[in_words(p.name)]] = right.plot(exponents, p.mass_below["all"], **style)
     left.set_yscale("log")
     left.set_ylabel("share of entries with p ≥ 2^-k")
     right.set_ylabel("softmax mass below 2^-k, mean per token")
     for axes in (left, right):
         axes.set_xlabel("k")
-        axes.axvline(PAPER_EXPONENT, color="0.7", linewidth=0.8)
-    left.lines[-1].set_label(f"the CCE paper's threshold, 2^-{PAPER_EXPONENT}")
-    left.legend(fontsize="small")
-    figure.suptitle("Sparsity of the softmax")
-    figure.tight_layout()
+        lines[f"the CCE paper's threshold, 2^-{PAPER_EXPONENT}"] = axes.axvline(
+            PAPER_EXPONENT, color=GREY, linewidth=0.8
+        )
+    figure.suptitle("How sparse is the softmax?")
+    legend_below(figure, lines)
     return figure
+
+
+def in_words(name: str) -> str:
+    """A profile's name as a legend shows it: the model and the step, without the hash of its run."""
+    model, _, size = name.split(",")[0].partition(" ")
+    step = re.search(r"step_(\d+)", name)
+    return model_in_words(model, size) + (f", step {step[1]}" if step else "")

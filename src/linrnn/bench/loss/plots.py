@@ -12,6 +12,7 @@ from linrnn.core.plot_style import GREY, LOSSES, WIDTH, Look, in_words, legend_b
 AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
 RATIO = "time / torch.compile's"
+BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.4}  # a name
 # Where a point's name can stand: offset in points, horizontal and vertical alignment; the first that is free.
 BESIDE = (
     (0, -9, "center", "top"),
@@ -242,7 +243,9 @@ def _name_points(panel: Any, rows: Sequence[Row]) -> None:
     for row in sorted(rows, key=lambda row: row.ratio_to_compiled or 0):
         for x, y, across, up in BESIDE:
             place = {"xytext": (x, y), "ha": across, "va": up}
-            text = panel.annotate(_peer(row), points[id(row)], textcoords="offset points", fontsize=8, **place)
+            text = panel.annotate(
+                _peer(row), points[id(row)], textcoords="offset points", fontsize=8, **place, bbox=BEHIND
+            )
             box = text.get_window_extent(renderer)
             inside = panel.bbox.x0 <= box.x0 and box.x1 <= panel.bbox.x1 + 15 and panel.bbox.y0 <= box.y0
             if (inside and not any(box.overlaps(other) for other in taken)) or (x, y, across, up) == BESIDE[-1]:

@@ -80,8 +80,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     """
     criteria = [criterion for criterion in ASKED if any(row.verdict.criterion == criterion for row in rows)]
     names = {
-        criterion: list(dict.fromkeys(row.name for row in rows if row.verdict.criterion == criterion))
-        for criterion in criteria
+        criterion: _names([row.name for row in rows if row.verdict.criterion == criterion]) for criterion in criteria
     }
     heights = [len(names[criterion]) + 0.9 for criterion in criteria]
     size = (9, 0.36 * sum(heights) + 0.62 * len(criteria) + 1.1)
@@ -109,7 +108,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
         axes.set_xscale("log")
         _plain_ticks(axes, own)
         words, better = ASKED[criterion]
-        axes.set_title(f"{words}: ratio {criterion.bound} asked ({better})", loc="left")
+        axes.set_title(f"{words}: ratio {criterion.rule} {criterion.target:g} asked ({better})", loc="left")
     figure.suptitle(title)
     order = [*(f"ours / {name}" for name in ("compiled", "eager")), "target", "attainable: a loss layer without cost"]
     note = "Bars on points: 90 % interval. Hollow: undecided (fewer than 5 pairs, or an interval across the target)."
@@ -117,21 +116,21 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     return figure
 
 
+def _names(names: Sequence[str]) -> list[str]:
+    """Models in the order in which they come, each without checkpointing before itself with it."""
+    models = list(dict.fromkeys(name.split(",")[0] for name in names))
+    return sorted(dict.fromkeys(names), key=lambda name: (models.index(name.split(",")[0]), "," in name))
+
+
 def _point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
     value = verdict.value or 0.0
     if verdict.low is not None and verdict.high is not None and verdict.low < verdict.high:
         axes.plot([verdict.low, verdict.high], [place] * 2, color=look.colour, linewidth=1.6, solid_capstyle="butt")
     filling = "white" if verdict.verdict == UNDECIDED else look.colour
-    axes.plot(value, place, **{**look.point, "markerfacecolor": filling, "markersize": 6.5}, zorder=3)
-    axes.annotate(
-        f"{value:.2f}",
-        (max(value, verdict.high or value), place),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=7.5,
-        color=GREY,
-    )
+    axes.plot(value, place, **{**look.point, "markerfacecolor": filling, "markersize": 6.5})
+    interval = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.2f} to {verdict.high:.2f})"
+    words = f"{value:.2f}{interval if verdict.criterion.by_chance else ''}"
+    axes.text(1.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=GREY)
 
 
 def _handle(look: Any) -> Any:
@@ -141,16 +140,16 @@ def _handle(look: Any) -> Any:
 
 
 def _plain_ticks(axes: Any, rows: Sequence[Row]) -> None:
-    """Ratios on a logarithmic axis with plain numbers, and room for the words beside the last point."""
+    """Ratios on a logarithmic axis with plain numbers,."""
     values = [1.0, rows[0].verdict.criterion.target]
     for row in rows:
         bounds = (row.verdict.value, row.verdict.low, row.verdict.high, row.attainable)
         values += [value for value in bounds if value]
     low, high = min(values), max(values)
-    room = (high / low) ** 0.08
-    axes.set_xlim(low / room, high * room**1.5)
+    room = (high / low) ** 0.05
+    axes.set_xlim(low / room, high * room)
     steps = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 4, 5, 6)
-    inside = [tick for tick in steps if low / room < tick < high * room**1.5]
+    inside = [tick for tick in steps if low / room < tick < high * room]
     if high / low > 4:
         inside = [tick for tick in inside if tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5)]
     axes.set_xticks(inside, [f"{tick:g}" for tick in inside])

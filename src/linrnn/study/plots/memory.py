@@ -39,7 +39,9 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
     groups = list(dict.fromkeys(key[:2] for key, _ in entries))
     figure, axes = subplots(1, 1, figsize=(9, 1.5 + 0.3 * len(entries) + 0.42 * len(groups)))
     bars: dict[str, Any] = {}
-    ticks, labels, place, group = [], [], 0.0, None
+    ticks: list[float] = []
+    labels: list[str] = []
+    place, group = 0.0, None
     for (model, checkpointing, name, batch), run in entries:
         if (model, checkpointing) != group:
             group = model, checkpointing
@@ -106,6 +108,7 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many se
         axes.set_xticks(range(len(models)), [model_in_words(model) for model in models])
         axes.grid(visible=False, axis="x")
         axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+        axes.locator_params(axis="y", integer=True, nbins=6)
         axes.set_title({"none": "no activation checkpointing", "full": "full activation checkpointing"}[kind])
     panels[0].set_ylabel("sequences of 2,048 tokens")
     if len({answer["seq_len"] for answer in answers}) != 1:

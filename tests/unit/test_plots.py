@@ -1,0 +1,115 @@
+"""Plots: one look a loss, no crowd, no hash in a title; the committed pictures are those of the committed rows."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from linrnn.core.plot_style import LOSSES, in_words, looks, model_in_words
+from linrnn.losses import loss_names
+from linrnn.study import figures, plots
+from linrnn.study.results import read_committed
+
+ROOT = Path(__file__).resolve().parents[2]
+SUMMARIES = ROOT / "results" / "summaries"
+
+
+def test_every_loss_has_a_colour_and_a_marker_of_its_own_and_compiled_is_grey() -> None:
+    assert set(loss_names()) <= LOSSES.keys()
+    for kind in (0, 1):
+        assert len({look[kind] for look in LOSSES.values()}) == len(LOSSES)
+    red, green, blue = (int(LOSSES["compiled"][0][i : i + 2], 16) for i in (1, 3, 5))
+    assert red == green == blue
+
+
+def test_a_loss_with_other_options_keeps_its_colour_and_marker() -> None:
+    found = looks(["cce_kahan accumulate=bf16", "cce_kahan", "liger", "unknown"])
+    plain, variant = found["cce_kahan"], found["cce_kahan accumulate=bf16"]
+    assert (plain.colour, plain.marker) == (variant.colour, variant.marker)
+    assert (plain.filling, plain.dash) == ("full", "-")
+    assert (plain.filling, plain.dash) != (variant.filling, variant.dash)
+    assert next(iter(found)) == "cce_kahan accumulate=bf16", "legends keep the order"
+
+
+def test_losses_and_models_are_named_in_words() -> None:
+    assert in_words("compiled") == "compiled (torch.compile)"
+    assert in_words("cce_kahan accumulate=bf16") == "cce_kahan (ours, exact) accumulate=bf16"
+    assert in_words("liger") == "liger"
+    assert model_in_words("gla", "1b3", 1_740_000_000) == "GLA 1b3 (1.7 B parameters)"
+    assert model_in_words("kda", "mve", 10_291_200) == "KDA mve (10 M parameters)"
+
+
+def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most() -> None:
+    runs = read_committed(SUMMARIES / "mve")
+    names = {"compiled", "standard", "liger", "cce_kahan"}
+    assert names <= {run.summary["loss"] for run in runs}
+    figure = plots.loss_curves(runs)
+    top, bottom = figure.axes
+    assert len(top.lines) == 5, "four losses, one of them with two options"
+    assert len(bottom.lines) == 4, "all but the baseline"
+    assert len(top.collections) == 4, "bands of those with several seeds"
+    many = [
+        replace(run, summary={**run.summary, "loss": f"loss{i}", "run_name": f"{i}"})
+        for i in range(9)
+        for run in runs[:1]
+    ]
+    crowded = plots.loss_curves([*many, *[run for run in runs if run.summary["loss"] == "compiled"]])
+    assert len(crowded.axes[0].lines) == 6
+    assert any("compiled" in text.get_text() for text in crowded.legends[0].get_texts())
+    pyplot.close("all")
+
+
+def test_speeds_of_several_seeds_have_an_interval() -> None:
+    figure = plots.pareto(read_committed(SUMMARIES / "mve"))
+    assert figure.axes[0].containers, "error bars"
+    assert figure.axes[0].get_ylim()[0] == 0
+    pyplot.close(figure)
+
+
+def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> None:
+    runs = [run for run in read_committed(SUMMARIES / "phase2_expandable") if run.summary["loss"] == "standard"]
+    figure = plots.memory_parts(runs)
+    peaks = sorted(run.summary["peak_memory_bytes"] / 2**30 for run in runs)
+    ends = sorted(patch.get_x() + patch.get_width() for patch in figure.axes[0].patches)
+    assert ends[-1] == pytest.approx(peaks[-1], rel=1e-3)
+    pyplot.close(figure)
+
+
+def test_the_studys_picture_draws_undecided_points_hollow_and_bounds_that_no_loss_passes() -> None:
+    figure = figures.study(ROOT / "results")
+    memory, speed, *_ = figure.axes
+    assert memory.get_title(loc="left").startswith("Peak memory, same batch: ratio ≤ 0.6 asked")
+
+    def faces(axes: object) -> set[str]:
+        return {line.get_markerfacecolor() for line in axes.lines if len(line.get_xdata()) == 1}  # type: ignore[attr-defined]
+
+    assert faces(speed) == {"white"}, "fewer than five pairs decide nothing"
+    assert "white" not in faces(memory), "memory does not scatter"
+    assert all(bar.get_width() < 0 for bar in memory.patches)
+    assert all(bar.get_width() > 0 for bar in speed.patches)
+    pyplot.close(figure)
+
+
+def test_the_committed_pictures_are_those_of_the_committed_rows(tmp_path: Path) -> None:
+    committed = ROOT / "results" / "figures"
+    drawn = figures.draw(ROOT / "results", tmp_path)
+    assert {path.name for path in drawn} == {path.name for path in committed.glob("*.png")}
+    for path in drawn:
+        words = [_words(directory / path.with_suffix(".svg").name) for directory in (tmp_path, committed)]
+        assert words[0] == words[1], "python scripts/figures.py draws them anew"
+
+
+def _words(picture: Path) -> list[str]:
+    """What is written in a picture; no two versions of matplotlib need to set it at the same place."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+
+
+def test_no_title_of_a_committed_group_holds_a_hash() -> None:
+    for directory in sorted(SUMMARIES.glob("*/runs.json")):
+        runs = read_committed(directory.parent)
+        figure = plots.pareto(runs)
+        titles = " ".join(axes.get_title() for axes in figure.axes)
+        assert not re.search(r"\b[0-9a-f]{8}\b|-s\d", titles)
+        pyplot.close(figure)
