@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
-from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy, schemes
+from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, planner, reference_linear_cross_entropy
 from torch import Tensor
 
 IGNORE = -100
@@ -203,7 +203,7 @@ def run(call: Call) -> dict[str, Tensor]:
     names = [n for n, x in (("e", e), ("c", c), ("bias", bias)) if x is not None and x.requires_grad]
 
     autocast = torch.autocast(device, dtype, enabled=kind.autocast is not None)
-    schemes.LAUNCH_SECONDS = 0.0 if kind.launches_are_free else 40e-6
+    planner.LAUNCH_SECONDS = 0.0 if kind.launches_are_free else 40e-6
     with autocast:
         found = linear_cross_entropy(
             e, c, targets, bias=bias, workspace_mib=call.workspace_mib, main_grad_c=main_grad,
@@ -329,7 +329,7 @@ def fuzz(seeds: Any, calls: int, seconds: float | None) -> Summary:
         call = draw_call(seed)
         if seed // CALLS_OF_A_KIND not in kinds:
             kinds.add(seed // CALLS_OF_A_KIND)
-            schemes.plan.cache_clear()
+            planner.plan.cache_clear()
         summary.dtypes[f"{call.kind.e} {call.kind.c} {call.kind.bias} {call.kind.autocast}"] += 1
         try:
             pending.append((call, run(call)))

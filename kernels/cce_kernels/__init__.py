@@ -1,11 +1,11 @@
 """Cross-entropy of a linear layer without its logits in memory: exact, deterministic, on Hopper GPUs and on
 CPUs."""
 
-from .linear_cross_entropy import PRESETS, linear_cross_entropy
+from .api import PRESETS, linear_cross_entropy
+from .huggingface.patch import is_patched, patch, unpatch
 from .options import WorkspaceTooSmall
-from .patch import is_patched, patch, unpatch
+from .parallel.api import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 from .reference import reference_linear_cross_entropy
-from .vocab_parallel import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 
 __all__ = [
     "PRESETS",

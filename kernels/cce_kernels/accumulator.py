@@ -7,7 +7,7 @@ kahan   value in the gradient's dtype and what its rounding lost beside it, in 8
 fp32    an fp32 tensor, rounded once at the end
 
 An fp32 gradient is summed as it is: all three mean the same there. What was lost is an int8 in units of the value's
-last place / 256 (here in torch; compensated.py has the same in Triton).
+last place / 256 (here in torch; kahan.py has the same in Triton).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the derivatives of operators.py and vocab_operators.py share, with torch.compile and without.
+"""What the derivatives of operators.py and operators.py share, with torch.compile and without.
 
 Both operators take e, c, targets, bias, main_grad_c and stats first, and give loss, LSE, metrics and the state of the
 backward pass.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .devices import without_values
+from .backends import without_values
 
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
 STATS = 5  # place among the inputs
@@ -95,7 +95,7 @@ def differentiable(
         if not compiling and not without_values(inputs[0]):
             return Direct.apply(*inputs)
         if compiling and inputs[STATS] is not None:
-            from .uncompiled import uncompiled  # imports all of torch's compiler: 2 s
+            from .runtime.compiler import uncompiled  # imports all of torch's compiler: 2 s
 
             return uncompiled(call, *inputs)
         loss, lse, metrics, _ = op(*inputs)

@@ -1,8 +1,8 @@
 """The loss as custom operators, opaque to torch.compile, and their derivative.
 
 `cross_entropy` gives loss and log-sum-exps and, if gradients are wanted, what the backward pass needs. How that one
-goes about it (stored.py: three products; recompute.py: four; blockwise.py on CPUs) follows from shapes, dtypes and
-options alone, so that the fake kernel knows the shapes of everything.
+goes about it (three_products.py: three products; four_products.py: four; in_torch.py on CPUs) follows from shapes,
+dtypes and options alone, so that the fake kernel knows the shapes of everything.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends import backend_of
 from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
-from .devices import backend_of
-from .filtered import FilterStats
+from .filter_rule import FilterStats
 from .options import Options
-from .rows import assemble_loss, reduce_loss
-from .schemes import Plan, Problem
+from .planner import Plan, Problem
+from .row_math import assemble_loss, reduce_loss
 
 # The fields of Options, in order; every operator ends in them.
 OPTIONS = (
@@ -62,11 +62,11 @@ def _cross_entropy(
         state: list[Tensor] = []
         if plan is not None and plan.rows:
             dtypes = stored_dtypes(e.dtype, c, main_grad_c, needs)
-            rows, state = backend.stored.forward(
+            rows, state = backend.three_products.forward(
                 e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target
             )
         elif plan is not None and plan.capacity:
-            rows, state = backend.entries.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
+            rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
         else:
             rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
         loss, counted = reduce_loss(assemble_loss(rows, columns, o), targets, ignore_index, reduction)
@@ -103,11 +103,11 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, w
         copies.append(e.new_empty(0) if x_as is x else x_as)
     state = []
     if plan.rows:
-        state = backend.stored.empty_state(
+        state = backend.three_products.empty_state(
             copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, main_grad_c, needs), o
         )
     elif plan.capacity:
-        state = backend.entries.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
+        state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
     counted = targets.new_empty(() if reduction == "mean" else 0)
     return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state]
 
@@ -215,11 +215,11 @@ def _finish_stored(
 ) -> None:
     """Finish the sums of both gradients, times scale (), where they lie.
 
-    held, sums: the state from stored.py before its place SUMS, which is only read, and from there on. (The compiler
-    copies what an operator may write to.)
+    held, sums: the state from three_products.py before its place SUMS, which is only read, and from there on. (The
+    compiler copies what an operator may write to.)
     """
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        backend_of(e).stored.backward(e, c, columns, scale, rows, [*held, *sums], main_grad_c)
+        backend_of(e).three_products.backward(e, c, columns, scale, rows, [*held, *sums], main_grad_c)
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
 
@@ -249,7 +249,7 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     if plan.rows and not ctx.finished:  # another backward pass makes the logits again
         if finish_stored is _finish_stored:
             ctx.finished, state = True, used_up(state)
-        stored = backend_of(e).stored
+        stored = backend_of(e).three_products
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
         finish_stored(grad_rows, e, c, columns, plan.rows, held, sums, main_grad_c, stats)
         return state[stored.GRAD_E], state[stored.GRAD_C], None

@@ -4,7 +4,7 @@ With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_
 
     LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
 
-A filter changes gradients alone: entries of dL/dz are weighted as filtered.py says, the target's entry stays.
+A filter changes gradients alone: entries of dL/dz are weighted as filter_rule.py says, the target's entry stays.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .filtered import Rule, mean_logits
+from .filter_rule import Rule, mean_logits
 from .options import Options
-from .rows import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
+from .row_math import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
 
 
 def reference_linear_cross_entropy(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
-from cce_kernels.interpreter import INTERPRETED
+from cce_kernels.runtime.interpreter import INTERPRETED
 from quick_interpreter import patch_once
 from torch import Tensor
 
@@ -257,9 +257,9 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     """Stored exponentials over three chunks of rows, the last one short, with rows whose loss is huge (beyond what the
     offset allows for), ignored rows and a target that many rows share: gradients within 1.05 of the error of fp32
     logits with a 16-bit softmax − onehot."""
-    from cce_kernels import stored
     from cce_kernels.options import Options
-    from cce_kernels.tiles import aligned
+    from cce_kernels.runtime.tiles import aligned
+    from cce_kernels.schemes import three_products
 
     g = torch.Generator().manual_seed(0)
     n_rows, vocab, rows = 300, 391, 128
@@ -276,9 +276,9 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     dtypes = (dtype, BF16 if main_grad else dtype)
     buffer = torch.randn(c.shape, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
-    result, state = stored.forward(e, c, targets, rows, dtypes, True, o)
-    stored.backward(e, c, targets, scale, rows, state, buffer)
-    grad_e, grad_c = state[stored.GRAD_E].to(dtype), state[stored.GRAD_C].to(dtype)
+    result, state = three_products.forward(e, c, targets, rows, dtypes, True, o)
+    three_products.backward(e, c, targets, scale, rows, state, buffer)
+    grad_e, grad_c = state[three_products.GRAD_E].to(dtype), state[three_products.GRAD_C].to(dtype)
     if buffer is not None and before is not None:
         grad_c = buffer - before
 
@@ -306,10 +306,10 @@ def check_targets_apart(device: str, dtype_e: torch.dtype, dtype_c: torch.dtype,
 
     dz's error is below a third of that of a 16-bit softmax − onehot; rows ignored, several chunks, shared targets.
     """
-    from cce_kernels import recompute
     from cce_kernels.options import Options
-    from cce_kernels.rows import row_coefficients
-    from cce_kernels.tiles import aligned
+    from cce_kernels.row_math import row_coefficients
+    from cce_kernels.runtime.tiles import aligned
+    from cce_kernels.schemes import four_products
 
     g = torch.Generator().manual_seed(0)
     n_rows, dim, vocab = 200, 72, 391
@@ -326,7 +326,7 @@ def check_targets_apart(device: str, dtype_e: torch.dtype, dtype_c: torch.dtype,
     a, b = row_coefficients(torch.tensor(0.3, device=device), None, lse.detach().float(), targets, o)
     buffer = torch.randn(vocab, dim, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
-    grad_e, grad_c, _ = recompute.gradients(
+    grad_e, grad_c, _ = four_products.gradients(
         e, c, None, targets, lse.detach().float(), a, b, 256, o, (dtype_e, None if main_grad else dtype_c, None),
         buffer, None,
     )  # fmt: skip
@@ -377,10 +377,10 @@ def _rounded_gradients(e: Tensor, c: Tensor, targets: Tensor, lse: Tensor, o: An
 def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch, chunk: int = 512) -> None:
     """Through the public function, made to store exponentials of two chunks of rows and a short one: gradients of e or
     c alone, main_grad, statistics."""
-    from cce_kernels import fused
-    from cce_kernels.schemes import Plan
+    from cce_kernels.backends import with_triton
+    from cce_kernels.planner import Plan
 
-    monkeypatch.setattr(fused, "plan", lambda *_: Plan(rows=chunk, columns=256))
+    monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(rows=chunk, columns=256))
     e, c, targets, _ = draw(Case("stored", shape=(2 * chunk + 6,), dim=64, vocab=500, dtype=BF16, peak=3), device)
 
     def loss(e: Tensor, c: Tensor, **options: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, Case, draw
-from cce_kernels import hopper
+from cce_kernels.kernels import hopper
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -56,40 +56,40 @@ def compile_only(
 def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False) -> None:
     """Launch what forward and backward of a case launch, with stored exponentials if `rows` (per chunk) says so.
     Nothing runs: the tensors' values mean nothing."""
-    from cce_kernels import fused
-    from cce_kernels.filtered import FilterStats
+    from cce_kernels.backends import with_triton
+    from cce_kernels.filter_rule import FilterStats
     from cce_kernels.options import Options
 
     e, c, targets, bias = draw(case, "cpu")
-    e, c, options = fused.prepare(e.detach()), fused.prepare(c.detach()), Options(**case.options)
+    e, c, options = with_triton.prepare(e.detach()), with_triton.prepare(c.detach()), Options(**case.options)
     bias = None if bias is None else bias.detach()
-    fused.target_columns(targets, -100, c.shape[0])
-    columns, z_target = fused.find_targets(e, c, bias, targets, -100, options)
+    with_triton.target_columns(targets, -100, c.shape[0])
+    columns, z_target = with_triton.find_targets(e, c, bias, targets, -100, options)
     ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
-        state = fused.stored.forward(e, c, columns, rows, dtypes[:2], with_metrics, options)[1]
-        fused.stored.backward(e, c, targets, ones[0], rows, state, None)
+        state = with_triton.three_products.forward(e, c, columns, rows, dtypes[:2], with_metrics, options)[1]
+        with_triton.three_products.backward(e, c, targets, ones[0], rows, state, None)
         return
-    fused.forward(e, c, bias, columns, with_metrics, options, z_target)
-    stats = FilterStats(FilterStats.empty(e.device), fused.filter_figures, c.shape[0])
-    a, b = fused.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options)
-    fused.backward(e, c, bias, targets, ones, a, b, 512, options, dtypes, None, stats)
+    with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
+    stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
+    a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options)
+    with_triton.backward(e, c, bias, targets, ones, a, b, 512, options, dtypes, None, stats)
 
 
 def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None:
     """As `launch_all`, for a filter that goes by lists; gradients of `dtype`."""
-    from cce_kernels import fused
-    from cce_kernels.filtered import FilterStats
+    from cce_kernels.backends import with_triton
+    from cce_kernels.filter_rule import FilterStats
     from cce_kernels.options import Options
 
     o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased, filter_mass=mass)
     e, c, targets, _ = draw(Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192} | case), "cpu")
     e, c, ones = e.detach(), c.detach(), torch.ones(e.shape[0])
-    state = fused.entries.forward(e, c, targets, 8000, False, o)[1]
+    state = with_triton.select.forward(e, c, targets, 8000, False, o)[1]
     if unbiased:  # nothing has run that would have ranked and drawn
-        lists = fused.entries.Lists.of(state)
+        lists = with_triton.select.Lists.of(state)
         for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
             x.zero_()
-    stats = FilterStats(FilterStats.empty(e.device), fused.filter_figures, c.shape[0])
-    fused.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
+    stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
+    with_triton.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
-from cce_kernels import filtered, linear_cross_entropy, reference_linear_cross_entropy
-from cce_kernels.filtered import Rule
+from cce_kernels import filter_rule, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels.filter_rule import Rule
 from cce_kernels.options import Options
 from torch import Tensor
 
@@ -114,7 +114,7 @@ def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tupl
     p = torch.softmax(z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap), dim=1)
     entries = torch.arange(c.shape[0], device=c.device)
     columns = torch.where(targets == IGNORE, -1, targets)
-    stays = Rule.of(columns, filtered.mean_logits(e, c, bias, columns, o), o).keeps(p, entries)
+    stays = Rule.of(columns, filter_rule.mean_logits(e, c, bias, columns, o), o).keeps(p, entries)
     stays |= targets[:, None] == entries
     dropped = torch.where(stays, 0, p).sum(dim=1)
     counts = targets != IGNORE
@@ -127,20 +127,23 @@ def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) ->
     """Whether the lists of a call are too short; None where it takes none."""
     if not e.is_cuda and not _interpreted():
         return None
-    from cce_kernels import entries, fused
-    from cce_kernels.schemes import Problem
+    from cce_kernels.backends import with_triton
+    from cce_kernels.filter import select
+    from cce_kernels.planner import Problem
 
     o = Options(**options)
     problem = Problem(e.shape[0], e.shape[1], c.shape[0], BF16, BF16, BF16, False, True, False)
-    capacity = fused.plan(problem, e, o).capacity
+    capacity = with_triton.plan(problem, e, o).capacity
     assert capacity
     columns = torch.where(targets == IGNORE, -1, targets)
-    _, state = entries.forward(fused.prepare(e.detach()), fused.prepare(c.detach()), columns, capacity, False, o)
-    return bool(entries.Lists.of(state).void)
+    _, state = select.forward(
+        with_triton.prepare(e.detach()), with_triton.prepare(c.detach()), columns, capacity, False, o
+    )
+    return bool(select.Lists.of(state).void)
 
 
 def _interpreted() -> bool:
-    from cce_kernels.interpreter import INTERPRETED
+    from cce_kernels.runtime.interpreter import INTERPRETED
 
     return INTERPRETED
 
@@ -209,9 +212,9 @@ def check_order_of_the_vocabulary(device: str) -> None:
 
 
 def check_draws(device: str) -> None:
-    """The kernels rank and draw as filtered.py says."""
-    from cce_kernels.draw import draw as drawn_by_kernels
-    from cce_kernels.draw import mean_logits, rank_entries
+    """The kernels rank and draw as filter_rule.py says."""
+    from cce_kernels.filter.draw import draw as drawn_by_kernels
+    from cce_kernels.filter.draw import mean_logits, rank_entries
 
     random = torch.Generator().manual_seed(0)
     o = Options(filter_eps=2.0**-8, filter_unbiased=True, logit_scale=-0.3)
@@ -228,11 +231,11 @@ def check_draws(device: str) -> None:
         e[::7] = torch.nan  # rows that do not count
         c[5] = torch.nan
         bias = None if dtype == BF16 else torch.randn(vocab, generator=random).to(dtype)
-        mean_z = filtered.mean_logits(e, c, bias, targets, o)
+        mean_z = filter_rule.mean_logits(e, c, bias, targets, o)
         assert mean_z is not None
         assert mean_z[5] == 0
         assert not mean_z.isnan().any()
-        rank, likely = filtered.by_likelihood(mean_z, n_likely)
+        rank, likely = filter_rule.by_likelihood(mean_z, n_likely)
         if rank is None:
             n_head = 0
         else:
@@ -245,12 +248,12 @@ def check_draws(device: str) -> None:
             assert torch.equal(by_kernels[0].cpu(), rank)
             assert torch.equal(by_kernels[1].cpu(), likely)
             assert torch.equal(torch.where(rank < n_head, 0, -1), listable.cpu().long())
-        rule = Rule(torch.empty(()), filtered.seed_of(targets), rank, likely, n_head)
+        rule = Rule(torch.empty(()), filter_rule.seed_of(targets), rank, likely, n_head)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(filtered, "likely_sizes", lambda *_: (n_head, n_likely))  # noqa: B023
+            patch.setattr(filter_rule, "likely_sizes", lambda *_: (n_head, n_likely))  # noqa: B023
             there = [None if x is None else x.to(device) for x in (rank, likely)]
             found = drawn_by_kernels(targets.to(device), dim, vocab, *there, n_head)
-        wanted, block = rule.sample(targets, dim, vocab), torch.arange(n_rows) // filtered.block_rows(dim)
+        wanted, block = rule.sample(targets, dim, vocab), torch.arange(n_rows) // filter_rule.block_rows(dim)
         for name, want in vars(wanted).items():
             got = getattr(found, name).cpu()
             assert got.dtype == want.dtype, name
@@ -263,7 +266,7 @@ def check_draws(device: str) -> None:
 
 def check_figures(device: str) -> None:
     """The kernel's report is torch's: rows that do not count, ties, what is no number, nothing dropped, all exact."""
-    from cce_kernels.filter_figures import filter_figures
+    from cce_kernels.filter.figures import filter_figures
 
     random = torch.Generator().manual_seed(0)
     for n_rows in (1, 99, 100, 101, 5000):
@@ -279,7 +282,7 @@ def check_figures(device: str) -> None:
             for counting in (counts, torch.zeros(n_rows)):
                 wanted, found = torch.empty(5), torch.empty(5, device=device)
                 inputs = kept, of_rows, None if exact is None else exact.cpu(), counting
-                filtered.filter_figures(wanted, *inputs, 700)
+                filter_rule.filter_figures(wanted, *inputs, 700)
                 filter_figures(found, *(None if x is None else x.to(device) for x in inputs), 700)
                 torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
                 assert wanted.isnan().any() or found.cpu()[2:].equal(wanted[2:])
@@ -288,7 +291,8 @@ def check_figures(device: str) -> None:
 def check_row_coefficients(device: str) -> None:
     """The kernel's coefficients are torch's, for one gradient or one a row, in any strides; their peak is the largest
     number among them, and rows that are no number leave the others as they are."""
-    from cce_kernels import coefficients, rows
+    from cce_kernels import row_math
+    from cce_kernels.kernels import row_coefficients
 
     random = torch.Generator().manual_seed(0)
     for n_rows in (1, 9000):
@@ -298,18 +302,18 @@ def check_row_coefficients(device: str) -> None:
         for grad in (torch.tensor(-0.7), torch.tensor(0.5).expand(n_rows), each):
             for grad_lse, z_loss in ((None, 0.0), (of_lse, 1e-2), (of_lse[:1].expand(n_rows), 0.0)):
                 o = Options(z_loss=z_loss)
-                wanted = rows.row_coefficients(grad, grad_lse, lse, columns, o)
+                wanted = row_math.row_coefficients(grad, grad_lse, lse, columns, o)
                 there = [None if x is None else x.to(device) for x in (grad, grad_lse, lse, columns)]
-                found = coefficients.row_coefficients(*there, o)
+                found = row_coefficients.row_coefficients(*there, o)
                 for got, want in zip(found, wanted, strict=True):
                     torch.testing.assert_close(got.cpu(), want.expand(n_rows), rtol=1e-6, atol=1e-6)
-                peak = coefficients.Peak.of(*found)
+                peak = row_coefficients.Peak.of(*found)
                 assert peak.value.item() == (max(x.abs().max().item() for x in found) or 1)
                 assert all(torch.equal(got, x / peak.value) for got, x in zip((peak.a, peak.b), found, strict=True))
-    lse, columns = torch.zeros(3, device=device), torch.tensor([4, rows.OUTSIDE, rows.IGNORED], device=device)
-    a, b = coefficients.row_coefficients(torch.tensor(3.0, device=device), None, lse / 0, columns, Options())
+    lse, columns = torch.zeros(3, device=device), torch.tensor([4, row_math.OUTSIDE, row_math.IGNORED], device=device)
+    a, b = row_coefficients.row_coefficients(torch.tensor(3.0, device=device), None, lse / 0, columns, Options())
     assert a.nan_to_num(7).tolist() == b.nan_to_num(7).tolist() == [3, 7, 0]
-    peak = coefficients.Peak.of(a, b)
+    peak = row_coefficients.Peak.of(a, b)
     assert (peak.value.item(), peak.a[0].item(), peak.b[2].item()) == (3, 1, 0)
 
 

@@ -8,9 +8,9 @@ from cases import BF16, FP32, Case
 
 pytest.importorskip("triton")
 
-from cce_kernels.devices import SHARED_KIB
-from cce_kernels.tile_table import HOPPER, row_for
-from cce_kernels.tiles import target
+from cce_kernels.runtime.devices import SHARED_KIB
+from cce_kernels.runtime.tile_table import HOPPER, row_for
+from cce_kernels.runtime.tiles import target
 from compiling import EVERYTHING, PLAIN, compile_only, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")

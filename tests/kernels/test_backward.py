@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case, check, draw, error, gradients
-from cce_kernels import linear_cross_entropy, schemes
-from cce_kernels.interpreter import INTERPRETED
+from cce_kernels import linear_cross_entropy, planner
+from cce_kernels.runtime.interpreter import INTERPRETED
 from everywhere import devices, devices_with
 
 DTYPES = (BF16, FP16, FP32)
@@ -17,11 +17,11 @@ DTYPES = (BF16, FP16, FP32)
 def launches_are_free():
     """The planner stores exponentials for small problems, too, and in chunks of 128 rows."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(schemes, "LAUNCH_SECONDS", 0.0)
-        monkeypatch.setattr(schemes, "LEAST_ROWS", 128)
-        schemes.plan.cache_clear()
+        monkeypatch.setattr(planner, "LAUNCH_SECONDS", 0.0)
+        monkeypatch.setattr(planner, "LEAST_ROWS", 128)
+        planner.plan.cache_clear()
         yield
-    schemes.plan.cache_clear()
+    planner.plan.cache_clear()
 
 
 PASSES = {

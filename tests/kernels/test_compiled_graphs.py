@@ -14,9 +14,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 pytest.importorskip("triton")
 
-from cce_kernels import fused, operators, stored
+from cce_kernels import operators
+from cce_kernels.backends import with_triton
 from cce_kernels.options import Options
-from cce_kernels.schemes import Plan
+from cce_kernels.planner import Plan
+from cce_kernels.schemes import three_products
 from compiling import compile_only
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the same without kernels")
@@ -27,8 +29,8 @@ ROWS, VOCAB = 64, 391
 def backward_graph(monkeypatch):
     """A function of options to the graph of the backward pass through a compiled loss, exponentials stored."""
     compile_only(monkeypatch, 90, names=())
-    monkeypatch.setattr(operators, "backend_of", lambda x: fused)
-    monkeypatch.setattr(fused, "plan", lambda *_: Plan(ROWS, 0))
+    monkeypatch.setattr(operators, "backend_of", lambda x: with_triton)
+    monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(ROWS, 0))
 
     def of(**options) -> torch.fx.Graph:
         graphs = []
@@ -61,7 +63,7 @@ def written(graph: torch.fx.Graph) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 def test_exponentials_keys_and_factors_are_read_only(backward_graph):
     graph = backward_graph()
-    n_sums = len(stored.empty_state(*sizes())[stored.SUMS :])
+    n_sums = len(three_products.empty_state(*sizes())[three_products.SUMS :])
     found = written(graph)
     assert len(found) == n_sums
     assert all(shape[0] != ROWS for shape, _ in found), "stored exponentials, or hidden states times factors"

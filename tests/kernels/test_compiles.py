@@ -81,15 +81,15 @@ def test_targets_apart_compile_for_hopper(compiled, dtype_e):
 @pytest.mark.parametrize("with_metrics", [False, True])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
-    from cce_kernels import fused
-    from cce_kernels.finish import Gradient
+    from cce_kernels.backends import with_triton
+    from cce_kernels.kernels.row_stats import Gradient
     from cce_kernels.options import Options
-    from cce_kernels.rows import Rows
+    from cce_kernels.row_math import Rows
 
     x, metrics = torch.ones(256), torch.ones(2, 256) if with_metrics else None
     every, columns = torch.ones(4, 4 if with_metrics else 2, 256), torch.ones(256, dtype=torch.int64)
     rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x, None)
-    fused.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
+    with_triton.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
     [(name, kernel)] = compiled
     check_resources(name, kernel, BF16)
 

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cce_kernels import blockwise, devices, linear_cross_entropy
+from cce_kernels import linear_cross_entropy
+from cce_kernels.backends import in_torch
 from cce_kernels.options import Options
+from cce_kernels.runtime import devices
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,30 +56,30 @@ def test_amd_and_old_gpus_take_the_path_in_torch_and_say_so_once(gpu, capability
     gpu(*capability, hip)
     x = on("cuda", 4, 8)
     with pytest.warns(UserWarning, match=f"no kernels run on cuda:0 .*{reason}"):
-        assert devices.backend_of(x) is blockwise
+        assert devices.backend_of(x) is in_torch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert devices.backend_of(x) is blockwise
+        assert devices.backend_of(x) is in_torch
 
 
 def test_a_gpu_without_triton_takes_the_path_in_torch_and_names_the_remedy(gpu, monkeypatch):
     gpu(9, 0)
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="pip install triton"):
-        assert devices.backend_of(on("cuda", 4, 8)) is blockwise
+        assert devices.backend_of(on("cuda", 4, 8)) is in_torch
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_newer_nvidia_gpus_run_the_kernels(gpu, capability):
     pytest.importorskip("triton")
     gpu(*capability)
-    assert devices.backend_of(on("cuda", 4, 8)).__name__ == "cce_kernels.fused"
+    assert devices.backend_of(on("cuda", 4, 8)).__name__ == "cce_kernels.backends.with_triton"
 
 
 def test_a_cpu_runs_torch_without_a_word(gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert devices.backend_of(torch.zeros(1)) is blockwise
+        assert devices.backend_of(torch.zeros(1)) is in_torch
 
 
 def test_a_device_that_nobody_has_tried_is_refused_with_a_remedy():
@@ -100,10 +102,10 @@ def test_the_path_in_torch_never_asks_a_device_for_values(options):
     o = Options(**options)
     e, c = (torch.empty(n, 64, device="meta", dtype=torch.bfloat16) for n in (300, 2000))
     bias, lse = torch.empty(2000, device="meta"), torch.empty(300, device="meta")
-    columns, _ = blockwise.find_targets(e, c, bias, torch.zeros(300, device="meta", dtype=torch.int64), -100, o)
-    rows = blockwise.forward(e, c, bias, columns, True, o)
+    columns, _ = in_torch.find_targets(e, c, bias, torch.zeros(300, device="meta", dtype=torch.int64), -100, o)
+    rows = in_torch.forward(e, c, bias, columns, True, o)
     dtypes = (torch.bfloat16, torch.bfloat16, torch.float32)
-    grads = blockwise.backward(e, c, bias, columns, lse, lse, lse, 512, o, dtypes, None, None)
+    grads = in_torch.backward(e, c, bias, columns, lse, lse, lse, 512, o, dtypes, None, None)
     assert rows.lse.shape == (300,)
     assert [grad.shape for grad in grads] == [(300, 64), (2000, 64), (2000,)]
     with pytest.raises(NotImplementedError, match="nonzero"):
@@ -112,10 +114,10 @@ def test_the_path_in_torch_never_asks_a_device_for_values(options):
 
 def test_its_chunks_are_as_wide_as_the_workspace_where_no_cpu_cache_counts():
     e, o = on("xpu", 8192, 1024), Options()
-    width = blockwise._width(e, 128_000, 0, o)
+    width = in_torch._width(e, 128_000, 0, o)
     assert 2_000 < width <= 8_192
-    assert blockwise._width(on("cpu", 8192, 1024), 128_000, 0, o) == 256
-    width = blockwise._width(e, 128_000, 0, Options(workspace_mib=2000))
+    assert in_torch._width(on("cpu", 8192, 1024), 128_000, 0, o) == 256
+    width = in_torch._width(e, 128_000, 0, Options(workspace_mib=2000))
     assert 30_000 < width < 60_000
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import BF16, FP32
-from cce_kernels import filtered
-from cce_kernels.filtered import Rule, by_likelihood, likely_sizes, mean_logits
+from cce_kernels import filter_rule
+from cce_kernels.filter_rule import Rule, by_likelihood, likely_sizes, mean_logits
 from cce_kernels.options import Options
-from cce_kernels.schemes import Problem, _state_bytes, head_rows, plan
+from cce_kernels.planner import Problem, _state_bytes, head_rows, plan
 from filter_cases import (
     FILTERED,
     check_adversarial_rows,
@@ -56,9 +56,9 @@ def taken(drawn: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
 def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, most_head):
     """Of each group of neighbours, by place and by likelihood, one is drawn: over seeds uniformly, independently of its
     neighbours and of other blocks of rows. Two shards' columns are the whole vocabulary's. Weights are p on average."""
-    monkeypatch.setattr(filtered, "MOST_HEAD", most_head)
-    monkeypatch.setattr(filtered, "LIKELY_SHARE", 16)
-    n_rows, dim, vocab, seeds = 2 * filtered.block_rows(4096), 4096, 1024, 600
+    monkeypatch.setattr(filter_rule, "MOST_HEAD", most_head)
+    monkeypatch.setattr(filter_rule, "LIKELY_SHARE", 16)
+    n_rows, dim, vocab, seeds = 2 * filter_rule.block_rows(4096), 4096, 1024, 600
     p = torch.rand(n_rows, vocab, dtype=torch.float64) * 2.0**-6
     some, all_entries, falling = torch.arange(7), torch.arange(vocab), torch.arange(vocab, 0, -1.0)
     drawn, weights_e, weights_c = [[], []], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :7])
@@ -66,27 +66,27 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
         targets = torch.full((n_rows,), i).index_fill_(0, torch.tensor([5]), -1) % vocab
         rule = Rule.of(targets, falling, Options(filter_eps=2.0**-7, filter_unbiased=True))
         sample = rule.sample(targets, dim, vocab)
-        drawn[0].append(taken(sample.columns, sample.times)[:, : vocab // filtered.COLUMN_GROUP])
+        drawn[0].append(taken(sample.columns, sample.times)[:, : vocab // filter_rule.COLUMN_GROUP])
         drawn[1].append(taken(sample.rows, sample.row_times))
         if i < 150:
             weights_e += rule.weights_e(p, all_entries, dim, vocab)[[0, -1]] / 150
             weights_c += rule.weights_c(p[:, :7], some) / 150
-    likely = (64 - most_head) // filtered.LIKELY_GROUP
-    assert sample.columns.shape[1] == -(-vocab // filtered.COLUMN_GROUP) + likely
-    assert (sample.times == filtered.LIKELY_GROUP).sum() == 2 * likely
+    likely = (64 - most_head) // filter_rule.LIKELY_GROUP
+    assert sample.columns.shape[1] == -(-vocab // filter_rule.COLUMN_GROUP) + likely
+    assert (sample.times == filter_rule.LIKELY_GROUP).sum() == 2 * likely
     stacked = torch.stack(drawn[0]), torch.stack(drawn[1])
-    for x, size in zip(stacked, (filtered.COLUMN_GROUP, filtered.ROW_GROUP), strict=True):
+    for x, size in zip(stacked, (filter_rule.COLUMN_GROUP, filter_rule.ROW_GROUP), strict=True):
         places = x - size * torch.arange(x.shape[-1])
         there = places[x >= 0]
         assert ((there >= 0) & (there < size)).all()
         share = torch.bincount(there, minlength=size) / there.numel()
-        left_out = 64 / vocab if size == filtered.COLUMN_GROUP else 0  # the same entries in most of the calls
+        left_out = 64 / vocab if size == filter_rule.COLUMN_GROUP else 0  # the same entries in most of the calls
         assert (share - 1 / size).abs().max() < 5 * (1 / size / there.numel()) ** 0.5 + left_out / size
         both = (places[..., 1:] == places[..., :-1])[(x[..., 1:] >= 0) & (x[..., :-1] >= 0)].double()
         assert abs(both.mean() - 1 / size) < 5 * (1 / size / both.numel()) ** 0.5 + left_out / size
     first, second = stacked[0].unbind(dim=1)
     same = (first == second)[(first >= 0) & (second >= 0)].double()
-    assert abs(same.mean() - 1 / filtered.COLUMN_GROUP) < 5 * (1 / filtered.COLUMN_GROUP / same.numel()) ** 0.5
+    assert abs(same.mean() - 1 / filter_rule.COLUMN_GROUP) < 5 * (1 / filter_rule.COLUMN_GROUP / same.numel()) ** 0.5
 
     none = torch.full_like(targets, -1)
     shards = [rule.shard(300 * j, size).sample(none, dim, size) for j, size in enumerate((300, 724))]
@@ -94,14 +94,14 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
         parts = [taken(x.columns, x.times)[block] + 300 * j for j, x in enumerate(shards)]
         parts = torch.cat([x[y.times[block] > 0] for x, y in zip(parts, shards, strict=True)])
         assert parts.sort().values.equal(sample.columns[block][sample.times[block] > 0].sort().values)
-    spread = 5.5 * (max(filtered.COLUMN_GROUP, filtered.ROW_GROUP) - 1) ** 0.5 * 2.0**-7 / 150**0.5
+    spread = 5.5 * (max(filter_rule.COLUMN_GROUP, filter_rule.ROW_GROUP) - 1) ** 0.5 * 2.0**-7 / 150**0.5
     assert (weights_e - p[[0, -1]]).abs().max() < spread
     assert (weights_c - p[:, :7]).abs().max() < spread
 
 
 @pytest.mark.parametrize("name", ["unbiased", "unbiased_bias"])
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, name):
-    monkeypatch.setattr(filtered, "MOST_HEAD", 16)
+    monkeypatch.setattr(filter_rule, "MOST_HEAD", 16)
     case = next(case for case in FILTERED if case.name == name)
     check_filtered(replace(case, shape=(90, 24, 1500)), BF16, "cpu")
 
@@ -164,7 +164,7 @@ def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
 @pytest.mark.parametrize(("n_rows", "dim", "vocab"), [(256, 2048, 256000), (1024, 2048, 256000), (16384, 1024, 131072)])
 def test_what_lists_keep_is_accounted_for(n_rows, dim, vocab):
     pytest.importorskip("triton")
-    from cce_kernels.entries import empty_state
+    from cce_kernels.filter.select import empty_state
 
     o = Options(filter_eps=2.0**-12, filter_unbiased=True)
     kept = empty_state(torch.empty(n_rows, dtype=torch.int64, device="meta"), dim, vocab, 65536, o)

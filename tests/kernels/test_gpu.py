@@ -93,7 +93,7 @@ def test_kernels_find_the_rows_coefficients():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, dtype):
-    monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
+    monkeypatch.setattr("cce_kernels.filter_rule.MOST_HEAD", 16)
     check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(300, 96, 3000)), dtype, "cuda")
 
 
@@ -270,7 +270,7 @@ def test_replayed_from_a_cuda_graph(options):
 @pytest.mark.parametrize("peak", [14, 0])  # lists that do, and that overflow
 def test_what_the_host_knows_of_the_lists_changes_nothing_else(monkeypatch, peak):
     """Gradients are the same whether the device or the host says that the way around the lists is not needed."""
-    from cce_kernels import gather
+    from cce_kernels.filter import gather
 
     e, c, targets, _ = draw(Case("known", shape=(2048,), dim=256, vocab=8192, dtype=BF16, peak=peak), "cuda")
     launched, real = [], gather.gradients

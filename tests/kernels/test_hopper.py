@@ -7,10 +7,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cce_kernels import hopper
-from cce_kernels.exponentials import exponentials, target_logits
-from cce_kernels.filtered import Rule
-from cce_kernels.logit_gradient import Filter, gradient_of_chunk
+from cce_kernels.filter_rule import Rule
+from cce_kernels.kernels import hopper
+from cce_kernels.kernels.logit_gradient import Filter, gradient_of_chunk
+from cce_kernels.kernels.logits import exponentials, target_logits
 from cce_kernels.options import Options
 
 pytestmark = [

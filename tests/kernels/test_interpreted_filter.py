@@ -24,7 +24,7 @@ from triton_interpreter import MARKS
 pytestmark = MARKS
 
 # Where gather_kernel's loop is not what is tested, it takes more entries at a time: fewer steps to interpret.
-TOGETHER = "cce_kernels.gather.ENTRIES", 32
+TOGETHER = "cce_kernels.filter.gather.ENTRIES", 32
 FILTERED_HERE = (
     "threshold", "threshold_e_only", "unbiased", "unbiased_scaled", "mass_unbiased", "short_lists", "short_lists_kahan",
 )  # fmt: skip
@@ -36,8 +36,8 @@ def test_filtered_gradients_and_statistics_are_those_of_the_rule(case):
 
 
 def test_lists_of_several_segments_and_blocks(monkeypatch):
-    monkeypatch.setattr("cce_kernels.entries.EIGHTS", 32)
-    monkeypatch.setattr("cce_kernels.entries.FOUND", 64)
+    monkeypatch.setattr("cce_kernels.filter.select.EIGHTS", 32)
+    monkeypatch.setattr("cce_kernels.filter.select.FOUND", 64)
     check_filtered(Filtered("segments", {"filter_unbiased": True}, shape=(20, 16, 610)), BF16, "cpu")
 
 
@@ -55,16 +55,16 @@ def test_kernels_find_the_rows_coefficients():
 
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
     monkeypatch.setattr(*TOGETHER)
-    monkeypatch.setattr("cce_kernels.filtered.MOST_HEAD", 16)
+    monkeypatch.setattr("cce_kernels.filter_rule.MOST_HEAD", 16)
     check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": "fp32", "z_loss": 1e-2}], ids=str)
 def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, options):
     monkeypatch.setattr(*TOGETHER)
-    monkeypatch.setattr("cce_kernels.filtered.TILE_ROWS", 16)
-    monkeypatch.setattr("cce_kernels.filtered.TWO_WAVES", 1)
-    monkeypatch.setattr("cce_kernels.tail.tail_width", lambda *_: 16)
+    monkeypatch.setattr("cce_kernels.filter_rule.TILE_ROWS", 16)
+    monkeypatch.setattr("cce_kernels.filter_rule.TWO_WAVES", 1)
+    monkeypatch.setattr("cce_kernels.filter.sample.tail_width", lambda *_: 16)
     check_filtered(Filtered("blocks", {"filter_unbiased": True} | options), BF16, "cpu")
 
 
@@ -78,7 +78,7 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
 
 def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkeypatch):
     """On CPU tensors nothing is ever known of the lists: here all is."""
-    from cce_kernels import gather
+    from cce_kernels.filter import gather
 
     class Known:
         def __init__(self, flag):
@@ -105,7 +105,7 @@ def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkey
 
 def test_lists_sorted_in_parts(monkeypatch):
     monkeypatch.setattr(*TOGETHER)
-    monkeypatch.setattr("cce_kernels.gather.list_parts", lambda *_: 4)
+    monkeypatch.setattr("cce_kernels.filter.gather.list_parts", lambda *_: 4)
     check_filtered(Filtered("parts", {"filter_unbiased": True}, shape=(20, 300, 610)), BF16, "cpu")
 
 
@@ -121,7 +121,7 @@ def test_another_backward_pass_through_lists_finds_the_same(case):
 
 
 def test_lists_too_long_for_their_slots(monkeypatch):
-    monkeypatch.setattr("cce_kernels.entries.SLOTS", 8)
+    monkeypatch.setattr("cce_kernels.filter.select.SLOTS", 8)
     check_filtered(Filtered("slots", {"filter_unbiased": True}, (20, 16, 610), overflows=True), BF16, "cpu")
 
 

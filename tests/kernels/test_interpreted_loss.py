@@ -27,7 +27,7 @@ def test_loss_and_gradients_are_within_twice_torchs_error(case):
 
 @pytest.mark.parametrize("options", [DEFAULTED["plain"], DEFAULTED["threshold"]], ids=["plain", "threshold"])
 def test_the_default_dtype_changes_nothing(monkeypatch, options):
-    monkeypatch.setattr("cce_kernels.gather.ENTRIES", 32)  # fewer steps to interpret
+    monkeypatch.setattr("cce_kernels.filter.gather.ENTRIES", 32)  # fewer steps to interpret
     check_default_dtype(options, torch.float64, "cpu", rows=24)
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from cce_kernels import launch
+from cce_kernels.runtime import launch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")

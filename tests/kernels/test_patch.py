@@ -22,7 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
-patching = importlib.import_module("cce_kernels.patch")  # the package's attribute of that name is the function
+patching = importlib.import_module(
+    "cce_kernels.huggingface.patch"
+)  # the package's attribute of that name is the function
 
 
 # ------------------------------------------------------------------------------------------ the same as before

@@ -7,8 +7,8 @@ from cases import BF16
 
 pytest.importorskip("triton")
 
-from cce_kernels import gather
-from cce_kernels.gather import Recent
+from cce_kernels.filter import gather
+from cce_kernels.filter.gather import Recent
 from compiling import compile_only, launch_lists
 
 

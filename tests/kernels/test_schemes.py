@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from cce_kernels.options import DEFAULT_WORKSPACE_MIB, MIB, Options
-from cce_kernels.schemes import MOST_DEFAULT_MIB, ROW_MULTIPLE, Plan, Problem, plan
+from cce_kernels.planner import MOST_DEFAULT_MIB, ROW_MULTIPLE, Plan, Problem, plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [

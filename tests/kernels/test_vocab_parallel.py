@@ -7,14 +7,14 @@ import pytest
 import torch
 from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import (
-    blockwise,
     linear_cross_entropy,
     reference_linear_cross_entropy,
     vocabulary_parallel_linear_cross_entropy,
     vocabulary_shards,
 )
+from cce_kernels.backends import in_torch
 from cce_kernels.options import Options
-from cce_kernels.vocab_operators import _metric_parts
+from cce_kernels.parallel.operators import _metric_parts
 from torch import distributed as dist
 from vocab_parallel_ranks import Spread, cases, start, start_forked
 
@@ -148,7 +148,7 @@ def _assembled(spread: Spread, ranks: list[dict[str, torch.Tensor]]) -> dict[str
 def test_a_shard_that_a_bias_masks_has_no_largest_logit():
     e, c = (x.detach() for x in draw(Case("masked", shape=(5,), vocab=40), "cpu")[:2])
     bias, stand_ins = torch.full((40,), -torch.inf), torch.zeros(5, dtype=torch.long)
-    rows = blockwise.forward(e, c, bias, stand_ins, True, Options())
+    rows = in_torch.forward(e, c, bias, stand_ins, True, Options())
     _, largest = _metric_parts(rows, is_here=torch.zeros(5, dtype=torch.bool))
     assert (largest == -torch.inf).all()
 

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from cases import BF16, FP32, IGNORE, Case, draw
 from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
-from cce_kernels.interpreter import INTERPRETED
-from cce_kernels.schemes import Plan
+from cce_kernels.planner import Plan
+from cce_kernels.runtime.interpreter import INTERPRETED
 
-MODULES = {"exponentials": "stored", "product": "stored"} | dict.fromkeys(("all_gather", "reduce_scatter"), "spread")
+MODULES = dict.fromkeys(("exponentials", "product"), "schemes.three_products")
+MODULES |= dict.fromkeys(("all_gather", "reduce_scatter"), "parallel.sharding")
 PATIENCE = 150  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
 
@@ -221,23 +222,23 @@ def stored(rows: int) -> Iterator[None]:
     if not rows or not (INTERPRETED or torch.cuda.is_available()):
         yield
         return
-    from cce_kernels import fused
+    from cce_kernels.backends import with_triton
 
-    with patch.object(fused, "plan", lambda *_: Plan(rows, 256)):
+    with patch.object(with_triton, "plan", lambda *_: Plan(rows, 256)):
         yield
 
 
 @contextlib.contextmanager
 def traced(trace: list[str] | None = None) -> Iterator[list[str]]:
     """Collectives as "begin NAME" and "wait NAME", and the kernels of stored exponentials by their names."""
-    from cce_kernels import spread
+    from cce_kernels.parallel import sharding
 
     trace = [] if trace is None else trace
-    patches = [patch.object(spread, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
+    patches = [patch.object(sharding, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
     if INTERPRETED or torch.cuda.is_available():
-        from cce_kernels import stored
+        from cce_kernels.schemes import three_products
 
-        patches += [patch.object(stored, name, _recorded(trace, name)) for name in ("exponentials", "product")]
+        patches += [patch.object(three_products, name, _recorded(trace, name)) for name in ("exponentials", "product")]
     with contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)

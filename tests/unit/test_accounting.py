@@ -505,7 +505,7 @@ def test_what_the_vocabulary_parallel_loss_sends_by_hand():
     ("accumulate", "dtype"), [("kahan", torch.bfloat16), ("fp32", torch.bfloat16), ("kahan", torch.float32)]
 )
 def test_the_scheme_of_cce_is_the_one_that_the_kernels_choose(workspace_mib, n, d, v, accumulate, dtype):
-    schemes = pytest.importorskip("cce_kernels.schemes", reason="needs Triton")
+    schemes = pytest.importorskip("cce_kernels.planner", reason="needs Triton")
     options = schemes.Options(accumulate=accumulate, workspace_mib=workspace_mib)
     problem = schemes.Problem(n, d, v, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
     try:

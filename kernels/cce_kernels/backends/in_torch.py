@@ -1,0 +1,241 @@
+"""The loss in plain torch, a vocabulary chunk at a time: what runs where the kernels do not (devices.py).
+
+Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of exponentials,
+the target's left out: of a token that the model is sure of, the others are the loss. Backward: for each chunk, z again,
+turned in place into dL/dz; then dE += dL/dz C_chunk and dC_chunk = dL/dzᵀ E.
+
+At most N × width fp32 numbers exist at once (two buffers with a softcap); width follows from `workspace_mib`.
+Costs N D V multiply-adds forward and 3 N D V backward. Inputs of 16 bits are multiplied in fp32. Shapes never depend on
+values, so that nothing waits for the device, and tensors without values get shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..accumulator import Accumulator, scratch_bytes
+from ..filter_rule import FilterStats, Rule, mean_logits
+from ..filter_rule import filter_figures as filter_figures
+from ..options import Options
+from ..planner import Plan, Problem
+from ..row_math import Rows, empty_metrics, where_it_counts
+from ..row_math import row_coefficients as row_coefficients
+from ..row_math import target_columns as target_columns
+
+_MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units
+_CACHE_BYTES = 8 * 2**20  # a chunk's logits stay near the cores' caches: wider chunks are slower, not faster
+
+
+def prepare(x: Tensor) -> Tensor:
+    """An operand as the passes below take it: any strides will do."""
+    return x
+
+
+def find_targets(
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
+) -> tuple[Tensor, None]:
+    """Each row's target column (N,) int64 (see row_math.py); its logit is found on the way, and no row is skipped."""
+    return target_columns(targets, ignore_index, c.shape[0]), None
+
+
+def forward(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
+    z_target: Tensor | None = None,
+) -> Rows:  # fmt: skip
+    """What the loss takes of each row.
+
+    Args:
+        e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, or negative.
+        z_target: not used, as `find_targets` gives none.
+    """
+    n_rows, vocab = e.shape[0], c.shape[0]
+    e = e.float()
+    largest = e.new_full((n_rows,), -torch.inf)  # of the others than the target, as are all sums but z_sum
+    exp_sum, z_sum, ez_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
+    z_target = e.new_full((n_rows,), -torch.inf)  # of a row without a target
+    for chunk in _chunks(vocab, _width(e, vocab, 0, o)):
+        z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
+        here, place = _targets_in(columns, chunk)
+        of_target = z.gather(1, place)
+        z_target = torch.where(here, of_target, z_target[:, None])[:, 0]
+        if o.label_smoothing:
+            z_sum += z.sum(dim=1)
+        z.scatter_(1, place, of_target.masked_fill(here, -torch.inf))
+        new_largest = torch.maximum(largest, z.amax(dim=1))
+        anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a chunk may be masked out by the bias
+        decay = (largest - anchor).exp_()
+        if with_metrics:
+            weighted = (z - anchor[:, None]).exp_().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
+            ez_sum.mul_(decay).add_(weighted)
+        exp_sum.mul_(decay).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
+        largest = new_largest
+    others = largest + exp_sum.log()
+    lse = torch.logaddexp(others, z_target)
+    nll = torch.logaddexp(others - z_target, torch.zeros_like(lse))
+    metrics = empty_metrics(e, with_metrics)
+    if metrics is not None:
+        metrics[0] = z_target > largest
+        share, p = (others - lse).exp_(), (z_target - lse).exp_()
+        metrics[1] = lse - (share * (ez_sum / exp_sum)).nan_to_num_(nan=0) - (p * z_target).nan_to_num_(nan=0)
+    z_above_mean = z_target - z_sum / vocab if o.label_smoothing else None
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest if with_metrics else None)
+
+
+def backward(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    width: int,
+    o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
+    stats: FilterStats | None,
+    rule: Rule | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+
+    Args:
+        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see row_math.py.
+        width: vocabulary entries per chunk, from `plan`.
+        rule: what the filter goes by, where that is not for these columns alone to say (api.py).
+    """
+    vocab = c.shape[0]
+    dtype_e, dtype_c, dtype_bias = dtypes
+    e32 = e.float()
+    sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
+    grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
+
+    with_c = grad_c is not None or main_grad_c is not None
+    needs = sum_e is not None, with_c or grad_bias is not None
+    exact = None
+    if o.filters(*needs):
+        rule, exact = _rule(rule, e32, c, bias, columns, lse, width, o)
+    else:
+        rule = None
+    sides = _sides(*needs, rule, o)
+    kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
+    for chunk in _chunks(vocab, width):
+        c_chunk = c[chunk].float()
+        z = _logits(e32, c_chunk, None if bias is None else bias[chunk], o)
+        slope = None if o.softcap is None else 1 - (z / o.softcap).square_()
+        here, place = _targets_in(columns, chunk)
+        at_target = torch.where(here, ((1 - o.label_smoothing) * b)[:, None], 0)
+        p = z.sub_(lse[:, None]).exp_()
+
+        if rule is not None and stats is not None:
+            _record(rule, p, here, place, chunk, kept, dropped)
+        for i, (side, for_e, for_c) in enumerate(sides):
+            dz = _weights(rule, side, p, here, place, chunk, e.shape[1], vocab)
+            last = dz is not p or i == len(sides) - 1  # who looks at it
+            dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
+            if o.label_smoothing:
+                dz -= (o.label_smoothing / vocab * b)[:, None]
+            dz.scatter_(1, place, dz.gather(1, place) - at_target)
+            if slope is not None:
+                dz *= slope
+            if sum_e is not None and for_e:
+                sum_e.add((dz @ c_chunk).mul_(o.logit_scale))
+            if with_c and for_c:
+                part = (dz.T @ e32).mul_(o.logit_scale)
+                if main_grad_c is not None:
+                    main_grad_c[chunk] += part
+                elif grad_c is not None:
+                    grad_c[chunk] = part.to(grad_c.dtype)
+            if grad_bias is not None and for_c:
+                grad_bias[chunk] = dz.sum(dim=0).to(grad_bias.dtype)
+    if stats is not None:
+        stats.write(kept, dropped, exact, b)
+    return None if sum_e is None else sum_e.result(), grad_c, grad_bias
+
+
+def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
+    """Chunks of the backward pass such that logits, fp32 rows of C (of two chunks), fp32 e and what the sum of dE
+    takes beside it fit the workspace.
+
+    Raises:
+        WorkspaceTooSmall: they do not.
+    """
+    return Plan(0, _width(e, problem.vocab, scratch_bytes(problem.grad_e, o.accumulate), o))
+
+
+def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
+    n_rows, dim = e.shape
+    buffers = 4 + (4 if o.softcap is not None else 0)
+    if o.filter_eps is not None:  # weights and flags; 64-bit places
+        buffers += 8 + (20 if o.filter_unbiased else 0)
+    width = o.chunk_width(vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE)
+    if e.device.type != "cpu":  # a launch costs more than a cache saves: as wide as the workspace allows
+        return width
+    return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
+
+
+def _chunks(vocab: int, width: int) -> Iterator[slice]:
+    for first in range(0, vocab, width):
+        yield slice(first, min(first + width, vocab))
+
+
+def _logits(e: Tensor, c_chunk: Tensor, bias_chunk: Tensor | None, o: Options) -> Tensor:
+    z = e @ c_chunk.float().T
+    if o.logit_scale != 1:
+        z *= o.logit_scale
+    if bias_chunk is not None:
+        z += bias_chunk
+    return z if o.softcap is None else z.div_(o.softcap).tanh_().mul_(o.softcap)
+
+
+def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Whether each row's target lies in the chunk, (N, 1) bool, and its column there, (N, 1), some column if not."""
+    here = (columns >= chunk.start) & (columns < chunk.stop)
+    return here[:, None], (columns - chunk.start).clamp(0, chunk.stop - chunk.start - 1)[:, None]
+
+
+def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tuple[str, bool, bool]]:
+    """What dL/dz is needed for: whose weights (_weights), for dE, for dC and dbias. One pass serves both if it can."""
+    side_e = "exact" if rule is None or not o.filter_e else "e"
+    side_c = "exact" if rule is None or not o.filter_c else "e" if rule.seed is None else "c"
+    wanted = ([side_e] if need_e else []) + ([side_c] if need_c else [])
+    return [(side, side == side_e, side == side_c) for side in dict.fromkeys(wanted)]
+
+
+def _weights(
+    rule: Rule | None, side: str, p: Tensor, here: Tensor, place: Tensor, chunk: slice, dim: int, vocab: int
+) -> Tensor:
+    """What a side takes of a chunk's p: p itself, or weights in new memory, those of targets as they are."""
+    if rule is None or side == "exact":
+        return p
+    entries = torch.arange(chunk.start, chunk.stop, device=p.device)
+    weights = rule.weights_e(p, entries, dim, vocab) if side == "e" else rule.weights_c(p, entries)
+    return weights.scatter_(1, place, torch.where(here, p.gather(1, place), weights.gather(1, place)))
+
+
+def _record(rule: Rule, p: Tensor, here: Tensor, place: Tensor, chunk: slice, kept: Tensor, dropped: Tensor) -> None:
+    """Add a chunk's share to the entries kept and the mass dropped of each row (N,)."""
+    stays = rule.keeps(p, torch.arange(chunk.start, chunk.stop, device=p.device))
+    stays.scatter_(1, place, stays.gather(1, place) | here)
+    kept += stays.sum(dim=1)
+    dropped += torch.where(stays, 0, p).sum(dim=1)
+
+
+def _rule(
+    rule: Rule | None, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options
+) -> tuple[Rule, Tensor]:
+    """The rule of a call, and whether it would drop too much of a row and is exact instead, () bool (one product)."""
+    vocab = c.shape[0]
+    if rule is None:
+        rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
+    if o.filter_mass is None:
+        return rule, torch.zeros((), dtype=torch.bool, device=columns.device)
+    kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
+    for chunk in _chunks(vocab, width):
+        p = _logits(e, c[chunk], None if bias is None else bias[chunk], o).sub_(lse[:, None]).exp_()
+        _record(rule, p, *_targets_in(columns, chunk), chunk, kept, dropped)
+    exact = rule.drops_more(dropped, o.filter_mass)
+    return rule.exact_if(exact), exact

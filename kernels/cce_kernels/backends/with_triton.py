@@ -1,0 +1,29 @@
+"""The Triton implementation, under the names that in_torch.py has."""
+
+from torch import Tensor
+
+from .. import planner
+from ..filter import gather, select
+from ..filter.draw import mean_logits
+from ..filter.figures import filter_figures
+from ..filter.recomputed import backward
+from ..kernels.logits import find_targets
+from ..kernels.row_coefficients import row_coefficients
+from ..kernels.row_stats import forward
+from ..kernels.target_columns import target_columns
+from ..options import Options
+from ..parallel.combine import settle
+from ..planner import Plan, Problem
+from ..runtime.tiles import aligned as prepare
+from ..runtime.tiles import multiprocessors
+from ..schemes import three_products
+
+__all__ = [
+    "backward", "filter_figures", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare",
+    "row_coefficients", "select", "settle", "target_columns", "three_products",
+]  # fmt: skip
+
+
+def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
+    """How the backward pass goes about it on e's device."""
+    return planner.plan(problem, multiprocessors(e), o)

@@ -1,0 +1,1 @@
+"""The gradient filter in Triton. Nothing outside of this package and the backends imports it."""

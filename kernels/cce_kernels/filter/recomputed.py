@@ -1,0 +1,56 @@
+"""The four-product backward pass with the filter that the options name, if any."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..filter_rule import FilterStats, Rule
+from ..kernels.logit_gradient import Filter, parts
+from ..options import Options
+from ..planner import room
+from ..schemes.four_products import dropped_mass, gradients
+from .draw import mean_logits
+from .sample import add_estimates
+
+
+def backward(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    width: int,
+    o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
+    stats: FilterStats | None,
+    rule: Rule | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`gradients` with the filter that the options name, if any, and what it kept and dropped written to `stats`.
+
+    rule: what the filter goes by, where that is not for these columns alone to say (api.py).
+    """
+    vocab = c.shape[0]
+    filtering, exact = None, None
+    kept = dropped = torch.zeros_like(lse)[None]
+    need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
+    if o.filters(dtypes[0] is not None, need_c):
+        if rule is None:
+            rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
+        exact = torch.zeros((), dtype=torch.bool, device=e.device)
+        if o.filter_mass is not None:
+            mass = dropped_mass(e, c, bias, columns, lse, width, o, rule)
+            exact = rule.drops_more(mass, o.filter_mass)
+        kept, dropped = parts(e)
+        filtering = Filter(rule.exact_if(exact), kept, dropped)
+    grads = gradients(e, c, bias, columns, lse, a, b, width, o, dtypes, main_grad_c, filtering)
+    if filtering is not None and filtering.rule.seed is not None:
+        grad_c = grads[1] if main_grad_c is None else main_grad_c
+        sample = filtering.rule.sample(columns, e.shape[1], vocab)
+        add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, o, grads[0], grad_c, grads[2], room(o))
+    if stats is not None:
+        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b)
+    return grads

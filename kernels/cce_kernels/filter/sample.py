@@ -1,0 +1,166 @@
+"""What the unbiased filter makes of the tails: gradients from a sample of columns and of rows, on top of what is there.
+
+    dE_i += Σ_{v drawn for i's block} size_v a_i p_iv [v in i's tail] C_v
+    dC_v += size Σ_{i drawn} a_i p_iv [v in i's tail] e_i                      (times the logits' scale)
+
+An entry is in its row's tail if it is neither the target nor of the head and p < eps. One of each group of `size`
+columns or rows is drawn (filter_rule.py); those drawn are copied together, their logits made again, and multiplied as
+in four_products.py: logit_gradient.py writes what the rule leaves where it otherwise writes what the rule keeps.
+
+Gradients of 16 bits are read, added to and rounded again, whatever `accumulate` says: a fifth of what the sample errs
+by. Lists are made by probabilities of 8 bits (select.py), tails by fp32: an entry within 2^-9 of eps may count twice,
+or not at all, as often the one as the other.
+
+Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; both gradients read and
+written once more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..filter_rule import Rule, Sample, block_rows
+from ..kernels.logit_gradient import Filter, gradient_of_chunk
+from ..kernels.matmul import product
+from ..kernels.row_coefficients import Peak
+from ..options import Options
+from ..planner import tail_width
+from ..runtime.launch import quick
+from ..runtime.tiles import aligned, cdiv
+
+DRAWN = 1024  # rows of a program of drawn_rows_kernel
+
+
+def add_estimates(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    rule: Rule,
+    sample: Sample,
+    o: Options,
+    grad_e: Tensor | None,
+    grad_c: Tensor | None,
+    grad_bias: Tensor | None,
+    room: int,
+    active: Tensor | None = None,
+) -> None:
+    """Add the tails' share to the gradients that are given and filtered, if `active` () int32 is not 0.
+
+    Args:
+        e, c, bias, columns, lse, a: as in recompute.gradients.
+        sample: the rule's, for these columns.
+        grad_e: (N, D). grad_c: (V, D), or the fp32 buffer in its place. grad_bias: (V,).
+        room: bytes that copies and logits may take; where the copy of the rows drawn alone takes more, 16 columns of
+            logits come on top.
+    """
+    peak = Peak.of(a, a)
+    scale = peak.value if o.logit_scale == 1 else peak.value * o.logit_scale
+    if grad_e is not None and o.filter_e:
+        _add_to_e(e, c, bias, lse, peak.a, scale, rule, sample, o, grad_e, room, active)
+    if (grad_c is not None or grad_bias is not None) and o.filter_c:
+        _add_to_c(e, c, bias, columns, lse, peak, scale, rule, sample, o, grad_c, grad_bias, room, active)
+
+
+def _add_to_e(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    a: Tensor,
+    scale: Tensor,
+    rule: Rule,
+    sample: Sample,
+    o: Options,
+    grad_e: Tensor,
+    room: int,
+    active: Tensor | None,
+) -> None:
+    (n_rows, dim), (_, n_drawn) = e.shape, sample.columns.shape
+    height = min(block_rows(dim), n_rows)
+    width = tail_width(height, dim, n_drawn, e.itemsize, room)
+    workspace = e.new_empty(height, cdiv(width, 16) * 16)
+    # Views by split() and unbind(): slices take the host longer, and the device waits for it in a small problem.
+    by_rows = zip(*(x.split(height) for x in (e, sample.place, lse, a, grad_e)), strict=True)
+    draws = zip(sample.columns.unbind(), sample.times.unbind(), strict=True)
+    for (e_i, place, lse_i, a_i, out), (columns, times) in zip(by_rows, draws, strict=True):
+        pieces = zip(columns.split(width), times.split(width), strict=True)
+        for first, (drawn, times_i) in zip(range(0, n_drawn, width), pieces, strict=True):
+            c_drawn = aligned(c.index_select(0, drawn))
+            dz = workspace[: len(e_i), : len(drawn)]
+            gradient_of_chunk(
+                e_i, c_drawn, None if bias is None else bias[drawn], place, lse_i, a_i, a_i, dz, first, c.shape[0],
+                False, o, Filter(rule, times=times_i), active,
+            )  # fmt: skip
+            product(dz, c_drawn, out, read=True, times=scale, active=active)
+            del c_drawn  # room for the next
+
+
+@quick
+@triton.jit(do_not_specialize=["size"])
+def drawn_rows_kernel(
+    row_ptr,  # (size,) int64
+    times_ptr,  # (size,) fp32
+    target_ptr,  # (N,) int64
+    lse_ptr,  # (N,) fp32
+    a_ptr,  # (N,) fp32
+    drawn_target_ptr,  # (size,) int64, written
+    drawn_lse_ptr,  # (size,) fp32, written
+    drawn_a_ptr,  # (size,) fp32, written: times its row's
+    size,
+    BLOCK: tl.constexpr,
+):
+    """What the gradient of logits takes of the rows drawn."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < size
+    row = tl.load(row_ptr + k, mask=inside, other=0)
+    tl.store(drawn_target_ptr + k, tl.load(target_ptr + row, mask=inside, other=-1), mask=inside)
+    tl.store(drawn_lse_ptr + k, tl.load(lse_ptr + row, mask=inside, other=0.0), mask=inside)
+    a = tl.load(a_ptr + row, mask=inside, other=0.0) * tl.load(times_ptr + k, mask=inside, other=0.0)
+    tl.store(drawn_a_ptr + k, a, mask=inside)
+
+
+def _add_to_c(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    peak: Peak,
+    scale: Tensor,
+    rule: Rule,
+    sample: Sample,
+    o: Options,
+    grad_c: Tensor | None,
+    grad_bias: Tensor | None,
+    room: int,
+    active: Tensor | None,
+) -> None:
+    vocab, drawn = c.shape[0], sample.rows
+    e_drawn = aligned(e.index_select(0, drawn))
+    columns_drawn, lse_drawn, a = torch.empty_like(drawn), lse.new_empty(len(drawn)), lse.new_empty(len(drawn))
+    drawn_rows_kernel[(cdiv(len(drawn), DRAWN),)](
+        drawn, sample.row_times, columns, lse, peak.a, columns_drawn, lse_drawn, a, len(drawn), DRAWN, num_warps=4
+    )
+    times = None
+    if rule.rank is not None:  # none of the head
+        times = torch.ge(rule.rank, rule.n_head, out=lse.new_empty(vocab))
+    taken = e_drawn.nbytes + (0 if times is None else times.nbytes)
+    width = tail_width(len(drawn), 0, vocab, e.itemsize, room - taken)
+    workspace = e.new_empty(len(drawn), cdiv(width, 16) * 16)
+    for first in range(0, vocab, width):
+        chunk = slice(first, min(first + width, vocab))
+        dz = workspace[:, : chunk.stop - first]
+        dbias = gradient_of_chunk(
+            e_drawn, c[chunk], None if bias is None else bias[chunk], columns_drawn, lse_drawn, a, a, dz, first,
+            vocab, grad_bias is not None, o, Filter(rule, times=None if times is None else times[chunk]), active,
+        )  # fmt: skip
+        if grad_c is not None:
+            product(dz, e_drawn, grad_c[chunk], transpose_a=True, read=True, times=scale, active=active)
+        if grad_bias is not None and dbias is not None:
+            grad_bias[chunk] += (dbias.sum(dim=0) * peak.value).to(grad_bias.dtype)

@@ -1,0 +1,376 @@
+"""The filter's forward pass: one product, and each row's list of the entries that its gradient keeps.
+
+    w_iv = 2^(z_iv log2 e − k_i)        p_iv = w_iv / S_i        S_i = Σ_v w_iv
+
+Softmax is known only after the last tile of a row, and whether an entry is kept depends on it (filter_rule.py). So a
+chunk of rows stores its exponentials (logits.py), and `select_kernel` reads them once, with the sums, and
+lists the columns that are kept. `collect_kernel` puts the lists of all chunks behind one another,
+with the row's target before them. The head of the vocabulary is not listed: gather.py adds it densely.
+
+If the lists are too short, or a row drops more than filter_mass, they are void, as `Lists.void` says on the device from
+the chunk on where that is seen: the backward pass then goes by four_products.py, with the same rule or without any.
+
+Cost: N D V multiply-adds on the tensor cores; 2 bytes × N × V written and read, through a workspace of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..filter_rule import Rule, Sample, likely_sizes
+from ..kernels.logits import exponentials, target_logits
+from ..kernels.row_stats import Gradient, finish_rows
+from ..options import Options
+from ..planner import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
+from ..row_math import Rows, empty_metrics
+from ..runtime.launch import quick
+from ..runtime.tiles import cdiv
+from .draw import draw, mean_logits, rank_entries
+
+SELECT_REGISTERS = 80  # a thread: with fewer it spills, with more fewer programs run at a time
+KEPT = 256  # rows of a program of kept_kernel
+
+
+@quick
+@triton.jit(do_not_specialize=["first"])
+def select_kernel(
+    w_ptr,  # (rows of the chunk, V) bf16, two in an int32, rows w_stride of these apart; 0 at the targets
+    target_ptr,  # (N,) int64, negative for none
+    listable_ptr,  # (V,) masks of 16 bits, likewise, or None: 0 for columns of the head and beyond V
+    factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
+    lse_ptr,  # (N,) fp32
+    slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
+    found_ptr,  # (rows of the chunk, SEGMENTS, FOUND) int32: scratch
+    void_ptr,  # () int32: 1 for nothing to do
+    count_ptr,  # (N, SEGMENTS) int32: entries to list, in the first segment with the target, written
+    dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the others, the head's aside, written
+    w_stride,
+    first,  # row of the chunk
+    V,
+    logit_scale,
+    z_loss,
+    eps,
+    SEGMENTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EIGHTS: tl.constexpr,
+    FOUND: tl.constexpr,
+):
+    """One warp a row and segment, which is every SEGMENTS-th block of 8 EIGHTS columns.
+
+    Survivors are few. Of each eight columns the largest w tells whether any can be among them. Those
+    eights are noted down, and looked at column by column when they are many, or the last.
+    """
+    LANES: tl.constexpr = 32
+    row = first + tl.program_id(0)
+    place = tl.program_id(0) * SEGMENTS + tl.program_id(1)
+    to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
+    to_share = to_p / eps  # p in units of eps
+    w_ptr += tl.program_id(0).to(tl.int64) * w_stride
+    slot_ptr += place.to(tl.int64) * SLOTS
+    found_ptr += place.to(tl.int64) * FOUND
+    word, column = tl.arange(0, 4)[None, :], tl.arange(0, 8)[None, :]
+    count = tl.zeros((), dtype=tl.int32)
+    found = tl.zeros((), dtype=tl.int32)
+    dropped = tl.zeros((LANES,), dtype=tl.float32)
+    eights = tl.cdiv(V, 8)
+    end = eights * (1 - tl.load(void_ptr))
+    for at in range(tl.program_id(1) * EIGHTS, end, SEGMENTS * EIGHTS):
+        eighth = at + tl.arange(0, EIGHTS)
+        left, right = _listable(w_ptr, listable_ptr, eighth[:, None] * 4 + word, (eighth < eights)[:, None])
+        look = tl.max(tl.maximum(left, right), axis=1) * to_share >= 1
+        passed = tl.where(look, 0.0, tl.sum(left + right, axis=1))
+        dropped += tl.sum(passed.reshape((EIGHTS // LANES, LANES)), axis=0)
+        places, more = _places(look.to(tl.int32).reshape((EIGHTS // LANES, LANES)), 0)
+        tl.store(found_ptr + found + places.reshape((EIGHTS,)), eighth, mask=look)
+        found += more
+        now = tl.where((found > FOUND - EIGHTS) | (at + SEGMENTS * EIGHTS >= end), found, 0)
+        tl.debug_barrier()  # what other lanes have found is read next
+        for begin in range(0, now, LANES):
+            lane = begin + tl.arange(0, LANES)
+            nearby = tl.load(found_ptr + lane, mask=lane < now, other=0)
+            columns = nearby[:, None] * 8 + column
+            pairs = _listable(w_ptr, listable_ptr, nearby[:, None] * 4 + word, (lane < now)[:, None])
+            listable = tl.join(pairs[0], pairs[1]).reshape((LANES, 8))
+            keep = listable * to_share >= 1
+            dropped += tl.sum(tl.where(keep, 0.0, listable), axis=1)
+            slots, kept = _places(keep.to(tl.int32), 1)
+            slots += count
+            tl.store(slot_ptr + slots, columns, mask=keep & (slots < SLOTS))
+            count += kept
+        tl.debug_barrier()  # all is read before more is found
+        found -= now
+    has_target = (tl.program_id(1) == 0) & (tl.load(target_ptr + row) >= 0)
+    tl.store(count_ptr + first * SEGMENTS + place, count + has_target.to(tl.int32))
+    tl.store(dropped_ptr + first * SEGMENTS + place, tl.sum(dropped, axis=0) * to_p)
+
+
+@triton.jit
+def _listable(w_ptr, listable_ptr, words, inside):
+    """Of each pair of columns the left and the right one's exponentials, fp32, 0 where no list takes them."""
+    pairs = tl.load(w_ptr + words, mask=inside, other=0)
+    if listable_ptr is not None:
+        pairs &= tl.load(listable_ptr + words, mask=inside, other=0)
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _places(ones, axis: tl.constexpr):
+    """How many ones stand before each, lane by lane (`axis` is that within a lane); and how many there are."""
+    own = tl.sum(ones, axis=axis)
+    before = tl.cumsum(own, axis=0) - own
+    return tl.cumsum(ones, axis=axis) - ones + tl.expand_dims(before, axis), tl.sum(own, axis=0)
+
+
+@quick
+@triton.jit(do_not_specialize=["first", "capacity"])
+def collect_kernel(
+    w_ptr,  # (rows of the chunk, V), rows w_stride apart
+    slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32
+    target_ptr,  # (N,) int64, negative for none
+    factor_ptr,  # (N,) fp32
+    lse_ptr,  # (N,) fp32
+    count_ptr,  # (N, SEGMENTS) int32
+    dropped_ptr,  # (N, SEGMENTS) fp32
+    void_ptr,  # () int32: 1 written where the lists do not do
+    starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there (or it is 0), the rest written
+    column_ptr,  # (capacity,) int32, written
+    weight_ptr,  # (capacity,) fp32, written
+    w_stride,
+    first,
+    capacity,
+    logit_scale,
+    z_loss,
+    most,  # mass that may be dropped of a row
+    SEGMENTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COUNTS: tl.constexpr,  # added up at a time
+    BLOCK: tl.constexpr,
+):
+    """Bring the lists of a chunk to their places, a row a program: its target first, then one segment after another.
+    Say so if they are void: an entry has no place, or a row has dropped too much."""
+    row = first + tl.program_id(0)
+    segment = tl.arange(0, SEGMENTS)
+    place = tl.program_id(0) * SEGMENTS
+    target = tl.load(target_ptr + row)
+    to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
+    w_ptr += tl.program_id(0).to(tl.int64) * w_stride
+    slot_ptr += place.to(tl.int64) * SLOTS
+    count_ptr += first * SEGMENTS
+    start = tl.load(starts_ptr + first, mask=first > 0, other=0)
+    for before in range(0, place, COUNTS):
+        others = before + tl.arange(0, COUNTS)
+        start += tl.sum(tl.load(count_ptr + others, mask=others < place, other=0), axis=0).to(tl.int64)
+    count = tl.load(count_ptr + place + segment)
+    mass = tl.sum(tl.load(dropped_ptr + row * SEGMENTS + segment), axis=0)
+    end = start + tl.sum(count, axis=0)
+    tl.store(starts_ptr, 0, mask=row == 0)
+    tl.store(starts_ptr + row + 1, end)
+    listed = tl.where((segment == 0) & (target >= 0), count - 1, count)
+    longest = tl.max(listed, axis=0)
+    if (end > capacity) | (longest > SLOTS) | ((mass > most) & (target >= 0)):
+        tl.store(void_ptr, 1)
+    if (target >= 0) & (start < capacity):
+        tl.store(column_ptr + start, target.to(tl.int32))
+    begin = start + tl.cumsum(count, axis=0) - listed
+    for at in range(0, tl.minimum(longest, SLOTS), BLOCK):
+        slot = at + tl.arange(0, BLOCK)[None, :]
+        to = begin[:, None] + slot
+        inside = (slot < listed[:, None]) & (slot < SLOTS) & (to < capacity)
+        column = tl.load(slot_ptr + segment[:, None] * SLOTS + slot, mask=inside, other=0)
+        p = tl.load(w_ptr + column, mask=inside, other=0.0).to(tl.float32) * to_p
+        tl.store(column_ptr + to, column, mask=inside)
+        tl.store(weight_ptr + to, p, mask=inside)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def kept_kernel(
+    count_ptr,  # (N, SEGMENTS) int32
+    dropped_ptr,  # (N, SEGMENTS) fp32
+    target_ptr,  # (N,) int64, negative for none
+    rank_ptr,  # (V,) int32 or None
+    kept_ptr,  # (N,) fp32, written
+    mass_ptr,  # (N,) fp32, written
+    N,
+    n_head,
+    SEGMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the segments of each row have listed, with the head, and left out. Targets of the head are listed, too."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = rows[:, None] * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]
+    kept = tl.sum(tl.load(count_ptr + places, mask=(rows < N)[:, None], other=0), axis=1) + n_head
+    mass = tl.sum(tl.load(dropped_ptr + places, mask=(rows < N)[:, None], other=0.0), axis=1)
+    if rank_ptr is not None:
+        target = tl.load(target_ptr + rows, mask=rows < N, other=-1)
+        rank = tl.load(rank_ptr + target, mask=target >= 0, other=n_head)
+        kept -= (rank < n_head).to(tl.int32)
+    tl.store(kept_ptr + rows, kept.to(tl.float32), mask=rows < N)
+    tl.store(mass_ptr + rows, mass, mask=rows < N)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The listed entries, and what else the backward pass takes of the forward pass.
+
+    starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
+    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
+    targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
+    not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
+    nothing. nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none. sample: what the
+    rule draws; without tensors where it draws nothing.
+    """
+
+    starts: Tensor
+    column: Tensor
+    weight: Tensor
+    count: Tensor
+    dropped: Tensor
+    void: Tensor
+    nll: Tensor
+    rank: Tensor
+    likely: Tensor
+    sample: Sample | None
+
+    @classmethod
+    def empty(cls, columns: Tensor, vocab: int, capacity: int, void: Tensor, o: Options) -> Lists:
+        """Without values, and without a sample."""
+        n_rows = columns.shape[0]
+        n_likely = likely_sizes(vocab)[1] if o.filter_unbiased else 0
+
+        def new(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=columns.device)
+
+        return cls(
+            starts=new(n_rows + 1, dtype=torch.int64),
+            column=new(capacity, dtype=torch.int32),
+            weight=new(capacity, dtype=torch.float32),
+            count=new(n_rows, SEGMENTS, dtype=torch.int32),
+            dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
+            void=void,
+            nll=new(n_rows, dtype=torch.float32),
+            rank=new(vocab if n_likely else 0, dtype=torch.int32),
+            likely=new(n_likely, dtype=torch.int64),
+            sample=None,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, for `of`."""
+        own = {**vars(self)}
+        sample = own.pop("sample")
+        return [*own.values(), *(() if sample is None else vars(sample).values())]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Lists:
+        own = [field.name for field in fields(cls) if field.name != "sample"]
+        sample = tensors[len(own) :]
+        return cls(**dict(zip(own, tensors, strict=False)), sample=Sample(*sample) if sample else None)
+
+    def rule(self, eps: float, vocab: int) -> Rule:
+        """What is kept, without a seed: the sample is there already."""
+        return Rule(torch.full((), eps, dtype=torch.float32, device=self.nll.device), None, *self._likely(vocab))
+
+    def kept(self, columns: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """How many entries the rule keeps of each row, and the mass of the others, (N,) fp32 each; columns (N,) int64,
+        the rows' targets."""
+        kept, dropped = torch.empty_like(self.nll), torch.empty_like(self.nll)
+        n_rows = kept.shape[0]
+        kept_kernel[(cdiv(n_rows, KEPT),)](
+            self.count, self.dropped, columns, rule.rank, kept, dropped, n_rows, rule.n_head, SEGMENTS, KEPT,
+            num_warps=4,
+        )  # fmt: skip
+        return kept, dropped
+
+    def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
+        """The same with what is drawn for these columns (N,)."""
+        return replace(self, sample=draw(columns, dim, vocab, *self._likely(vocab)))
+
+    def _likely(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
+        if not self.rank.numel():
+            return None, None, 0
+        return self.rank, self.likely, likely_sizes(vocab)[0]
+
+
+def forward(
+    e: Tensor, c: Tensor, columns: Tensor, capacity: int, with_metrics: bool, o: Options,
+    z_target: Tensor | None = None,
+) -> tuple[Rows, list[Tensor]]:  # fmt: skip
+    """What the loss takes of each row, and the tensors of the `Lists`.
+
+    Args:
+        e: (N, D) and c: (V, D), bf16 and `aligned`.
+        columns: (N,) int64, each row's target, or what row_math.py has in its place.
+        capacity: of the lists, in entries.
+        z_target: (N,) fp32, the targets' logits, where they are known already.
+    """
+    n_rows, vocab = e.shape[0], c.shape[0]
+    assert o.filter_eps is not None
+    rows = list_rows(n_rows, e.shape[1], vocab, capacity, o)
+    w = e.new_empty(rows, cdiv(vocab, 16) * 16)
+    scales = float(o.logit_scale), float(o.z_loss)
+    eps = float(o.filter_eps)
+    if z_target is None:
+        z_target = target_logits(e, c, None, columns, o)
+    void = None
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
+        height = chunk.stop - first
+        w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
+        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, None if o.filter_mass is None else void)
+        if void is None:  # while the first product runs: the host has a dozen small things to do for these
+            void = torch.zeros((), dtype=torch.int32, device=e.device)
+            lists, listable = _lists_of(e, c, columns, capacity, void, o)
+            lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
+            metrics = empty_metrics(z_target, with_metrics)
+            slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
+            found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
+        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics))
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None)
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
+        if metrics is not None and part.metrics is not None:
+            metrics[:, chunk] = part.metrics
+        select_kernel[(height, SEGMENTS)](
+            w.view(torch.int32), columns, listable, factor, lse, slots, found, void, lists.count, lists.dropped,
+            w.stride(0) // 2, first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
+            num_warps=1, maxnreg=SELECT_REGISTERS,
+        )  # fmt: skip
+        collect_kernel[(height,)](
+            w_i, slots, columns, factor, lse, lists.count, lists.dropped, void, lists.starts, lists.column,
+            lists.weight, w.stride(0), first, capacity, *scales,
+            math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
+        )  # fmt: skip
+    lists.nll.copy_(nll)  # the loss may be made of the other
+    if o.filter_unbiased:
+        lists = lists.sampled(columns, e.shape[1], vocab)
+    return Rows(lse, nll, None, metrics), lists.tensors()
+
+
+def _lists_of(
+    e: Tensor, c: Tensor, columns: Tensor, capacity: int, void: Tensor, o: Options
+) -> tuple[Lists, Tensor | None]:
+    """Lists with what the rule says of the vocabulary, and no entry; select_kernel's masks."""
+    vocab = c.shape[0]
+    lists = Lists.empty(columns, vocab, capacity, void, o)
+    lists.column.fill_(vocab)
+    if not lists.likely.numel() and vocab % 8 == 0:
+        return lists, None
+    listable = columns.new_full((8 * cdiv(vocab, 8),), -1, dtype=torch.int16)
+    if vocab % 8:
+        listable[vocab:] = 0
+    if lists.likely.numel():
+        mean_z = mean_logits(e, c, None, columns, o)
+        assert mean_z is not None
+        rank_entries(mean_z, lists.rank, lists.likely, likely_sizes(vocab)[0], listable)
+    return lists, listable.view(torch.int32)
+
+
+def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
+    """The `forward` pass's tensors, of no values."""
+    lists = Lists.empty(columns, vocab, capacity, columns.new_empty((), dtype=torch.int32), o)
+    return replace(lists, sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None).tensors()

@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels, one job a file."""

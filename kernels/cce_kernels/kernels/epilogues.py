@@ -1,0 +1,84 @@
+"""What becomes of a tile of products e cᵀ: arithmetic alone, for the kernels in Triton and in Gluon."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..runtime.tiles import finish_logits
+
+LOG2E = tl.constexpr(1.4426950408889634)
+HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
+# Stands for the target's logit and for the LSE of an ignored row whose LSE nobody wants. The row's exponentials and
+# probabilities are then exactly 0, and what is multiplied by the row's coefficients, 0, stays finite.
+SKIPPED = tl.constexpr(2.0**60)
+
+
+@triton.jit
+def log1p(x):
+    """ln(1 + x) in fp32, x >= 0. Where x is small a series: 1 + x would keep few digits of x, or none."""
+    ratio = x / (2 + x)
+    square = ratio * ratio
+    series = 2 * ratio * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
+    return tl.where(x < 0.5, series, tl.log(1 + x))
+
+
+@triton.jit
+def exponentials_of(
+    acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
+    APART: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
+    WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
+):  # fmt: skip
+    """w · slope of the softcap, and the rows' sums with this tile's share added as far as they are asked for.
+
+    APART: the targets' w are left out, of the sums, too.
+    """
+    offset = z_target * LOG2E + HEADROOM
+    z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
+    if PRECISE:  # the target's w is 1
+        w = tl.exp2((z - z_target[:, None]) * LOG2E)
+    elif HAS_SOFTCAP or bias_ptr is not None:
+        w = tl.exp2(z * LOG2E - offset[:, None])
+    else:  # one multiply-add an entry
+        w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
+    if not EVEN_V:
+        w = tl.where((cols < V)[None, :], w, 0.0)
+    if APART:
+        w = tl.where(cols[None, :] == column[:, None], 0.0, w)
+    total += tl.sum(w, axis=1)
+    if WITH_Z:
+        z_total += tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
+    if WITH_METRICS:
+        other = (cols < V)[None, :] & (cols[None, :] != column[:, None])
+        largest = tl.maximum(largest, tl.max(tl.where(other, z, float("-inf")), axis=1))
+        wz_total += tl.sum(tl.where(w > 0, w * (z - z_target[:, None]), 0.0), axis=1)
+    if HAS_SOFTCAP:
+        w *= 1 - (z / softcap) * (z / softcap)
+    return w, total, z_total, largest, wz_total
+
+
+@triton.jit
+def gradient_of(
+    acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+    HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """dz, p and whether an entry is its row's target."""
+    z = finish_logits(acc, cols, bias_ptr, W, logit_scale, softcap, HAS_SOFTCAP)
+    if PRECISE or HAS_SOFTCAP or bias_ptr is not None:
+        p = tl.exp2((z - lse[:, None]) * LOG2E)
+    else:  # one multiply-add an entry
+        p = tl.exp2(acc * (logit_scale * LOG2E) - (lse * LOG2E)[:, None])
+    is_target = cols[None, :] == column[:, None]
+    dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
+    if HAS_SOFTCAP:
+        dz *= 1 - (z / softcap) * (z / softcap)
+    return dz, p, is_target
+
+
+@triton.jit
+def tail_of(dz, p, is_target, cols, W, eps, times_ptr):
+    """dz of the entries below eps, targets aside, each column times its `times`, if given; 0 for the others."""
+    dz = tl.where((p < eps) & (is_target == 0), dz, 0.0)
+    if times_ptr is not None:
+        dz *= tl.load(times_ptr + cols, mask=cols < W, other=0.0)[None, :]
+    return dz

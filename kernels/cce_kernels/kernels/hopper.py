@@ -1,0 +1,67 @@
+"""Which operands, devices and versions of Triton the two kernels of logits for Hopper serve, and their launches.
+
+The kernels are in hopper_kernels.py. Their language, Gluon, is experimental: under a Triton without it, or with it in
+another place, the Triton kernels do the same.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from ..runtime.tile_table import GLUON_LONG, GLUON_SHORT, Tiles
+from ..runtime.tiles import GROUP, device_of
+
+try:
+    from . import hopper_kernels as kernels
+except (ImportError, AttributeError):
+    kernels = None  # type: ignore[assignment]  # a module otherwise
+
+# Triton versions under which these kernels have run on a GPU. Gluon is experimental, and a ring that miscounts waits
+# forever: another version takes Triton's kernels until tests/kernels/test_hopper.py has passed with it.
+TRITONS = ("3.6.", "3.7.")
+REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers then take more, the producer gives back
+
+
+def fits(e: Tensor) -> bool:
+    """Whether these kernels serve operands like e (N, D) on its device."""
+    if kernels is None or not triton.__version__.startswith(TRITONS):
+        return False
+    # Rows of fewer steps than the ring has buffers would let one consumer get a tile ahead of the other.
+    long_enough = e.shape[1] > GLUON_SHORT.inner * (GLUON_SHORT.num_stages - 1)
+    return e.itemsize == 2 and long_enough and device_of(e).capability == 90
+
+
+def logits_tiles(dim: int) -> Tiles:
+    """Tiles of both kernels, for rows of `dim`."""
+    return GLUON_LONG if dim >= 512 else GLUON_SHORT
+
+
+def exponentials(
+    programs: int, e: Tensor, c: Tensor, columns: Tensor | None, w: Tensor | None, z_target: Tensor, sums: Tensor,
+    unread: Tensor | None, splits: int, tiles_per_split: int, logit_scale: float,
+) -> None:  # fmt: skip
+    """Launch `hopper_exponentials_kernel`."""
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    t, descriptor = logits_tiles(dim), kernels.descriptor
+    kernels.hopper_exponentials_kernel[(programs,)](
+        descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
+        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns, z_target, sums, unread,
+        n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
+        t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def gradient(
+    programs: int, e: Tensor, c: Tensor, dz: Tensor, pointers: tuple[Tensor | None, ...], first: int, splits: int,
+    tiles_per_split: int, logit_scale: float, on_target: float, elsewhere: float,
+) -> None:  # fmt: skip
+    """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b, active, eps and times of `gradient_kernel`, these
+    two None where nothing is filtered."""
+    (n_rows, dim), width = e.shape, c.shape[0]
+    t, descriptor = logits_tiles(dim), kernels.descriptor
+    kernels.hopper_gradient_kernel[(programs,)](
+        descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner), descriptor(dz, t.rows // 2, t.cols // 2),
+        *pointers, n_rows, width, dim, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
+        t.num_stages, GROUP, num_warps=t.num_warps, maxnreg=REGISTERS,
+    )  # fmt: skip

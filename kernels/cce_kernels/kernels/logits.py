@@ -1,0 +1,270 @@
+"""Scaled exponentials: the forward pass and, if asked for, the matrix that the backward products multiply.
+
+    w_iv = 2^(z_iv log2 e − k_i), 0 at the target    z = softcap(scale · E Cᵀ + bias)    R_i = Σ_v w_iv
+    S_i = R_i + w_it    loss_i = ln(1 + R_i / w_it)    LSE_i = z_it + loss_i
+
+The offset k_i = z_i,target log2 e + 60 is known before the product: no running maximum, no second look at the
+logits for p_iv = w_iv / S_i. The target is not in the sum: of a token that the model is sure of, R_i is what the loss
+consists of, and a sum with the target would keep no digit of it. bf16 has the exponents of fp32, so w keeps its
+relative precision at any size. S_i lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that
+are seen on the device and done again, slowly (row_stats.py). For fp32 operands the offset is z_i,target alone,
+subtracted first: the 60 would cost bits that count there, and 42 nats are enough.
+
+`target_logits_kernel` takes the target's logit from the tensor cores, as the sums do: a logit from plain
+multiply-adds differs from them by the tensor cores' rounding, 2e-5 of the loss.
+
+`exponentials_kernel` cuts the work into units of BLOCK_N rows × one split of the vocabulary, shared out among
+persistent programs. The loop over a unit's tiles and the summed dimension is one loop, so that the next tile's
+operands arrive while the exponentials of this one are taken. Each row's sum stays in registers; one partial per row
+and split is stored. No locks, no atomics: deterministic.
+
+Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at most 32) and, if asked for, w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..options import Options
+from ..planner import most_splits
+from ..row_math import IGNORED, OUTSIDE
+from ..runtime.launch import quick
+from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, inner_of, logits_tiles, multiprocessors, softcapped
+from . import hopper
+from .epilogues import SKIPPED, exponentials_of
+from .target_columns import columns_of
+
+MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
+ROWS = 64  # of a program of target_logits_kernel
+
+
+@quick
+@triton.jit(do_not_specialize=["targets_stride", "N", "V", "D", "ignore_index"])
+def target_logits_kernel(
+    e_ptr,  # (N, D), rows e_stride apart
+    c_ptr,  # (V, D), rows c_stride apart
+    bias_ptr,  # (V,) or None
+    targets_ptr,  # (N,) int64, targets_stride apart: what the columns are written from, or None where they are there
+    columns_ptr,  # (N,) int64; where negative, another column stands in
+    z_ptr,  # (N,) fp32, written; with SKIP, SKIPPED where the row is ignored
+    e_stride,
+    c_stride,
+    targets_stride,
+    N,
+    V,
+    D,
+    ignore_index,
+    logit_scale,
+    softcap,
+    IGNORED: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SKIP: tl.constexpr,
+):
+    """z_i of the target: the diagonal of a product with the targets' rows of C."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if targets_ptr is None:
+        column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
+    else:
+        column = columns_of(targets_ptr, rows, targets_stride, N, V, ignore_index, IGNORED, OUTSIDE)
+        tl.store(columns_ptr + rows, column, mask=rows < N)
+    ignored = column == IGNORED
+    column = tl.where(column < 0, rows % V, column)  # not one for all: it may be a padding entry of tiny logits
+    acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
+    for d in range(0, D, BLOCK_D):
+        dims = d + tl.arange(0, BLOCK_D)
+        mask = (rows < N)[:, None] & (dims < D)[None, :]
+        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
+        c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+        acc = tl.dot(e, c.T, acc, input_precision="ieee")
+    index = tl.arange(0, BLOCK_N)
+    z = tl.sum(tl.where(index[:, None] == index[None, :], acc, 0.0), axis=1) * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column).to(tl.float32)
+    if HAS_SOFTCAP:
+        z = softcapped(z, softcap)
+    if SKIP:
+        z = tl.where(ignored, SKIPPED, z)
+    tl.store(z_ptr + rows, z, mask=rows < N)
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
+def exponentials_kernel(
+    e_desc,  # (N, D)
+    c_desc,  # (V, D)
+    w_desc,  # (N, V) or None: w · slope of the softcap, written
+    bias_ptr,  # (V,) or None
+    columns_ptr,  # (N,) int64, negative for none, or None: left out of w and its sum
+    z_target_ptr,  # (N,) fp32
+    sum_ptr,  # (splits, N) fp32: of w, written
+    z_sum_ptr,  # (splits, N) fp32 or None: of z, written
+    metrics_ptr,  # (2, splits, N) fp32 or None: largest z but the target's, sum of w (z − z_target), written
+    N,
+    V,
+    D,
+    splits,
+    tiles_per_split,
+    logit_scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EVEN_V: tl.constexpr,  # BLOCK_V divides V
+):
+    row_tiles = tl.cdiv(N, BLOCK_N)
+    depth = tl.cdiv(D, BLOCK_D)
+    HALF: tl.constexpr = BLOCK_V // 2
+    PRECISE: tl.constexpr = e_desc.dtype == tl.float32
+    APART: tl.constexpr = columns_ptr is not None
+    for unit in range(tl.program_id(0), row_tiles * splits, tl.num_programs(0)):
+        row_tile, split = grouped(unit, row_tiles, splits, GROUP)
+        row = row_tile * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_N)
+        column = rows
+        if APART:
+            column = tl.load(columns_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
+        z_target = tl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
+        total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        wz_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        first = split * tiles_per_split * BLOCK_V
+        end = tl.minimum(first + tiles_per_split * BLOCK_V, V)
+        acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        for step in range(tl.cdiv(end - first, BLOCK_V) * depth):
+            col = first + step // depth * BLOCK_V
+            d = step % depth * BLOCK_D
+            acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
+            if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
+                left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
+                cols = col + tl.arange(0, HALF)
+                w, total, z_total, largest, wz_total = exponentials_of(
+                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
+                    APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
+                )  # fmt: skip
+                if w_desc is not None:
+                    w_desc.store([row, col], w.to(w_desc.dtype))
+                w, total, z_total, largest, wz_total = exponentials_of(
+                    right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest,
+                    wz_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
+                )  # fmt: skip
+                if w_desc is not None:
+                    w_desc.store([row, col + HALF], w.to(w_desc.dtype))
+                acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        partial = split.to(tl.int64) * N + rows
+        tl.store(sum_ptr + partial, total, mask=rows < N)
+        if z_sum_ptr is not None:
+            tl.store(z_sum_ptr + partial, z_total, mask=rows < N)
+        if metrics_ptr is not None:
+            tl.store(metrics_ptr + partial, largest, mask=rows < N)
+            tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wz_total, mask=rows < N)
+
+
+def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
+    """z (N,) fp32 of each row's target; rows without one get another column's."""
+    return _target_logits(e, c, bias, None, 0, columns, False, o)
+
+
+def find_targets(
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Each row's target column (N,) int64 (see row_math.py) and its logit (N,) fp32, in one launch.
+
+    skip: leave ignored rows out of all that follows (SKIPPED): their LSE is not wanted.
+    """
+    columns = targets.new_empty(targets.shape)
+    return columns, _target_logits(e, c, bias, targets, ignore_index, columns, skip, o)
+
+
+def _target_logits(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    targets: Tensor | None,
+    ignore_index: int,
+    columns: Tensor,
+    skip: bool,
+    o: Options,
+) -> Tensor:
+    n_rows, dim = e.shape
+    z = e.new_empty(n_rows, dtype=torch.float32)
+    target_logits_kernel[(cdiv(n_rows, ROWS),)](
+        e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
+        n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
+        IGNORED, OUTSIDE, ROWS, inner_of(e.dtype), o.softcap is not None, skip, num_warps=4,
+    )  # fmt: skip
+    return z
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Partial sums over the vocabulary, fp32, one a split: of w (splits, N); of z, with label smoothing; the metrics'
+    parts (2, splits, N), if asked for."""
+
+    w: Tensor
+    z: Tensor | None
+    metrics: Tensor | None
+
+
+def exponentials(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor | None,
+    z_target: Tensor,
+    w: Tensor | None,
+    with_metrics: bool,
+    o: Options,
+    unread: Tensor | None = None,
+) -> Sums:
+    """The sums; writes w (N, V) unless it is None. The targets' w are left out, unless `columns` is None.
+    Where `unread` () int32 is 1 nobody will read w: it may be left."""
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    with_z = o.label_smoothing > 0
+    on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
+    tiles = hopper.logits_tiles(dim) if on_hopper else logits_tiles(e)
+    programs = multiprocessors(e) * tiles.resident
+    splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
+    sums = e.new_empty((splits, n_rows), dtype=torch.float32)
+    if on_hopper:
+        hopper.exponentials(
+            programs, e, c, columns, w, z_target, sums, unread, splits, tiles_per_split, float(o.logit_scale)
+        )
+        return Sums(sums, None, None)
+    z_sums = torch.empty_like(sums) if with_z else None
+    metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
+    exponentials_kernel[(programs,)](
+        descriptor(e, tiles.rows, tiles.inner),
+        descriptor(c, tiles.cols, tiles.inner),
+        None if w is None else descriptor(w, tiles.rows, tiles.cols // 2),
+        bias, columns, z_target, sums, z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
+        float(o.logit_scale), float(o.softcap or 0),
+        tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None, vocab % tiles.cols == 0,
+        **tiles.launch,
+    )  # fmt: skip
+    return Sums(sums, z_sums, metrics)
+
+
+@lru_cache
+def split_columns(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
+    """(splits, column tiles per split) with the shortest longest program; no split is empty."""
+
+    def longest(tiles_per_split: int) -> int:
+        units = row_tiles * cdiv(col_tiles, tiles_per_split)
+        return cdiv(units, programs) * tiles_per_split
+
+    most = max(1, col_tiles // MIN_SPLITS)
+    least = cdiv(col_tiles, most_splits(row_tiles, programs))
+    tiles_per_split = min(range(least, max(least, most) + 1), key=longest)
+    return cdiv(col_tiles, tiles_per_split), tiles_per_split

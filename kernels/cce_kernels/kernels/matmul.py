@@ -1,0 +1,148 @@
+"""Products with a gradient's bookkeeping in the epilogue: out (+)= A B, summed exactly over several launches.
+
+    total = [times] A B [+ out + lost]        out = round(scale · total)        lost = total − out, where it is kept
+
+A sum over launches holds its value in the gradient's own dtype and what rounding lost beside it in 8 bits
+(accumulator.py); the last launch drops `lost` and applies the scale. The summed dimension may be cut into `splits`,
+each with an fp32 output of its own, where the output has too few tiles to keep every multiprocessor at work.
+
+One program an output tile, which it owns: no locks, no atomics, deterministic. Two products that need nothing of each
+other run side by side: the multiprocessors that the last tiles of the first leave idle begin with the second
+(programmatic dependent launch; before Hopper one runs after the other).
+
+Cost: M K COLS multiply-adds on the tensor cores; the output and, between launches, out and lost, read and written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
+from ..runtime.launch import quick
+from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
+from .kahan import read_sum, write_sum
+
+
+@quick
+@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split"])
+def product_kernel(
+    a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
+    b_desc,  # B (K, COLS)
+    out_ptr,  # (splits, split_rows, COLS)
+    lost_ptr,  # like out, or None
+    into_ptr,  # like out, fp32, or None: the sum ends here, added to what this holds
+    scale_ptr,  # () fp32 or None
+    times_ptr,  # () fp32 or None: of A B
+    active_ptr,  # () int32 or None: 0 for nothing to do
+    M,
+    COLS,
+    K,
+    splits,
+    split_rows,
+    steps_per_split,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
+    READ: tl.constexpr,  # add what out (and lost) hold
+    KEEP: tl.constexpr,  # write lost
+    OVERLAP: tl.constexpr,  # whether this launch may overlap with the next one
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    row_tiles, col_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_N // 2
+    units = row_tiles * col_tiles * splits
+    if active_ptr is not None:
+        units *= tl.load(active_ptr)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        split = unit // (row_tiles * col_tiles)
+        row_tile, col_tile = grouped(unit % (row_tiles * col_tiles), row_tiles, col_tiles, GROUP)
+        row = row_tile * BLOCK_M
+        col = col_tile * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        first = split * steps_per_split
+        for step in range(first, tl.minimum(first + steps_per_split, tl.cdiv(K, BLOCK_K))):
+            k = step * BLOCK_K
+            a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
+            acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
+
+        rows = row + tl.arange(0, BLOCK_M)
+        offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
+        # Half a tile at a time: fewer registers, less shared memory to bring it into the order of the stores.
+        left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
+        _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ, KEEP)
+        _store(
+            right, offsets, rows < M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ,
+            KEEP,
+        )  # fmt: skip
+    if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
+        gdc_wait()  # this launch is not over before the one beside it is
+
+
+@triton.jit
+def _store(
+    total, offsets, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS,
+    WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, WIDTH)
+    offsets = offsets + cols[None, :]
+    mask = inside[:, None] & (cols < COLS)[None, :]
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    if times_ptr is not None:
+        total *= tl.load(times_ptr)
+    if READ:
+        total += read_sum(out_ptr + offsets, lost_ptrs, mask)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    if into_ptr is not None:
+        total += tl.load(into_ptr + offsets, mask=mask, other=0.0)
+        tl.store(into_ptr + offsets, total, mask=mask)
+    elif KEEP:
+        write_sum(total, out_ptr + offsets, lost_ptrs, mask)
+    else:
+        write_sum(total, out_ptr + offsets, None, mask)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    lost: Tensor | None = None,
+    *,
+    transpose_a: bool = False,
+    read: bool = False,
+    scale: Tensor | None = None,
+    times: Tensor | None = None,
+    into: Tensor | None = None,
+    beside: bool = False,
+    active: Tensor | None = None,
+) -> None:
+    """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
+
+    Args:
+        a, b: of one dtype and `aligned`.
+        lost: what rounding to out's dtype lost; written unless a `scale` ends the sum.
+        read: whether out and lost hold part of the sum.
+        scale: () fp32, applied to the whole sum, which ends with it.
+        times: () fp32, applied to A B alone.
+        into: like out, fp32: where the finished sum is added, in place of being stored in out.
+        beside: this product needs nothing of the one launched just before it, and may run beside it.
+        active: () int32, 0 if there is nothing to do after all; None: there is.
+    """
+    depth, n_rows = a.shape if transpose_a else a.shape[::-1]
+    cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
+    tiles = tiles_for(a, cols)
+    overlap = AVAILABLE and launches_overlap(a)
+    units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
+    product_kernel[(units,)](
+        descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
+        descriptor(b, tiles.inner, tiles.cols),
+        out, lost, into, scale, times, active, n_rows, cols, depth,
+        splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
+        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None, overlap,
+        **tiles.launch, **({"launch_pdl": True} if beside and overlap else {}),
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""Each row's coefficients of the gradient, in two launches in place of a dozen small operations of torch.
+
+    dL/dz_iv = a_i p_iv − b_i [v = target_i]        a = b (1 + 2 z_loss LSE) + dL/dLSE        b = dL/d(row loss)
+
+b is 0 for a row that is ignored, NaN for one whose target lies outside the vocabulary (row_math.py). Label smoothing
+shares b out among the entries (logit_gradient.py).
+
+Cost: a few N numbers read and written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..options import Options
+from ..row_math import IGNORED
+from ..runtime.launch import quick
+from ..runtime.tiles import cdiv
+
+BLOCK = 1024
+PEAK_BLOCK = 8192  # of the one program that looks for the largest
+
+
+@quick
+@triton.jit(do_not_specialize=["grad_stride", "lse_stride", "N"])
+def row_coefficients_kernel(
+    grad_ptr,  # (N,), grad_stride apart: dL/d(row loss)
+    grad_lse_ptr,  # (N,), lse_stride apart, or None
+    lse_ptr,  # (N,) fp32
+    columns_ptr,  # (N,) int64, see row_math.py
+    a_ptr,  # (N,) fp32, written
+    b_ptr,  # (N,) fp32, written
+    grad_stride,
+    lse_stride,
+    N,
+    z_loss,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """a and b."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < N
+    column = tl.load(columns_ptr + rows, mask=inside, other=IGNORED)
+    grad = tl.load(grad_ptr + rows.to(tl.int64) * grad_stride, mask=inside, other=0.0).to(tl.float32)
+    b = tl.where(column >= 0, grad, tl.where(column == IGNORED, 0.0, float("nan")))
+    a = b
+    if z_loss != 0:
+        a *= 1 + 2 * z_loss * tl.load(lse_ptr + rows, mask=inside, other=0.0)
+    if grad_lse_ptr is not None:
+        a += tl.load(grad_lse_ptr + rows.to(tl.int64) * lse_stride, mask=inside, other=0.0).to(tl.float32)
+    tl.store(a_ptr + rows, a, mask=inside)
+    tl.store(b_ptr + rows, b, mask=inside)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def peak_kernel(
+    a_ptr,  # (N,) fp32
+    b_ptr,  # (N,) fp32
+    peak_ptr,  # () fp32, written
+    a_of_peak_ptr,  # (N,) fp32, written
+    b_of_peak_ptr,  # (N,) fp32, written
+    N,
+    BLOCK: tl.constexpr,
+):
+    """One program. NaN is nobody's peak: a row without a gradient leaves the others theirs."""
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, N, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        a = tl.load(a_ptr + rows, mask=rows < N, other=0.0)
+        b = tl.load(b_ptr + rows, mask=rows < N, other=0.0)
+        largest = tl.maximum(largest, tl.where(a == a, tl.abs(a), 0.0))
+        largest = tl.maximum(largest, tl.where(b == b, tl.abs(b), 0.0))
+    peak = tl.max(largest, axis=0)
+    peak = tl.where(peak == 0, 1.0, peak)
+    tl.store(peak_ptr, peak)
+    for first in range(0, N, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        a = tl.load(a_ptr + rows, mask=rows < N, other=0.0)
+        b = tl.load(b_ptr + rows, mask=rows < N, other=0.0)
+        tl.store(a_of_peak_ptr + rows, tl.div_rn(a, peak), mask=rows < N)
+        tl.store(b_of_peak_ptr + rows, tl.div_rn(b, peak), mask=rows < N)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest row coefficient, () fp32, and the coefficients (N,) divided by it."""
+
+    value: Tensor
+    a: Tensor
+    b: Tensor
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> Peak:
+        of_a = torch.empty_like(a)
+        peak = cls(a.new_empty(()), of_a, of_a if b is a else torch.empty_like(b))
+        peak_kernel[(1,)](a, b, peak.value, peak.a, peak.b, a.shape[0], PEAK_BLOCK, num_warps=16)
+        return peak
+
+
+def row_coefficients(
+    grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
+) -> tuple[Tensor, Tensor]:
+    """`rows.row_coefficients`."""
+    n_rows = columns.shape[0]
+    a, b = torch.empty_like(lse), torch.empty_like(lse)
+    row_coefficients_kernel[(cdiv(n_rows, BLOCK),)](
+        grad_loss, grad_lse, lse, columns, a, b, grad_loss.stride(0) if grad_loss.dim() else 0,
+        0 if grad_lse is None else grad_lse.stride(0), n_rows, float(o.z_loss), IGNORED, BLOCK, num_warps=4,
+    )  # fmt: skip
+    return a, b

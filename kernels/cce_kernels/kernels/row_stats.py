@@ -1,0 +1,245 @@
+"""What the loss takes of each row, from the partial sums of logits.py; and the whole forward pass.
+
+    loss_i = ln(1 + R_i / w_target)    LSE_i = z_target + loss_i    p_target − 1 = −R_i / (R_i + w_target)
+
+R_i is the sum without the target: loss and gradient keep their relative precision down to 0, and are 0 where the
+vocabulary has one entry. A row without a target has no such entry apart; one that is skipped (epilogues.py) has no sum.
+Rows whose sum left the range that the offset allows for are computed again here, with a running maximum: two more
+products for a tile of rows, taken only where the device finds such a row.
+
+Cost: N × splits numbers read, a few N written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..options import Options
+from ..row_math import Rows, empty_metrics
+from ..runtime.launch import quick
+from ..runtime.tiles import cdiv, finish_logits, inner_of
+from .epilogues import HEADROOM, LOG2E, SKIPPED, log1p
+from .logits import Sums, exponentials, target_logits
+
+LN2 = tl.constexpr(0.6931471805599453)
+LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything formed from the two is a normal number
+ROWS = 64  # of a program
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "D", "splits"])
+def rows_kernel(
+    e_ptr,  # (N, D), rows e_stride apart
+    c_ptr,  # (V, D), rows c_stride apart
+    w_ptr,  # (N, V) or None, rows w_stride apart; rewritten where rows overflowed
+    bias_ptr,  # (V,) or None
+    columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
+    z_target_ptr,  # (N,) fp32
+    sum_ptr,  # (splits, N) fp32, without the targets
+    partial_ptr,  # (2, splits, N) fp32 or None: the metrics' parts
+    metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
+    lse_ptr,  # (N,) fp32, written
+    nll_ptr,  # (N,) fp32, written: −log p of the target; 0 where ignored, NaN where it lies outside
+    factor_ptr,  # (N,) fp32 or None: what w is to be multiplied by for dL/d(e · c), written
+    coefficient_ptr,  # (N,) fp32 or None: the target's dL/d(e · c), written
+    scaled_ptr,  # (N, D) or None, rows scaled_stride apart: e times its rows' factors, written
+    e_stride,
+    c_stride,
+    w_stride,
+    scaled_stride,
+    N,
+    V,
+    D,
+    splits,
+    logit_scale,
+    softcap,
+    z_loss,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Rows' LSE and gradient factors from the partial sums.
+
+    A row whose sum overflowed is computed again with its own LSE as the offset, online (running maximum).
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    column = tl.load(columns_ptr + rows, mask=inside, other=-1)
+    z_target = tl.load(z_target_ptr + rows, mask=inside, other=0.0)
+    others = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    sum_ptrs = sum_ptr + rows
+    for _ in range(splits):
+        others += tl.load(sum_ptrs, mask=inside, other=1.0)
+        sum_ptrs += N
+    # The target's own w, rounded as those in the sum are.
+    skipped = (column == -1) & (z_target == SKIPPED)
+    w_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM))
+    if e_ptr.dtype.element_ty == tl.float32:
+        w_target = tl.full((BLOCK_N,), 1.0, dtype=tl.float32)
+    w_target = tl.where(skipped, 1.0, w_target)
+    apart = column >= 0
+    total = others + tl.where(apart | skipped, w_target, 0.0)
+    p_target = w_target / total
+    rest = others / total  # 1 − p, where the target is apart
+    nll = tl.where(apart, log1p(others / w_target), -tl.log(p_target))
+    lse = z_target + nll
+    largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target
+    entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if metrics_ptr is not None:
+        partial_ptrs = partial_ptr + rows
+        for _ in range(splits):
+            largest = tl.maximum(largest, tl.load(partial_ptrs, mask=inside, other=0.0))
+            partial_ptrs += N
+        for _ in range(splits):
+            entropy += tl.load(partial_ptrs, mask=inside, other=0.0)
+            partial_ptrs += N
+        entropy = nll - entropy / total
+    overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
+    overflowed = overflowed & ~skipped
+    if tl.max(overflowed.to(tl.int32), axis=0) > 0:
+        highest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        z_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)  # weighted with the exponentials
+        for col in range(0, V, BLOCK_V):
+            cols = col + tl.arange(0, BLOCK_V)
+            z = _logits(
+                e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+                BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
+            )  # fmt: skip
+            z = tl.where((cols < V)[None, :], z, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(z, axis=1))
+            # A bias of −inf may mask out a whole tile: anchor at 0 there, the exponentials are 0 anyway.
+            anchor = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            decay = tl.exp2((highest - anchor) * LOG2E)
+            exps = tl.exp2((z - anchor[:, None]) * LOG2E)
+            exp_sum = exp_sum * decay + tl.sum(exps, axis=1)
+            z_sum = z_sum * decay + tl.sum(tl.where(exps > 0, exps * z, 0.0), axis=1)
+            highest = new_highest
+        online = highest + tl.log2(exp_sum) * LN2
+        entropy = tl.where(overflowed, online - z_sum / exp_sum, entropy)
+        if w_ptr is not None:
+            for col in range(0, V, BLOCK_V):
+                cols = col + tl.arange(0, BLOCK_V)
+                z = _logits(
+                    e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+                    BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
+                )  # fmt: skip
+                w = tl.exp2((z - online[:, None]) * LOG2E)
+                if HAS_SOFTCAP:
+                    w *= 1 - (z / softcap) * (z / softcap)
+                w = tl.where(cols[None, :] == column[:, None], 0.0, w)
+                w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
+                tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
+        lse = tl.where(overflowed, online, lse)
+        nll = tl.where(overflowed, online - z_target, nll)  # p may be too small for a number
+        p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
+        rest = tl.where(overflowed, 1 - p_target, rest)
+        total = tl.where(overflowed, 1.0, total)
+    tl.store(lse_ptr + rows, lse, mask=inside)
+    if metrics_ptr is not None:
+        tl.store(metrics_ptr + rows, (z_target > largest).to(tl.float32), mask=inside)
+        tl.store(metrics_ptr + N + rows, entropy, mask=inside)
+
+    counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
+    tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, nll * counts), mask=inside)
+
+    if factor_ptr is not None:
+        b = counts * logit_scale
+        of_lse = b * (2 * z_loss * lse)
+        a = b + of_lse
+        slope = 1.0
+        if HAS_SOFTCAP:
+            slope = 1 - (z_target / softcap) * (z_target / softcap)
+        tl.store(factor_ptr + rows, a / total, mask=inside)
+        tl.store(coefficient_ptr + rows, tl.where(apart, (of_lse * p_target - b * rest) * slope, 0.0), mask=inside)
+        if scaled_ptr is not None:
+            for d in range(0, D, BLOCK_D):
+                dims = d + tl.arange(0, BLOCK_D)
+                mask = inside[:, None] & (dims < D)[None, :]
+                e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
+                scaled = (e.to(tl.float32) * (a / total)[:, None]).to(scaled_ptr.dtype.element_ty)
+                tl.store(scaled_ptr + rows.to(tl.int64)[:, None] * scaled_stride + dims[None, :], scaled, mask=mask)
+
+
+@triton.jit
+def _logits(
+    e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Logits of one tile, fp32, of rows `rows` and columns `cols`."""
+    e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride
+    c_ptrs = c_ptr + cols.to(tl.int64)[:, None] * c_stride
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for d in range(0, D, BLOCK_D):
+        dims = d + tl.arange(0, BLOCK_D)
+        e = tl.load(e_ptrs + dims[None, :], mask=(rows < N)[:, None] & (dims < D)[None, :], other=0.0)
+        c = tl.load(c_ptrs + dims[None, :], mask=(cols < V)[:, None] & (dims < D)[None, :], other=0.0)
+        acc = tl.dot(e, c.T, acc, input_precision="ieee")
+    return finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the gradients need, for a loss that is the sum of the rows'.
+
+    w: (N, V), 0 at the targets. factor: (N,) what w's rows are to be multiplied by, written. coefficient: (N,)
+    the targets' own gradients, written. scaled: (N, D) e times factor, written unless it is None.
+    """
+
+    w: Tensor
+    factor: Tensor
+    coefficient: Tensor
+    scaled: Tensor | None
+
+
+def finish_rows(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    z_target: Tensor,
+    sums: Sums,
+    rows: Rows,
+    o: Options,
+    gradient: Gradient | None = None,
+) -> None:
+    """Write lse, nll and metrics of `rows` from partial sums; what `gradient` holds unless only the loss is wanted."""
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    w = factor = coefficient = scaled = None
+    if gradient is not None:
+        w, factor, coefficient, scaled = gradient.w, gradient.factor, gradient.coefficient, gradient.scaled
+    rows_kernel[(cdiv(n_rows, ROWS),)](
+        e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
+        factor, coefficient, scaled, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
+        0 if scaled is None else scaled.stride(0), n_rows, vocab, dim, sums.w.shape[0],
+        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner_of(e.dtype),
+        o.softcap is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def forward(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
+    z_target: Tensor | None = None,
+) -> Rows:  # fmt: skip
+    """What the loss takes of each row.
+
+    Args:
+        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
+        columns: (N,) int64, each row's target, or what row_math.py has in its place.
+        z_target: (N,) fp32, the targets' logits, where they are known already.
+    """
+    if z_target is None:
+        z_target = target_logits(e, c, bias, columns, o)
+    sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
+    z_above_mean = None if sums.z is None else z_target - sums.z.sum(dim=0) / c.shape[0]
+    largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
+    metrics = empty_metrics(z_target, with_metrics)
+    rows = Rows(torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, metrics, largest)
+    finish_rows(e, c, bias, columns, z_target, sums, rows, o)
+    return rows

@@ -1,0 +1,150 @@
+"""The targets' entries of dz, in fp32, where the products leave them out: p − 1 holds most of a row's gradient.
+
+    dE_i += coefficient_i C_target        dC_v += Σ_{i: target_i = v} coefficient_i e_i
+
+The second goes by rows sorted by target, in runs of equal ones, so that every row of dC has one owner at a time.
+Cost: N × D entries read and written for either gradient; memory: an fp32 row of D for every `PLACES` rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.launch import quick
+from ..runtime.tiles import cdiv, power_of_2
+from .kahan import read_sum, write_sum
+
+PLACES = 16  # rows, sorted by target, that one program adds up
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "D", "c_stride"])
+def target_rows_kernel(
+    c_ptr,  # (V, D), rows c_stride apart
+    columns_ptr,  # (N,) int64, negative for none
+    coefficient_ptr,  # (N,) fp32
+    out_ptr,  # (N, D): a sum, written
+    lost_ptr,  # (N, D) or None: what out's rounding lost, written
+    c_stride,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[i] = coefficient_i C_target."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (dims < D)[None, :]
+    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
+    coefficient = tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)
+    c_mask = mask & (column >= 0)[:, None]
+    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0)
+    offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    write_sum(c.to(tl.float32) * coefficient[:, None], out_ptr + offsets, lost_ptrs, mask)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def targets_kernel(
+    e_ptr,  # (N, D), rows e_stride apart
+    keys_ptr,  # (N,) int32, ascending: the rows' targets, negative for none
+    order_ptr,  # (N,) int64: the rows in that order
+    coefficient_ptr,  # (N,) fp32
+    out_ptr,  # (V, D): a sum, added into
+    lost_ptr,  # (V, D) or None: what out's rounding lost, kept
+    spill_ptr,  # (programs, D) fp32, written: the part of a run of equal keys that began in an earlier program
+    e_stride,
+    N,
+    D,
+    PLACES: tl.constexpr,  # of a program
+    BLOCK_D: tl.constexpr,
+):
+    """out[v] += Σ coefficient_i e_i over the rows whose target is v, as far as they stand in one program."""
+    start = tl.program_id(0) * PLACES
+    places = start + tl.arange(0, PLACES)
+    inside = places < N
+    keys = tl.load(keys_ptr + places, mask=inside, other=-1)
+    rows = tl.load(order_ptr + places, mask=inside, other=0)
+    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    e_mask = inside[:, None] & (dims < D)[None, :]
+    e = tl.load(e_ptr + rows[:, None] * e_stride + dims[None, :], mask=e_mask, other=0.0)
+    parts = e.to(tl.float32) * coefficient[:, None]
+    earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
+    last = earlier
+    for i in range(tl.minimum(PLACES, N - start)):
+        key = tl.load(keys_ptr + start + i)
+        if (key >= 0) & (key != last):
+            total = tl.sum(tl.where((keys == key)[:, None], parts, 0.0), axis=0)
+            offsets = key.to(tl.int64) * D + dims
+            lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+            total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
+            write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
+        last = key
+    spilled = tl.sum(tl.where((keys == earlier)[:, None], parts, 0.0), axis=0)
+    tl.store(spill_ptr + tl.program_id(0).to(tl.int64) * D + dims, spilled, mask=dims < D)
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add what targets_kernel spilled: the program in which a long run begins sums the parts of the later ones."""
+    start = tl.program_id(0) * PLACES
+    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < N, other=-1)  # of the run that may go on
+    earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
+    follows = tl.load(keys_ptr + start + PLACES, mask=start + PLACES < N, other=-1)
+    if (key >= 0) & (key != earlier) & (key == follows):
+        dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        program = tl.program_id(0) + 1
+        more = 1
+        while more > 0:
+            programs = program + tl.arange(0, PLACES)
+            at = programs * PLACES
+            run = tl.load(keys_ptr + at, mask=at < N, other=-1) == key
+            spill_ptrs = spill_ptr + programs.to(tl.int64)[:, None] * D + dims[None, :]
+            total += tl.sum(tl.load(spill_ptrs, mask=run[:, None] & (dims < D)[None, :], other=0.0), axis=0)
+            program += PLACES
+            more = tl.min(run.to(tl.int32), axis=0)
+        offsets = key.to(tl.int64) * D + dims
+        lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+        total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
+        write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
+
+
+def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
+    """out (N, D) = coefficient (N,) times each row's target's row of c, and what rounding lost; none: 0."""
+    n_rows, dim = out.shape
+    block_d = min(256, power_of_2(dim))
+    target_rows_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
+        c, columns, coefficient, out, lost, c.stride(0), n_rows, dim, 16, block_d
+    )
+
+
+def sort_by_target(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets (N,) int32, ascending, and the rows (N,) int64 in that order."""
+    keys, order = columns.to(torch.int32).sort(stable=True)
+    return keys, order
+
+
+def add_by_target(
+    e: Tensor, keys: Tensor, order: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None
+) -> None:
+    """out[v] += Σ coefficient_i e_i over the rows whose target is v; out: (V, D), lost: what its rounding lost.
+
+    Args:
+        keys, order: from `sort_by_target`; rows of negative keys are left out.
+    """
+    n_rows, dim = e.shape
+    block_d = min(256, power_of_2(dim))  # one warp's: no sum crosses threads
+    programs = cdiv(n_rows, PLACES)
+    spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
+    grid = (programs, cdiv(dim, block_d))
+    targets_kernel[grid](
+        e, keys, order, coefficient, out, lost, spill, e.stride(0), n_rows, dim, PLACES, block_d, num_warps=1
+    )
+    spilled_targets_kernel[grid](keys, out, lost, spill, n_rows, dim, PLACES, block_d)

@@ -1,0 +1,1 @@
+"""The loss with its vocabulary spread over the ranks of a process group."""

@@ -1,0 +1,93 @@
+"""Whether all ranks of a group make the same call: one exchange, and one error for all.
+
+A rank that refuses its arguments, or has others than the rest, would leave the rest waiting for it. So every rank first
+says in a line what it calls with, or why it refuses.
+
+Cost: one all-gather of `BYTES` a rank, which the host waits for. On a GPU it runs on a stream of its own, so that it
+waits for no computation. While a CUDA graph is captured, and under torch.compile, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .sharding import all_gather
+
+BYTES = 1024
+T = TypeVar("T", bound=tuple[Any, ...])
+_REFUSED = "refused: "
+
+
+def agree(check: Callable[[], T], describe: Callable[..., str], group: dist.ProcessGroup, device: torch.device) -> T:
+    """What `check()` returns, on every rank; all ranks call this together.
+
+    Args:
+        check: raises what is wrong with this rank's call.
+        describe: of what `check` returns: what must be the same on all ranks, in a line.
+
+    Raises:
+        ValueError: on every rank, with one message: what ranks refuse, or what they call with where that differs.
+    """
+    refusal = found = None
+    try:
+        found = check()
+        line = describe(*found)
+    except (TypeError, ValueError) as error:
+        refusal, line = error, f"{_REFUSED}{error}"
+    lines = _exchange(line, group, device)
+    refused = {rank: text.removeprefix(_REFUSED) for rank, text in enumerate(lines) if text.startswith(_REFUSED)}
+    if refused:
+        first = min(refused)
+        same = [str(rank) for rank, text in refused.items() if text == refused[first]]
+        where = "" if len(same) == len(lines) else f" (on rank {', '.join(same)} of {len(lines)})"
+        raise ValueError(refused[first] + where) from refusal
+    for rank, text in enumerate(lines):
+        if text != lines[0]:
+            raise ValueError(
+                "all ranks of the group must call with the same shapes, dtypes and options; rank 0 has "
+                f"{lines[0]}; rank {rank} has {text}"
+            )
+    assert found is not None
+    return found
+
+
+def _exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """What every rank says."""
+    part = _encoded(text, device)
+    if device.type != "cuda":
+        return [_decoded(row) for row in _gathered(part, group)]
+    with torch.cuda.stream(_stream(device)):
+        return [_decoded(row) for row in _gathered(part, group).cpu()]
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    every = part.new_empty(ranks * BYTES)
+    all_gather(every, part, group).wait()
+    return every.view(ranks, BYTES)
+
+
+@lru_cache(maxsize=64)
+def _encoded(text: str, device: torch.device) -> Tensor:
+    """UTF-8 in BYTES; of what is too long the end gives way to a digest, so that other texts stay different."""
+    code = text.encode()
+    if len(code) > BYTES:
+        digest = f"... {hashlib.sha256(code).hexdigest()[:16]}".encode()
+        code = code[: BYTES - len(digest)].decode(errors="ignore").encode() + digest
+    return torch.tensor(list(code.ljust(BYTES, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _decoded(row: Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+@lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,393 @@
+"""The loss of api.py as custom operators, opaque to torch.compile, and their derivative.
+
+As in operators.py: how the backward pass goes about it follows from shapes, dtypes and options alone. A process group
+goes by its name; the operators communicate, so that all ranks must run the same graph, as with torch's own collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ..backends import backend_of
+from ..derivative import differentiable, empty_gradient, stored_dtypes, used_up
+from ..filter_rule import FilterStats, Rule
+from ..operators import OPTIONS
+from ..options import Options
+from ..planner import Plan, Problem
+from ..row_math import IGNORED, Rows, assemble_loss, where_it_counts
+from .sharding import Gathered, Reduced, Same, Spread, chunk_rows, process_group
+
+# As of operators.py, but the reduction: rows are summed where the ranks' are, or not at all.
+INPUTS = (
+    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
+    "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
+)
+PLACE = "str group, int[] shards, bool own"
+DIFFERENT = (
+    "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; take reduction='none', and "
+    "sum the rows' losses with the factors that they are to have"
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- forward
+def _forward(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+    uniform: bool,
+    with_metrics: bool,
+    needs: list[bool],
+    group: str,
+    shards: list[int],
+    own: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Row losses and LSE (N,) fp32 and metrics (N, 2) (empty if not asked for), with `own` of the rank's rows, and the
+    state of the backward pass."""
+    o, backend = Options(*options), backend_of(e)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
+        spread = Spread.of(group, shards, own).by_chunks(plan.rows)
+        columns = backend.target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
+        here = spread.columns(columns)
+        gathered = Gathered(spread, e.to(dtype))
+        e_as, c_as = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
+        if e_as is not gathered.whole or not plan.rows:  # a copy, or nothing to wait for a part with
+            e_as = backend.prepare(gathered.all())
+        # Every row has a target on every rank: another entry stands in for one that is elsewhere.
+        standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
+        state: list[Tensor] = []
+        if plan.rows:
+            here = standing
+
+            def settle(chunk: slice, rows: Rows, gradient: Any) -> None:
+                _settle(e_as[chunk], rows, gradient, columns[chunk], spread, o)
+
+            rows, state = backend.three_products.forward(
+                e_as, c_as, standing, spread.chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), with_metrics,
+                replace(o, z_loss=0.0), settle, gathered.wait if own else None,
+            )  # fmt: skip
+        else:
+            bias = None if bias is None else bias.contiguous()
+            rows = _whole(backend.forward(e_as, c_as, bias, standing, with_metrics, o), columns, spread, o)
+        losses = assemble_loss(rows, columns, o)
+    metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
+    if not any(needs):
+        return spread.mine(losses), spread.mine(rows.lse), metrics, []
+    # An output must be neither an input nor another output.
+    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    lse = rows.lse if own else losses.new_empty(0)
+    return spread.mine(losses), spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state]
+
+
+_forward_op = torch.library.custom_op(
+    "cce_kernels::vocab_parallel",
+    _forward,
+    mutates_args=(),
+    schema=f"({INPUTS}, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
+)
+
+
+@_forward_op.register_fake
+def _(
+    e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, group, shards, own,
+    *options,
+):  # fmt: skip
+    o, backend = Options(*options), backend_of(e)
+    plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
+    losses = e.new_empty(e.shape[0], dtype=torch.float32)
+    metrics = losses.new_empty((e.shape[0], 2) if with_metrics else (0, 0))
+    if not any(needs):
+        return losses, torch.empty_like(losses), metrics, []
+    n_rows = e.shape[0] * (len(shards) if own else 1)
+    whole = e.new_empty(n_rows, e.shape[1], dtype=dtype) if own else e.to(dtype)
+    e_as, c_as = backend.prepare(whole), backend.prepare(c.to(dtype))
+    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    state = []
+    if plan.rows:
+        chunk = chunk_rows(plan.rows, len(shards), own)
+        state = backend.three_products.empty_state(
+            e_as, c, chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), o
+        )
+    columns = targets.new_empty(n_rows)
+    return (
+        losses, torch.empty_like(losses), metrics,
+        [columns, torch.empty_like(columns), losses.new_empty(n_rows if own else 0), *copies, *state],
+    )  # fmt: skip
+
+
+def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Spread, o: Options) -> None:
+    """Turn what three_products.py finds of a chunk's rows in the shard alone into what they are in the whole
+    vocabulary.
+
+    w_iv / S_i is a softmax over the shard: exp(LSE^r − LSE) makes p of it. The row's target here, a stand-in or its
+    own, has its gradient apart.
+    """
+    parts = [rows.lse, rows.nll]
+    if rows.metrics is not None:
+        parts += _metric_parts(rows, spread.columns(columns) != IGNORED)
+    every = spread.all_gather(torch.stack(parts)[None])
+    backend_of(e).settle(every, spread.ends(e.device), spread.rank, columns, rows, gradient, o)
+    if gradient.scaled is not None:
+        torch.mul(e, gradient.factor[:, None], out=gradient.scaled)
+
+
+def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
+    """Σ p z over the shard, and the largest of its logits but the target's."""
+    assert rows.metrics is not None
+    assert rows.largest is not None
+    # The stand-in is one of the others; its logit is none where a bias of −inf masks the whole shard.
+    largest = torch.where(is_here, rows.largest, torch.fmax(rows.largest, rows.lse - rows.nll))
+    return [rows.lse - rows.metrics[1], largest]
+
+
+def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
+    """The rows of the whole vocabulary from those of every shard: one all-gather."""
+    is_here = spread.columns(columns) != IGNORED
+    z_target = rows.lse - rows.nll  # or of the stand-in
+    parts = [rows.lse, torch.where(is_here, rows.nll, 0)]
+    if rows.z_above_mean is not None:
+        parts.append(spread.size * (z_target - rows.z_above_mean))  # Σ z
+    if rows.metrics is not None:
+        parts += _metric_parts(rows, is_here)
+    every = spread.all_gather(torch.stack(parts)[None])  # (W, parts, N)
+    lses, nlls = every[:, 0], every[:, 1]
+    lse = lses.logsumexp(dim=0)
+    owner = spread.owners(columns)[None]
+    lse_owner, nll_owner = lses.gather(0, owner)[0], nlls.gather(0, owner)[0]
+    others = lses.scatter(0, owner, -torch.inf).logsumexp(dim=0)
+    nll = nll_owner + softplus(others - lse_owner)
+    z_above_mean = metrics = None
+    if rows.z_above_mean is not None:
+        z_above_mean = lse_owner - nll_owner - every[:, 2].sum(dim=0) / spread.vocab
+    if rows.metrics is not None:
+        means, largest = every[:, -2], every[:, -1].amax(dim=0)
+        entropy = lse - ((lses - lse).exp() * means).nan_to_num_(nan=0).sum(dim=0)  # 0 · −inf: a shard masked out
+        metrics = torch.stack(((lse_owner - nll_owner > largest).float(), entropy))
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics)
+
+
+# --------------------------------------------------------------------------------------------------------- backward
+def _finish_stored(
+    scale: Tensor,
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    here: Tensor,
+    held: list[Tensor],
+    sums: list[Tensor],
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    chunk: int,
+    group: str,
+    shards: list[int],
+    own: bool,
+) -> Tensor:
+    """Finish the sums of both gradients, times scale (), where they lie (held, sums: see operators.py); with `own`, the
+    gradient of e that is returned is the sum of the ranks', of this rank's rows (N, D) fp32 (empty if not wanted)."""
+    stored, state = backend_of(e).three_products, [*held, *sums]
+    spread = replace(Spread.of(group, shards, own), chunk=chunk)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        same = Same(scale[None], spread)
+        scale, reduced = same.or_nothing(scale), Reduced(spread)
+        grad_e = state[stored.GRAD_E]
+        stored.backward(e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part))
+        total = reduced.result() if grad_e.numel() else grad_e
+        same.check(DIFFERENT)
+        if stats is not None:
+            FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
+    return total if own and grad_e.numel() else grad_e.new_empty(0)
+
+
+_finish_stored_op = torch.library.custom_op(
+    "cce_kernels::vocab_parallel_backward_stored",
+    _finish_stored,
+    mutates_args=("sums", "main_grad_c", "stats"),
+    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor[] held, Tensor(a!)[] sums, "
+    f"Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, {PLACE}) -> Tensor",
+)
+
+
+@_finish_stored_op.register_fake
+def _(scale, e, c, columns, here, held, sums, main_grad_c, stats, chunk, group, shards, own):
+    stored = backend_of(e).three_products
+    wanted = own and sums[stored.GRAD_E - stored.SUMS].numel()
+    return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
+
+
+def _recompute(
+    grad_rows: Tensor | None,
+    grad_lse: Tensor | None,
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    stats: Tensor | None,
+    lse: Tensor,
+    columns: Tensor,
+    here: Tensor,
+    width: int,
+    dtype_e: torch.dtype | None,
+    dtype_c: torch.dtype | None,
+    dtype_bias: torch.dtype | None,
+    group: str,
+    shards: list[int],
+    own: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of e, with `own` of the rank's rows, c and bias (empty where no dtype is given) from recomputed
+    logits, `width` columns at a time."""
+    o, spread = Options(*options), Spread.of(group, shards, own)
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+        upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
+        same = None
+        if not own:  # each rank's own, and they have to be copies of one another
+            sums = [x.sum() for x in upstream if x is not None]
+            same = Same(torch.stack(sums), spread)
+            upstream = [None if x is None else same.or_nothing(x) for x in upstream]
+        grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
+        a, b = backend_of(e).row_coefficients(grad_rows, upstream[1], lse, columns, o)
+        # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
+        elsewhere = o.label_smoothing * spread.size / spread.vocab
+        share = 1 - o.label_smoothing + elsewhere
+        recorder = rule = None
+        add_up = partial(dist.all_reduce, group=spread.group)
+        if stats is not None:
+            recorder = FilterStats(stats, backend_of(e).filter_figures, spread.vocab, add_up)
+        bias = None if bias is None else bias.contiguous()
+        if o.filter_eps is not None:
+            mean_z = backend_of(e).mean_logits(e, c, bias, columns, o)
+            mean_z = None if mean_z is None else spread.entries(mean_z)
+            rule = Rule.of(columns, mean_z, o).shard(sum(spread.shards[: spread.rank]), spread.size, add_up)
+        grads = backend_of(e).backward(
+            e, c, bias, here, lse, a, b * share, width, replace(o, label_smoothing=elsewhere / share),
+            (dtype_e and torch.float32, dtype_c, dtype_bias), main_grad_c, recorder, rule,
+        )  # fmt: skip
+        if grads[0] is not None:
+            reduced = Reduced(spread)
+            reduced.add(grads[0], slice(0, len(grads[0])))
+            grads = (reduced.result().to(dtype_e), *grads[1:])
+        if same is not None:
+            same.check(DIFFERENT)
+    grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
+    return grad_e, grad_c, grad_bias
+
+
+_recompute_op = torch.library.custom_op(
+    "cce_kernels::vocab_parallel_backward",
+    _recompute,
+    mutates_args=("main_grad_c", "stats"),
+    schema="(Tensor? grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
+    "Tensor(b!)? stats, Tensor lse, Tensor columns, Tensor here, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
+    f"ScalarType? dtype_bias, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_recompute_op.register_fake
+def _(
+    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, here, width, dtype_e, dtype_c, dtype_bias, group,
+    shards, own, *options,
+):  # fmt: skip
+    part = e[: e.shape[0] // len(shards)] if own else e
+    wanted = ((part, dtype_e), (c, dtype_c), (bias, dtype_bias))
+    return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)
+
+
+def _keep(ctx, inputs) -> None:
+    _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[6:11]
+    ctx.place, ctx.options = inputs[11:14], inputs[14:]
+
+
+def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
+    e, c, bias, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
+    (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
+    o = Options(*ctx.options)
+    plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
+    e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
+    if plan.rows and ctx.finished:  # another backward pass makes the logits again, without stand-ins for targets
+        here = Spread.of(*ctx.place).columns(columns)
+    elif plan.rows:
+        if finish_stored is _finish_stored:
+            ctx.finished, state = True, used_up(state)
+        stored, chunk = backend_of(e).three_products, chunk_rows(plan.rows, len(shards), own)
+        held, sums = state[: stored.SUMS], state[stored.SUMS :]
+        total = finish_stored(
+            grad_rows[0].float(), e, c, columns, here, held, sums, main_grad_c, stats, chunk, *ctx.place
+        )
+        return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
+    return recompute(
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
+        *ctx.dtypes, *ctx.place, *ctx.options,
+    )  # fmt: skip
+
+
+_apply = differentiable(
+    _forward_op,
+    _forward,
+    _keep,
+    partial(_gradients, recompute=_recompute_op, finish_stored=_finish_stored_op),
+    partial(_gradients, recompute=_recompute, finish_stored=_finish_stored),
+)
+
+
+def vocabulary_parallel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Row losses and LSE (N,) fp32, differentiable in e, c and bias, and metrics (N, 2); see INPUTS, PLACE, OPTIONS."""
+    return _apply(*inputs)
+
+
+# -------------------------------------------------------------------------------------------------------------- sums
+def _total(x: Tensor, group: str) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total, group=process_group(group))
+    return total
+
+
+_total_op = torch.library.custom_op(
+    "cce_kernels::total", _total, mutates_args=(), schema="(Tensor x, str group) -> Tensor"
+)
+
+
+@_total_op.register_fake
+def _(x, group):
+    return torch.empty_like(x)
+
+
+def total(x: Tensor, group: str) -> Tensor:
+    """The sum of the ranks' x."""
+    return _total_op(x, group) if torch.compiler.is_compiling() else _total(x, group)
+
+
+# -------------------------------------------------------------------------------------------------------------- plan
+def _plan(
+    e: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    dtype_c: torch.dtype,
+    dtype: torch.dtype,
+    uniform: bool,
+    needs: list[bool],
+    shards: list[int],
+    own: bool,
+    o: Options,
+) -> Plan:
+    """How the largest shard goes about the backward pass, which all ranks then do: they have the same chunks."""
+    if not any(needs):
+        return Plan(0, 0)
+    problem = Problem(
+        int(e.shape[0]) * (len(shards) if own else 1), int(e.shape[1]), max(shards), dtype,
+        torch.float32 if needs[0] else None, dtype_c if needs[1] else None, main_grad_c is not None, uniform,
+        bias is not None,
+    )  # fmt: skip
+    return backend_of(e).plan(problem, e, o)

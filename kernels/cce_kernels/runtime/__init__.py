@@ -1,0 +1,1 @@
+"""How kernels are launched, and on what: devices, tiles, the interpreter."""

@@ -1,0 +1,17 @@
+"""What torch.compile has to leave out of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@torch.compiler.disable(
+    reason="cce_kernels: return_stats=True runs outside of a compiled graph, which cannot hand out tensors that its "
+    "backward pass fills in"
+)
+def uncompiled(function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs), eagerly."""
+    return function(*inputs)

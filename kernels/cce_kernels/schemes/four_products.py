@@ -1,0 +1,156 @@
+"""Four products: gradients of e, c and bias from recomputed logits, a chunk of the vocabulary at a time.
+
+    dz_iv = (a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)) · slope        p_iv = exp(z_iv − LSE_i)
+    dE = scale · dz C        dC = scale · dzᵀ E        dbias = Σ_i dz_i
+
+The first is the forward pass's (logits.py); three more a chunk (matmul.py):
+  2. the chunk's logits again, and dz (logit_gradient.py).
+  3. dE += dz C_chunk: the only sum across chunks, with what rounding lost kept beside it (accumulator.py).
+  4. dC_chunk = dzᵀ E: complete in one product over all rows, fp32 in registers, rounded once.
+Every output tile has one owner: no locks, no atomics, deterministic.
+
+Where a gradient is wanted in fp32, the targets' entries are left out of dz and added in fp32 (target_gradient.py): p −
+1 is no longer rounded, nor what the tensor cores add to a sum that holds it.
+
+With a filter (filter_rule.py) dz holds what it keeps; where only one gradient is filtered, dz is made twice. An
+unbiased filter's estimate of the rest is added at the end (sample.py). That is for what select.py does not cover, and
+where its lists turn out too small: `active` says on the device whether there is anything to do.
+
+Cost: 3 N D V multiply-adds on the tensor cores; N × width × 2 bytes of workspace, written once, read twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..accumulator import Accumulator, compensated
+from ..filter_rule import Rule
+from ..kernels.logit_gradient import Filter, gradient_of_chunk, parts
+from ..kernels.logits import target_logits
+from ..kernels.matmul import product
+from ..kernels.row_coefficients import Peak
+from ..kernels.target_gradient import add_by_target, sort_by_target, target_rows
+from ..options import Options
+from ..runtime.tiles import cdiv
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Gradients that may be there already: `active` () int32, 0 if so; where they are, of the wanted dtypes."""
+
+    active: Tensor
+    grad_e: Tensor | None
+    grad_c: Tensor | None
+
+
+def gradients(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    lse: Tensor,
+    a: Tensor,
+    b: Tensor,
+    width: int,
+    o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None,
+    filtering: Filter | None,
+    fallback: Fallback | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+
+    Args:
+        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
+        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see row_math.py.
+        width: vocabulary entries per chunk.
+        filtering: the filter, where options name one and this call is not exact after all; gradients that the options
+            do not filter go without.
+        fallback: where this is only for what others could not do; the device says whether that is anything.
+    """
+    n_rows, vocab = e.shape[0], c.shape[0]
+    dtype_e, dtype_c, dtype_bias = dtypes
+    active = grad_e = None
+    if fallback is None:
+        grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
+    else:
+        active, grad_e, grad_c = fallback.active, fallback.grad_e, fallback.grad_c
+    sum_e = None
+    if dtype_e is not None:
+        sum_e = Accumulator(e, tuple(e.shape), dtype_e, o.accumulate, value=grad_e)
+    out_c = grad_c if main_grad_c is None else main_grad_c
+    grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
+    passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)
+
+    peak = Peak.of(a, b)
+    a, b, scale = peak.a, peak.b, peak.value * o.logit_scale
+
+    at_target = None
+    if filtering is None and fallback is None and bias is None and _targets_apart(e, dtypes, main_grad_c, o):
+        b_alone = torch.where(columns >= 0, a * torch.exp(target_logits(e, c, None, columns, o) - lse), b)
+        at_target, b = b_alone - b, b_alone  # of the target's entry dz keeps what p differs by between kernels
+        if sum_e is not None:
+            target_rows(c, columns, at_target, sum_e.value, sum_e.lost)
+
+    workspace = e.new_empty(n_rows, cdiv(width, 16) * 16)
+    for first in range(0, vocab, width):
+        chunk = slice(first, min(first + width, vocab))
+        c_chunk = c[chunk]
+        bias_chunk = None if bias is None else bias[chunk]
+        dz = workspace[:, : c_chunk.shape[0]]
+        for eps in passes:
+            rule_applies = None if eps is None else filtering
+            dbias = gradient_of_chunk(
+                e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies,
+                active,
+            )  # fmt: skip
+            if out_c is not None and eps == o.eps_c:
+                into = None if main_grad_c is None else main_grad_c[chunk]
+                product(dz, e, out_c[chunk], transpose_a=True, scale=scale, into=into, active=active)
+            if sum_e is not None and eps == o.eps_e:  # the shorter tiles last
+                ends = scale if chunk.stop == vocab else None
+                beside = out_c is not None and eps == o.eps_c
+                read = first > 0 or at_target is not None
+                product(dz, c_chunk, sum_e.value, sum_e.lost, read=read, scale=ends, beside=beside, active=active)
+            if grad_bias is not None and dbias is not None and eps == o.eps_c:
+                grad_bias[chunk] = (dbias.sum(dim=0) * peak.value).to(dtype_bias)
+    del dz, workspace  # room for what follows
+    if at_target is not None and out_c is not None:
+        add_by_target(e, *sort_by_target(columns), at_target * scale, out_c, None)
+    if sum_e is None:
+        return None, grad_c, grad_bias
+    result = sum_e.result()
+    if active is not None and grad_e is not None and result is not grad_e:
+        result = grad_e.copy_(torch.where(active != 0, result, grad_e))
+    return result, grad_c, grad_bias
+
+
+def _targets_apart(e: Tensor, dtypes: tuple[torch.dtype | None, ...], main_grad_c: Tensor | None, o: Options) -> bool:
+    """Whether a sum in fp32 gains by it, and the other loses nothing: what is added to it is not rounded for good."""
+    dtype_e, dtype_c, _ = dtypes
+    if e.dtype == torch.float32 or o.softcap is not None or o.label_smoothing:
+        return False
+    dtype_c = dtype_c if main_grad_c is None else torch.float32
+    whole_e = dtype_e in (None, torch.float32) or o.accumulate == "fp32" or compensated(dtype_e, o.accumulate)
+    return whole_e and dtype_c in (None, torch.float32) and torch.float32 in (dtype_e, dtype_c)
+
+
+def dropped_mass(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options, rule: Rule
+) -> Tensor:
+    """The mass (N,) fp32 that the rule drops from each row: one product."""
+    kept, dropped = parts(e)
+    ones = torch.ones_like(lse)
+    workspace = e.new_empty(e.shape[0], cdiv(width, 16) * 16)
+    for first in range(0, c.shape[0], width):
+        chunk = slice(first, min(first + width, c.shape[0]))
+        dz = workspace[:, : chunk.stop - first]
+        bias_chunk = None if bias is None else bias[chunk]
+        measured = Filter(rule, kept, dropped)
+        gradient_of_chunk(
+            e, c[chunk], bias_chunk, columns, lse, ones, ones, dz, first, c.shape[0], False, o, measured, None
+        )
+    return dropped.sum(dim=0)

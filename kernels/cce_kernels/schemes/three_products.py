@@ -1,0 +1,244 @@
+"""Three products: gradients from stored exponentials, a chunk of tokens at a time.
+
+    dE_i = a_i / S_i Σ_{v ≠ t} w_iv C_v + (a_i p_it − b_i) C_t        dC_v = Σ_{i: t_i ≠ v} w_iv (a_i / S_i) e_i
+                                                                              + Σ_{i: t_i = v} (a_i p_it − b_i) e_i
+For each chunk of rows: `exponentials` stores w (rows × V, 16 bits) and the rows' sums; then both gradients are
+plain products of w, side by side (matmul.py), with each row's 1 / S_i taken into the rows of dE and of e: nothing is
+recomputed and no pass over w is needed in between. The target's entry, where p − 1 cancels and most of the gradient
+lies, is left out of w and added in fp32, for all rows at once.
+
+All but the last chunk's products are done in the forward pass; the last one's w is kept for the backward pass, which
+multiplies by dL/dloss before anything is rounded for good. Until then dC (a sum over chunks) and w C (each row's part
+of it complete) are held with what rounding lost beside them (accumulator.py).
+
+Cost: 3 N D V multiply-adds; per chunk but the first one read and but the last one write of dC and what it lost.
+Memory: 2 V bytes × rows a chunk, 1 byte an entry of dC and of dE (none where they are fp32), and where a chunk has too
+few tiles of w C for every multiprocessor, w C in `splits` fp32 parts. For bf16 operands, without bias, filter or label
+smoothing, and one upstream gradient for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..accumulator import Accumulator
+from ..kernels.kahan import read_sum, write_sum
+from ..kernels.logits import exponentials, target_logits
+from ..kernels.matmul import product
+from ..kernels.row_stats import Gradient, finish_rows
+from ..kernels.target_gradient import add_by_target, sort_by_target
+from ..options import Options
+from ..planner import splits_for
+from ..row_math import Rows, empty_metrics
+from ..runtime.launch import quick
+from ..runtime.tiles import cdiv, multiprocessors, power_of_2
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
+def hidden_kernel(
+    part_ptr,  # (splits, N, D), splits part_stride apart: w C
+    lost_ptr,  # (N, D) or None: what the rounding of the one part lost
+    c_ptr,  # (V, D), rows c_stride apart
+    columns_ptr,  # (N,) int64, negative for none
+    factor_ptr,  # (N,) fp32
+    coefficient_ptr,  # (N,) fp32
+    scale_ptr,  # () fp32
+    out_ptr,  # (N, D), written; may be the one part
+    c_stride,
+    part_stride,
+    N,
+    D,
+    splits,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dE = scale · (factor · (w C) + coefficient · C_target)."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (dims < D)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    total = read_sum(part_ptr + offsets, lost_ptrs, mask)
+    part_ptrs = part_ptr + offsets
+    for _ in range(splits - 1):
+        part_ptrs += part_stride.to(tl.int64)
+        total += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
+    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
+    c_mask = mask & (column >= 0)[:, None]
+    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
+    total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
+    write_sum(total * tl.load(scale_ptr), out_ptr + offsets, None, mask)
+
+
+def forward(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    rows: int,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    with_metrics: bool,
+    o: Options,
+    settle: Callable[[slice, Rows, Gradient], None] | None = None,
+    arrive: Callable[[slice], None] | None = None,
+    z_target: Tensor | None = None,
+) -> tuple[Rows, list[Tensor]]:
+    """What the loss takes of each row, and the state that `backward` takes.
+
+    Args:
+        e: (N, D) and c: (V, D), bf16 and `aligned`.
+        columns: (N,) int64, each row's target, or what row_math.py has in its place.
+        rows: per chunk.
+        dtypes: of the gradients of e and c; None: not wanted.
+        settle: may change, in place, what has been found of a chunk's rows before they are multiplied.
+        arrive: makes a chunk's rows of e readable; until then they are not.
+        z_target: (N,) fp32, the targets' logits, where they are known already.
+    """
+    n_rows, dim = e.shape
+    if z_target is None and arrive is None:
+        z_target = target_logits(e, c, None, columns, o)
+    w = _empty_exponentials(e, c, rows)
+    for first in range(0, n_rows, rows):
+        chunk = slice(first, min(first + rows, n_rows))
+        height = chunk.stop - first
+        if arrive is not None:
+            arrive(chunk)
+        e_i, columns_i = e[chunk], columns[chunk]
+        z_i = target_logits(e_i, c, None, columns_i, o) if z_target is None else z_target[chunk]
+        w_i = w[:height, : c.shape[0]]
+        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
+        if first == 0:  # the device is at work: what it does not need yet
+            state = empty_state(e, c, rows, dtypes, o, w)
+            _, scaled, factor, coefficient, *_ = _present(state)
+            lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
+            metrics = empty_metrics(lse, with_metrics)
+        largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
+        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics), largest)
+        scaled_i = None if scaled is None else scaled[:height, :dim]
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], scaled_i)
+        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
+        if settle is not None:
+            settle(chunk, part, gradient)
+        if metrics is not None and part.metrics is not None:
+            metrics[:, chunk] = part.metrics
+        if chunk.stop < n_rows:
+            _add_products(w_i, scaled_i, c, state, chunk, read=first > 0)
+    if dtypes[1] is not None:  # last: only the backward pass needs them, and they are many small launches
+        state[KEYS], state[ORDER] = sort_by_target(columns)
+    return Rows(lse, nll, None, metrics), state
+
+
+def backward(
+    e: Tensor,
+    c: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    rows: int,
+    state: list[Tensor],
+    main_grad_c: Tensor | None,
+    finished: Callable[[slice], None] | None = None,
+) -> None:
+    """Finish the gradients of e and c (state[GRAD_E], state[GRAD_C]) in place; with main_grad_c, that of c there.
+
+    Args:
+        scale: () fp32, dL/dloss.
+        state: from `forward`; used up.
+        finished: told of rows whose gradient of e is there: of all but the last chunk's before its products.
+    """
+    w, scaled, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    n_rows, dim = e.shape
+    first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
+
+    def finish_e(part: slice) -> None:
+        if grad_e is None or part.start == part.stop:
+            return
+        parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
+        block_d = min(256, power_of_2(dim))
+        hidden_kernel[(cdiv(part.stop - part.start, 16), cdiv(dim, block_d))](
+            parts, None if lost_e is None else lost_e[part], c, columns[part], factor[part], coefficient[part], scale,
+            grad_e[part], c.stride(0), parts.stride(0), parts.shape[1], dim, parts.shape[0], 16, block_d,
+        )  # fmt: skip
+        if finished is not None:
+            finished(part)
+
+    if finished is not None:
+        finish_e(slice(0, first))
+    if grad_c is not None:
+        if first == 0:
+            grad_c.zero_()
+            if lost_c is not None:
+                lost_c.zero_()
+        add_by_target(e, keys, order, coefficient, grad_c, lost_c)
+    w = w[: n_rows - first, : c.shape[0]]
+    scaled = None if scaled is None else scaled[: n_rows - first, :dim]
+    _add_products(w, scaled, c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
+    finish_e(slice(0 if finished is None else first, n_rows))
+
+
+KEYS, ORDER, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 9  # places in the state; SUMS: of the first that is summed up
+
+
+def empty_state(
+    e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options,
+    w: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Of the last chunk: w, and e times its factors; each row's factor and target gradient; rows sorted by target: keys
+    and indices; w C in parts; dE and dC as far as they are summed: value and lost of each. What is not wanted is
+    empty. A `w` that is there already is taken."""
+    (n_rows, dim), vocab = e.shape, c.shape[0]
+    dtype_e, dtype_c = dtypes
+    height = min(rows, n_rows)
+    w = _empty_exponentials(e, c, rows) if w is None else w
+    row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
+    parts = scaled = sum_e = sum_c = keys = order = None
+    if dtype_e is not None:
+        splits = splits_for(height, dim, multiprocessors(e))
+        if splits > 1:
+            parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
+        sum_e = Accumulator(e, (n_rows, dim), dtype_e, o.accumulate, None if parts is None else 0)
+    if dtype_c is not None:
+        scaled = e.new_empty(height, cdiv(dim, 8) * 8)
+        keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
+        sum_c = Accumulator(e, (vocab, dim), dtype_c, o.accumulate)
+    sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
+    return [e.new_empty(0) if x is None else x for x in (w, scaled, *row_numbers, keys, order, parts, *sums)]
+
+
+def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
+    """Of a chunk; its rows begin at 16 bytes."""
+    return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
+
+
+def _present(state: list[Tensor]) -> list:
+    return [x if x.numel() else None for x in state]
+
+
+def _add_products(
+    w: Tensor,
+    scaled: Tensor | None,
+    c: Tensor,
+    state: list[Tensor],
+    chunk: slice,
+    read: bool,
+    scale: Tensor | None = None,
+    into: Tensor | None = None,
+) -> None:
+    """w C of a chunk of rows, and its share of dC, wᵀ times scaled e, without the targets'."""
+    parts_e, grad_e, lost_e, grad_c, lost_c = _present(state[SUMS:])
+    if grad_e is not None:
+        if parts_e is not None:
+            product(w, c, parts_e[:, chunk])
+        else:
+            product(w, c, grad_e[chunk], None if lost_e is None else lost_e[chunk])
+    if grad_c is not None:
+        assert scaled is not None
+        product(
+            w, scaled, grad_c, lost_c,
+            transpose_a=True, read=read, scale=scale, into=into, beside=grad_e is not None,
+        )  # fmt: skip
