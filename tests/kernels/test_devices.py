@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cce_kernels import linear_cross_entropy
+from cce_kernels import backends, linear_cross_entropy
 from cce_kernels.backends import in_torch
 from cce_kernels.options import Options
 from cce_kernels.runtime import devices
@@ -34,7 +34,7 @@ def gpu(monkeypatch):
 
     def forget() -> None:
         devices.properties.cache_clear()
-        devices._backend_on.cache_clear()
+        backends._backend_on.cache_clear()
 
     forget()
     yield pretend
@@ -56,30 +56,30 @@ def test_amd_and_old_gpus_take_the_path_in_torch_and_say_so_once(gpu, capability
     gpu(*capability, hip)
     x = on("cuda", 4, 8)
     with pytest.warns(UserWarning, match=f"no kernels run on cuda:0 .*{reason}"):
-        assert devices.backend_of(x) is in_torch
+        assert backends.backend_of(x) is in_torch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert devices.backend_of(x) is in_torch
+        assert backends.backend_of(x) is in_torch
 
 
 def test_a_gpu_without_triton_takes_the_path_in_torch_and_names_the_remedy(gpu, monkeypatch):
     gpu(9, 0)
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="pip install triton"):
-        assert devices.backend_of(on("cuda", 4, 8)) is in_torch
+        assert backends.backend_of(on("cuda", 4, 8)) is in_torch
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_newer_nvidia_gpus_run_the_kernels(gpu, capability):
     pytest.importorskip("triton")
     gpu(*capability)
-    assert devices.backend_of(on("cuda", 4, 8)).__name__ == "cce_kernels.backends.with_triton"
+    assert backends.backend_of(on("cuda", 4, 8)).__name__ == "cce_kernels.backends.with_triton"
 
 
 def test_a_cpu_runs_torch_without_a_word(gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert devices.backend_of(torch.zeros(1)) is in_torch
+        assert backends.backend_of(torch.zeros(1)) is in_torch
 
 
 def test_a_device_that_nobody_has_tried_is_refused_with_a_remedy():
