@@ -1,4 +1,4 @@
-"""A group, or the rows of a committed report, as a table, verdicts and plots: `python scripts/report.py group=mve`."""
+"""Verdicts, plots and a table of a group, in Markdown and on one HTML page: `python scripts/report.py group=mve`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import ReportConfig

@@ -498,7 +498,8 @@ def test_a_report_holds_table_verdicts_branches_and_the_plots_that_apply(tmp_pat
     text = paths[0].read_text()
     assert "unsupported: no such GPU" in text
     setting = "batch_size=8, vocab_size=32000"
-    assert f"| gla | cce_kahan | compiled | 0.520 | 0.500 to 0.550 | 5 | ≤ 0.600 | **met** ({setting}) |" in text
+    figures = "0.520 | 0.500 to 0.550 | 5 | ≤ 0.600"
+    assert f"| **met** | peak memory, ratio | {figures} | gla | cce_kahan | compiled | {setting} |" in text
     assert "Follow-up 2 (FP8 or INT4 scan): open" in text
     assert all(path.stat().st_size > 0 for path in paths)
 
@@ -551,7 +552,7 @@ def test_checkpointing_has_a_column_where_runs_differ_in_it(tmp_path: Path) -> N
     runs = [run("compiled"), run("compiled", activation_checkpointing="full", run_name="other")]
     text = write_report(runs, tmp_path, "g")[0].read_text()
     assert "| gla | mve | compiled | full | 8 | 2048 |" in text
-    assert "checkpointing |" not in write_report(runs[:1], tmp_path, "g")[0].read_text().splitlines()[2]
+    assert "checkpointing |" not in write_report(runs[:1], tmp_path, "g")[0].read_text()
 
 
 def test_without_compiled_and_eager_ratios_are_to_our_exact_loss() -> None:
@@ -746,8 +747,6 @@ def test_a_report_is_made_from_the_rows_of_a_committed_one(tmp_path: Path) -> No
     paths = make_report(load_config([f"summary={summary}"], "report"))
     assert {name: (summary / name).read_text() for name in pages} == pages
     assert paths[0] == summary / "report.md"
-    with pytest.raises(DataError, match="summary="):
-        make_report(load_config(["group=pair", f"results_dir={tmp_path}"], "report"))
     for wrong in ([], ["group=g", f"summary={summary}"]):
         with pytest.raises(ConfigError, match="one of them"):
             make_report(load_config(wrong, "report"))

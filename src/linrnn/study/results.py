@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Of a report: its runs' summaries, environment, thinned loss curves, and what the raw curves say beside each other.
 COMMITTED = "runs.json"
+REPORTS = ("summaries", "superseded")  # the folders of the results directory that hold committed reports
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
 # What a table takes from every summary, and what to do where a file of a run is broken.
 FIGURES = (
@@ -124,6 +125,38 @@ class Run:
 def without_horizon(training: str | None) -> str | None:
     """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
     return training and _HORIZON.sub("", training)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of a group, and where they were read.
+
+    Attributes:
+        committed: whether they come from a committed report, else from the runs themselves.
+    """
+
+    runs: list[Run]
+    directory: Path
+    committed: bool
+
+
+def find_group(results: Path, name: str) -> Group:
+    """The runs of a group that was run here; where there are none, those of its committed report.
+
+    Raises:
+        DataError: there is neither; it names the groups that there are.
+    """
+    if any((results / name).glob(f"*/{SUMMARY}")):
+        return Group(read_runs(results / name), results / name, committed=False)
+    for directory in (results / folder / name for folder in REPORTS):
+        if (directory / COMMITTED).exists():
+            return Group(read_committed(directory), directory, committed=True)
+    here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
+    reports = sorted(path.parent.name for folder in REPORTS for path in results.glob(f"{folder}/*/{COMMITTED}"))
+    raise DataError(
+        f"{results} holds no run and no committed report of group={name}",
+        f"name another group. With runs: {', '.join(here) or 'none'}. Committed: {', '.join(reports) or 'none'}",
+    )
 
 
 def read_runs(group: Path) -> list[Run]:

@@ -1,0 +1,118 @@
+"""A report's sections as Markdown, and as one HTML page that needs no other file and no network."""
+
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup, escape
+
+from linrnn.core.tables import Table
+
+TEMPLATE = "page.html.jinja"
+_MARKS = (  # the marks that the sentences of a report use
+    (re.compile(r"\*\*(.+?)\*\*"), r"<strong>\1</strong>"),
+    (re.compile(r"\*(\w[^*]*?)\*"), r"<em>\1</em>"),
+    (re.compile(r"`(.+?)`"), r"<code>\1</code>"),
+)
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list of sentences."""
+
+    items: Sequence[str]
+
+    def markdown(self) -> list[str]:
+        return [f"* {item}" for item in self.items]
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Lines for a shell."""
+
+    lines: Sequence[str]
+
+    def markdown(self) -> list[str]:
+        return ["```", *self.lines, "```"]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Plots, in files beside report.md."""
+
+    paths: Sequence[Path]
+
+    def markdown(self) -> list[str]:
+        return [f"![{title_of(path)}]({path.name})" for path in self.paths]
+
+
+Block = str | Bullets | Commands | Pictures | Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands below it."""
+
+    title: str
+    blocks: Sequence[Block]
+    level: int = 2
+
+
+def to_markdown(title: str, sections: Sequence[Section]) -> str:
+    """The sections as one Markdown document."""
+    lines = [f"# {title}", ""]
+    for section in sections:
+        lines += [f"{'#' * section.level} {section.title}", ""]
+        for block in section.blocks:
+            content = [block] if isinstance(block, str) else block.markdown()
+            lines += [*content, ""] if content else []
+    return "\n".join(lines)
+
+
+def to_html(title: str, sections: Sequence[Section], source: str, again: str) -> str:
+    """The sections as one HTML page, pictures inlined.
+
+    Args:
+        source: what the report was read from.
+        again: the command that makes the page again.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"inline": inline, "picture": data_uri, "title_of": title_of, "kind": _kind, "slug": slug}
+    return environment.get_template(TEMPLATE).render(title=title, sections=sections, source=source, again=again)
+
+
+def inline(text: str) -> Markup:
+    """A sentence, escaped; its bold words and code are marked up."""
+    marked = str(escape(text))
+    for pattern, replacement in _MARKS:
+        marked = pattern.sub(replacement, marked)
+    return Markup(marked)
+
+
+def data_uri(path: Path) -> str:
+    """A PNG as the content of an `img`."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def title_of(path: Path) -> str:
+    """The name of a plot's file in words."""
+    return path.stem.replace("_", " ")
+
+
+def slug(title: str) -> str:
+    """A heading as an anchor."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _kind(block: Block) -> str:
+    """Which of the template's forms a block has."""
+    return "paragraph" if isinstance(block, str) else type(block).__name__.lower()

@@ -1,0 +1,176 @@
+"""The sentences of a report: what its figures are, where the runs were made, what decides their speed, what is next."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from linrnn.runs.figures import host_decides
+from linrnn.runs.mixtures import same_origin
+from linrnn.study import plots
+from linrnn.study.criteria import MVE_CHANGED, OPEN, RULES, RULES_CHANGED, Verdict
+from linrnn.study.curves import LAST
+from linrnn.study.hypotheses import branches
+from linrnn.study.report.tables import checkpointed
+from linrnn.study.results import WALL_CLOCK, Run, backend_names, loss_time_share
+from linrnn.study.verdicts import free_loss_speed_up
+
+OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in report.md itself
+SATURATED = 0.9  # share of the device's peak above which a larger batch cannot help
+FOLLOW_UPS = (
+    "Follow-up 2 (FP8 or INT4 scan): open, no such scan is part of this harness.",
+    "Follow-up 5 (MFA's shared projections): open, no such projections are part of this harness.",
+)
+
+
+# --------------------------------------------------------------------------------------------------------- the runs
+def on_figures(runs: Sequence[Run]) -> str:
+    """What the columns of the table of runs hold."""
+    measured = next((run.summary for run in runs if run.summary["peak_memory_is"]), None)
+    return (
+        f"Train loss: mean of the last {LAST} steps (of all, where there are fewer). {_on_speed(runs)} Step and loss: "
+        "medians over the steps after the warm-up. Peak memory: "
+        f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios: to `{plots.baseline_of(runs)}` of the "
+        "same setting and seed."
+    )
+
+
+def _on_speed(runs: Sequence[Run]) -> str:
+    """What tokens/s are, and what they leave out."""
+    clock = plots.clock_of(runs)
+    if clock == WALL_CLOCK:
+        return "Tokens/s: by wall clock, of all steps after the warm-up."
+    left_out = "which leaves out what the host does between steps: to be measured again by wall clock"
+    if clock == plots.DEVICE_TIME:
+        return f"Tokens/s: of a step's median device time, {left_out}."
+    names = [r.name for r in runs if r.summary["tokens_per_second"] and r.summary.get("tokens_per_second_is") is None]
+    return f"Tokens/s: by wall clock; of {', '.join(names)} of a step's median device time, {left_out}."
+
+
+def on_runs(runs: Sequence[Run]) -> list[str]:
+    """What must be known of single runs: failures, mixtures of origins, and speeds that the host decides."""
+    names = backend_names([run.summary for run in runs])
+    failures = [
+        f"{run.summary['model']} x {name}, B = {run.summary['batch_size']}: {run.summary['status']}: "
+        f"{run.summary.get('reason') or 'no reason was recorded'}"
+        for run, name in zip(runs, names, strict=True)
+        if not run.finished
+    ]
+    mixtures = [
+        f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; it takes part in no verdict**"
+        for run in runs
+        if run.mixture
+    ]
+    slowed = [
+        f"**the host decides the speed of {run.name}**: of a step's {run.summary['wall_step_ms']:.2f} ms by wall "
+        f"clock {run.summary['host_step_ms']:.2f} are not the device's"
+        for run in runs
+        if host_decides(run.summary)
+    ]
+    return [*failures, *mixtures, *slowed]
+
+
+def on_origin(runs: Sequence[Run]) -> list[str]:
+    """Device, commit, versions and clocks."""
+    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
+    gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
+    git = environment.get("git") or {}
+    dirty = " with uncommitted changes" if git.get("dirty") else ""
+    driver = f", driver {environment['gpu_driver']}" if environment.get("gpu_driver") else ""
+    allocator = f", CUDA allocator {environment['cuda_allocator']}" if environment.get("cuda_allocator") else ""
+    return [
+        f"device: {gpus}{driver}{allocator}, Python {environment.get('python')}",
+        f"commit: {git.get('commit')}{dirty}",
+        f"versions: {packages}",
+        *_on_gpus(runs),
+    ]
+
+
+def _on_gpus(runs: Sequence[Run]) -> list[str]:
+    """The clocks that the runs had, and who else used the GPU."""
+    states = [(run.summary["run_name"], state) for run in runs if (state := run.summary.get("gpu_state"))]
+    clocks = [state["sm_mhz"] for _, state in states if state["sm_mhz"] is not None]
+    lines = [f"SM clock at the end of training: {min(clocks):,.0f} to {max(clocks):,.0f} MHz"] if clocks else []
+    return lines + [
+        f"**{name}: {state['other_processes']} other processes computed on the GPU**"
+        for name, state in states
+        if state["other_processes"]
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- the verdicts
+def on_count(found: Sequence[Verdict]) -> str:
+    """How many verdicts there are of each kind."""
+    counts = {word: sum(v.verdict == word for v in found) for word in ("met", "missed", "undecided")}
+    missing = sum(v.verdict == OPEN for v in found)
+    words = [f"{count} {word}" for word, count in counts.items()]
+    return f"Verdicts: {', '.join(words)}, {missing} not measured."
+
+
+def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
+    """How verdicts are reached, and which rules were changed after results were seen."""
+    lines = [RULES]
+    if any(verdict.criterion.name.startswith("MVE") for verdict in found):
+        lines.append(MVE_CHANGED)
+    if any(run.summary["tokens_per_second"] and "tokens_per_second_is" not in run.summary for run in runs):
+        lines.append(RULES_CHANGED)
+    return lines
+
+
+def on_branches(found: Sequence[Verdict]) -> list[str]:
+    """The proposal's "if the hypothesis is wrong"."""
+    return [f"{branch}: **{word}** ({figures})" for branch, word, figures in branches(found)]
+
+
+# -------------------------------------------------------------------------------------------------- what comes next
+def on_bottlenecks(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[str]:
+    """The largest part of time and of memory with our loss, and the most that a loss without cost could give."""
+    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
+    lines = _on_free_losses(runs)
+    for breakdown in breakdowns:
+        run, step = breakdown["run"], breakdown["time"]["step"]["total"]
+        if (run["model"], run["size"]) not in kinds or not step:
+            continue
+        if differing := same_origin(environment, breakdown["environment"]):
+            lines.append(f"{run['run_name']}: its breakdown is left out, made with another {', '.join(differing)}.")
+        else:
+            lines.append(" ".join(_on_breakdown(breakdown, step)))
+    return lines or [f"The next bottleneck: {OPEN}, needs scripts/breakdown.py."]
+
+
+def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
+    """Sentences on one run that was taken apart; `step` in seconds."""
+    run = breakdown["run"]
+    parts = {name: sum(v or 0 for v in row.values()) for name, row in breakdown["time"].items() if name != "step"}
+    name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
+    lines = [
+        f"{run['model']} x {run['loss']}, B = {run['batch_size']}: the largest part of a step is {name} "
+        f"({parts[name] / step:.0%}); the loss takes {share:.1%}: without any cost a step would be "
+        f"{1 / (1 - share):.3f} x as fast."
+    ]
+    memory = breakdown.get("memory", {})
+    peak, without = (memory.get(key, {}).get("measured") for key in ("peak", "peak/without_loss_layer"))
+    if peak and without:
+        lines.append(f"Its peak is {peak / without:.3f} x that of the same step without a loss layer.")
+    if (breakdown["hardware_utilisation"] or 0) > SATURATED:
+        lines.append(
+            f"It computes at {breakdown['hardware_utilisation']:.0%} of the peak: more sequences would only "
+            "queue; freed memory is better spent on longer sequences, a larger model or no checkpointing."
+        )
+    return lines
+
+
+def _on_free_losses(runs: Sequence[Run]) -> list[str]:
+    """Of each model and loss, with and without checkpointing: what a loss that cost no time would make of its step."""
+    firsts: dict[tuple[str, str, str], tuple[Run, float, float]] = {}
+    for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        share, bound = loss_time_share(run), free_loss_speed_up(run)
+        counts = run.finished and not run.mixture and run.summary["loss"] in (plots.baseline_of(runs), *OURS)
+        if counts and share is not None and bound is not None:
+            firsts.setdefault((run.summary["model"], name, checkpointed(run)), (run, share, bound))
+    return [
+        f"{model} x {name}, B = {run.summary['batch_size']}, T = {run.summary['seq_len']}, "
+        f"V = {run.summary['vocab_size']:,}, checkpointing {checkpointing}: the loss takes {share:.1%} of a step; "
+        f"without any cost it would be {bound:.3f} x as fast."
+        for (model, name, checkpointing), (run, share, bound) in firsts.items()
+    ]

@@ -1,0 +1,69 @@
+"""What a report holds, in order: verdicts, plots, runs, what follows from them, and how the runs were made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from linrnn.core.tables import Table
+from linrnn.study import plots
+from linrnn.study.criteria import UNDECIDED, Verdict
+from linrnn.study.curves import LAST
+from linrnn.study.report import remarks, tables
+from linrnn.study.report.page import Bullets, Commands, Pictures, Section
+from linrnn.study.results import Run
+
+
+def sections(
+    runs: Sequence[Run],
+    found: Sequence[Verdict],
+    breakdowns: Sequence[dict[str, Any]],
+    pictures: Pictures,
+    *,
+    every_loss: bool,
+) -> list[Section]:
+    """A report's sections.
+
+    Args:
+        every_loss: whether verdicts on losses other than ours stand in it. The page has them; report.md names
+            verdicts.md instead.
+    """
+    own = [verdict for verdict in found if verdict.backend.split()[0] in remarks.OURS]
+    others = [verdict for verdict in found if verdict not in own]
+    made = [Section("Verdicts", [remarks.on_count(own)]), *of_verdicts(own)] if own else []
+    if own:
+        rules = remarks.on_rules(runs, own)
+        made.append(Section("How verdicts are reached", rules if every_loss else [*rules, _ELSEWHERE], level=3))
+    made.append(Section("Plots", [pictures]) if pictures.paths else Section("", []))
+    runs_blocks: list[Any] = [tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))]
+    made.append(Section("Runs", runs_blocks))
+    if courses := tables.of_courses(runs):
+        made.append(Section("Over the steps that two runs have", [courses, tables.BATCH_NOISE]))
+    if filters := tables.of_filters(runs):
+        words = f"Shares of softmax entries kept and of mass not kept, by token; means of the last {LAST} steps."
+        made.append(Section("What filters kept", [filters, words]))
+    if crossover := [line.removeprefix("* ") for line in plots.crossover_lines(runs)]:
+        made.append(Section("Vocabulary: where a loss passes the baseline", [Bullets(crossover)]))
+    if any(run.finished for run in runs):
+        made.append(Section("If the hypothesis is wrong", [Bullets(remarks.on_branches(found))]))
+        steps = [*remarks.on_bottlenecks(runs, breakdowns), *remarks.FOLLOW_UPS]
+        made.append(Section("What is next", [Bullets(steps)]))
+    if every_loss and others:
+        made += [Section("Verdicts on the other losses", [remarks.on_count(others)]), *of_verdicts(others)]
+    commands = Commands([run.summary["command"] for run in runs])
+    made.append(Section("How the runs were made", [Bullets(remarks.on_origin(runs)), "Commands:", commands]))
+    return [section for section in made if section.blocks]
+
+
+_ELSEWHERE = "All losses: [verdicts.md](verdicts.md)."
+
+
+def of_verdicts(found: Sequence[Verdict]) -> list[Section]:
+    """Verdicts in up to three sections: those that have an answer, undecided ones, and what was not measured."""
+    answered = [verdict for verdict in found if verdict.verdict in tables.ANSWERED]
+    undecided = [verdict for verdict in found if verdict.verdict == UNDECIDED]
+    missing = tables.not_measured(found)
+    blocks: list[tuple[str, Table | Bullets | None]] = [
+        ("Met or missed", tables.of_verdicts(answered) if answered else None),
+        ("Undecided", tables.of_verdicts(undecided) if undecided else None),
+        ("Not measured", Bullets(missing) if missing else None),
+    ]
+    return [Section(title, [block], level=3) for title, block in blocks if block]

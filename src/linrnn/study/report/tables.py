@@ -1,0 +1,222 @@
+"""The tables of a report: runs, verdicts, curves over the steps that two runs have, and what filters kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from linrnn.core.tables import Table, show
+from linrnn.study import plots
+from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Verdict
+from linrnn.study.curves import LAST, SMOOTHED_STEPS, mean_of_last
+from linrnn.study.results import Run, alike, backend_names, comparison, loss_time_share
+
+GIB = 2**30
+FILTER_COLUMNS = {
+    "entries kept": ("entries_kept", ".4%"),
+    "mass not kept, mean": ("dropped_mass_mean", ".3f"),
+    "99th percentile": ("dropped_mass_p99", ".3f"),
+    "most": ("dropped_mass_max", ".3f"),
+    "steps computed exactly": ("exact", ".2%"),
+}
+ANSWERED = (MET, MISSED)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The word of a verdict, in a cell: bold in Markdown, coloured and with a sign on the page."""
+
+    word: str
+
+    def __str__(self) -> str:
+        return f"**{self.word}**"
+
+
+# --------------------------------------------------------------------------------------------------------- verdicts
+def of_verdicts(found: Sequence[Verdict]) -> Table:
+    """A row a verdict that has a value: answered ones first, then by criterion, compiled before eager.
+
+    Verdicts on what was not measured have no row: :func:`not_measured` names them.
+    """
+    criteria = list(dict.fromkeys(verdict.criterion.name for verdict in found))
+    measured = [verdict for verdict in found if verdict.verdict != OPEN]
+    remarks = any(v.remark or v.setting for v in measured)
+    columns = (
+        *("verdict", "criterion", "value", "90 % interval", "n", "asked", "model", "loss", "against"),
+        *(["setting and remarks"] if remarks else []),
+    )
+    rows = []
+    for v in sorted(
+        measured, key=lambda v: (v.verdict == UNDECIDED, criteria.index(v.criterion.name), v.against == "standard")
+    ):
+        form = v.criterion.form
+        interval = "-" if v.low is None or v.high is None else f"{v.low:{form}} to {v.high:{form}}"
+        rows.append(
+            (
+                *(Answer(v.verdict), v.criterion.name, show(v.value, form), interval, v.n, v.criterion.bound),
+                *(v.model, v.backend, v.against or "-"),
+                *(["; ".join(filter(None, [v.remark, v.setting]))] if remarks else []),
+            )
+        )
+    words = ("verdict", "criterion", "model", "loss", "against", "setting and remarks")
+    return Table(columns, rows, words)
+
+
+def not_measured(found: Sequence[Verdict]) -> list[str]:
+    """What no run answers: criteria, what is missing, for which losses. Criteria that lack the same share a line."""
+    baselines: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for v in found:
+        if v.verdict == OPEN:
+            of_losses = baselines.setdefault((v.criterion.name, v.remark.removeprefix("not measured: ")), {})
+            loss = f"{v.model} x {v.backend}" + (f", {v.setting}," if v.setting else "")
+            of_losses.setdefault(loss, []).append(v.against or "")
+    criteria: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), of_losses in baselines.items():
+        against = {loss: " and ".join(filter(None, dict.fromkeys(names))) for loss, names in of_losses.items()}
+        words = [f"{loss} against {names}" if names else loss.rstrip(",") for loss, names in against.items()]
+        criteria.setdefault((reason, "; ".join(words)), []).append(name)
+    return [f"{'; '.join(names)}: {reason} ({losses})" for (reason, losses), names in criteria.items()]
+
+
+def verdict_table(found: Sequence[Verdict]) -> list[str]:
+    """Verdicts as Markdown: a table, answered ones first, and below it what was not measured."""
+    missing = not_measured(found)
+    below = ["", "Not measured:", "", *(f"* {line}" for line in missing)] if missing else []
+    return [*(of_verdicts(found).markdown() if len(missing) < len(found) else []), *below]
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+def of_runs(runs: Sequence[Run]) -> Table:
+    """A row a run; ratios are to the baseline's run of the same setting and seed."""
+    checkpointing = plots.varies(runs, "activation_checkpointing")
+    horizons = len({run.horizon for run in runs if run.horizon}) > 1
+    named = list(zip(runs, backend_names([run.summary for run in runs]), strict=True))
+    labels = [(*_order(run, name), checkpointed(run), run.horizon) for run, name in named]
+    same = len(set(labels)) < len(labels)  # runs that differ in what has no column are told apart by their names
+    columns = (
+        *(["run"] if same else []),
+        *("model", "size", "loss"),
+        *(["checkpointing"] if checkpointing else []),
+        *("B", "T", "V", "seed"),
+        *(["steps"] if horizons else []),
+        *("status", "train loss, nats", "valid loss, nats", "bits per byte", "peak memory, GiB", "ratio"),
+        *(f"tokens/s, {plots.clock_of(runs)}", "ratio", "step, device ms", "of it loss", "MFU", "MFU by 6N"),
+    )
+    baseline = plots.baseline_of(runs)
+    bases = {
+        (run.setting, run.summary["seed"]): run.summary
+        for run in runs
+        if run.summary["loss"] == baseline and not run.mixture
+    }
+    rows = []
+    for run, name in sorted(named, key=lambda entry: (*_order(*entry), entry[0].horizon or 0)):
+        s = run.summary
+        base = {} if run.mixture else bases.get((run.setting, s["seed"]), {})
+        rows.append(
+            (
+                *([s["run_name"]] if same else []),
+                *(s["model"], s["size"], name),
+                *([checkpointed(run)] if checkpointing else []),
+                *(s["batch_size"], s["seq_len"], show(s["vocab_size"], ","), s["seed"]),
+                *([_steps(run)] if horizons else []),
+                s["status"] + (", a mixture" if run.mixture else ""),
+                *_figures(s, base),
+                show(loss_time_share(run), ".1%"),
+                show(s["mfu"], ".1%"),
+                show(s.get("mfu_6n"), ".1%"),
+            )
+        )
+    return Table(columns, rows, words=("run", "model", "size", "loss", "checkpointing", "status"))
+
+
+def _figures(s: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """Of a summary, and of the baseline's."""
+    return [
+        show(s["train_loss_nats"], ".4f"),
+        show(s["valid_loss_nats"], ".4f"),
+        show(s["valid_bits_per_byte"], ".4f"),
+        show(s["peak_memory_bytes"], ".2f", GIB),
+        show(_ratio(s["peak_memory_bytes"], base.get("peak_memory_bytes")), ".2f"),
+        show(s["tokens_per_second"], ",.0f"),
+        show(_ratio(s["tokens_per_second"], base.get("tokens_per_second")), ".3f"),
+        show(s["step_time_ms_median"], ".2f"),
+    ]
+
+
+def of_courses(runs: Sequence[Run]) -> Table | None:
+    """Where a run ended early: curves over the steps that two have, of two losses or of two seeds of one."""
+    if not any(run.losses and not run.finished for run in runs):
+        return None
+    names = dict(zip((run.name for run in runs), backend_names([r.summary for r in runs]), strict=True))
+    baseline, rows = plots.baseline_of(runs), []
+    for a, b in combinations(sorted(runs, key=lambda run: run.summary["loss"] != baseline), 2):
+        same_loss, same_seed = names[a.name] == names[b.name], _seed(a) == _seed(b)
+        if same_loss == same_seed or not alike(a, b):
+            continue
+        found = comparison(b, a)
+        if found is None or found.last is None or found.steps * found.every < LEAST_STEPS:
+            continue
+        validated = max(dict(a.validations).keys() & dict(b.validations).keys(), default=None)
+        valid = [None if validated is None else dict(run.validations)[validated] for run in (b, a)]
+        rows.append(
+            (
+                a.summary["model"],
+                f"{names[b.name]}, seed {_seed(b)}",
+                f"{names[a.name]}, seed {_seed(a)}",
+                found.steps,
+                show(found.largest, ".4f"),
+                f"{found.last:+.4f}",
+                show(validated, ","),
+                *(show(value, ".2f") for value in valid),
+            )
+        )
+    columns = (
+        *("model", "run", "other run", "steps", f"largest difference (mean of {SMOOTHED_STEPS} steps), nats"),
+        *(f"mean of the last {LAST} steps, difference", "validated at step", "perplexity", "the other's"),
+    )
+    return Table(columns, rows, words=("model", "run", "other run")) if rows else None
+
+
+def course_lines(runs: Sequence[Run]) -> list[str]:
+    """:func:`of_courses` as Markdown, with its heading; [] where every run finished."""
+    table = of_courses(runs)
+    return ["## Over the steps that two runs have", "", *table.markdown(), "", BATCH_NOISE, ""] if table else []
+
+
+BATCH_NOISE = "Two seeds see different batches. Their curves differ by the noise of the batches as well."
+
+
+def of_filters(runs: Sequence[Run]) -> Table | None:
+    """What filters kept and dropped, means over the last steps of each run."""
+    rows = []
+    for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        if run.statistics:
+            last = {key: mean_of_last(curve) for key, curve in run.statistics.items()}
+            cells = [show(last.get(key), form) for key, form in FILTER_COLUMNS.values()]
+            rows.append((run.summary["model"], name, run.summary["seed"], *cells))
+    return Table(("model", "loss", "seed", *FILTER_COLUMNS), rows, words=("model", "loss")) if rows else None
+
+
+# ------------------------------------------------------------------------------------------------------------ cells
+def checkpointed(run: Run) -> str:
+    """Its kind of activation checkpointing, in a word."""
+    return run.summary.get("activation_checkpointing") or "none"
+
+
+def _steps(run: Run) -> str:
+    """Of a run, and of its schedule where that is longer."""
+    steps, horizon = run.summary["steps"], run.horizon
+    return f"{steps} of {horizon}" if horizon and horizon != steps else str(steps)
+
+
+def _seed(run: Run) -> int:
+    return int(run.summary["seed"])
+
+
+def _order(run: Run, name: str) -> tuple[Any, ...]:
+    s = run.summary
+    return s["model"], s["size"], s["vocab_size"] or 0, s["seq_len"], s["batch_size"], name, s["seed"]
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base

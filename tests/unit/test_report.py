@@ -1,0 +1,217 @@
+"""Reports: of a group's runs or of its committed rows; answered verdicts lead; report.html needs no other file."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from linrnn.config import load_config
+from linrnn.core.errors import DataError
+from linrnn.study.criteria import OPEN
+from linrnn.study.report import make_report, verdict_table
+from linrnn.study.report.page import Pictures, inline, to_html
+from linrnn.study.report.sections import sections
+from linrnn.study.results import read_committed
+from linrnn.study.verdicts import verdicts
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORTS = sorted(path.parent for path in ROOT.glob("results/*/*/runs.json"))
+REPORT = next((path for path in REPORTS if path.name == "mve"), REPORTS[0])
+# HTML elements that have no end tag.
+VOID = {"meta", "img", "link", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Tables, attributes and text of a page; refuses tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute stands twice: {tag} {attrs}"
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results directory of a fresh clone: one committed report, its rows alone, and no runs."""
+    results = tmp_path_factory.mktemp("clone") / "results"
+    copy = results / "summaries" / REPORT.name
+    copy.mkdir(parents=True)
+    for path in REPORT.glob("*.json"):
+        shutil.copy(path, copy)
+    return results
+
+
+@pytest.fixture(scope="module")
+def page(clone: Path) -> Path:
+    """report.html of the committed report, pictures included."""
+    paths = make_report(load_config([f"group={REPORT.name}", f"results_dir={clone}"], "report"))
+    return next(path for path in paths if path.name == "report.html")
+
+
+def test_a_fresh_clone_gets_the_report_of_a_committed_group(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, rows = read_committed(REPORT), (REPORT / "runs.json").read_bytes()
+    paths = make_report(load_config([f"group={REPORT.name}", f"results_dir={clone}"], "report"))
+    directory = clone / "summaries" / REPORT.name
+    assert [path.name for path in paths[:3]] == ["report.md", "verdicts.md", "report.html"]
+    assert all(path.parent == directory and path.stat().st_size for path in paths)
+    assert f"read {len(runs)} committed runs of {directory}" in capsys.readouterr().out
+    assert (directory / "runs.json").read_bytes() == rows, "the rows stay as they are"
+
+
+def test_a_superseded_report_is_found_and_written_where_it_lies(clone: Path, tmp_path: Path) -> None:
+    shutil.copytree(clone / "summaries", tmp_path / "superseded")
+    paths = make_report(load_config([f"group={REPORT.name}", f"results_dir={tmp_path}"], "report"))
+    assert paths[0] == tmp_path / "superseded" / REPORT.name / "report.md"
+
+
+def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = read_committed(REPORT)[0]
+    directory = clone / REPORT.name / first.name
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text(json.dumps(first.summary))
+    output = clone.parent / "output"
+    options = [f"group={REPORT.name}", f"results_dir={clone}", f"output_dir={output}"]
+    make_report(load_config(options, "report"))
+    shutil.rmtree(clone / REPORT.name)
+    assert f"read 1 runs of {clone / REPORT.name}" in capsys.readouterr().out
+    assert (output / "runs.json").exists()
+
+
+def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(clone: Path) -> None:
+    (clone / "mine" / "a").mkdir(parents=True)
+    (clone / "mine" / "a" / "summary.json").write_text("{}")
+    with pytest.raises(DataError, match="group=other") as refused:
+        make_report(load_config(["group=other", f"results_dir={clone}"], "report"))
+    shutil.rmtree(clone / "mine")
+    assert f"With runs: mine. Committed: {REPORT.name}" in refused.value.remedy
+
+
+def test_verdicts_with_an_answer_lead_and_what_was_not_measured_has_no_row() -> None:
+    found = verdicts(read_committed(REPORT))
+    lines = verdict_table(found)
+    words = [line.split("**")[1] for line in lines if line.startswith("| **")]
+    measured = Counter(verdict.verdict for verdict in found if verdict.verdict != OPEN)
+    assert Counter(words) == measured
+    answered = measured["met"] + measured["missed"]
+    assert set(words[:answered]) <= {"met", "missed"}
+    assert set(words[answered:]) == {"undecided"}
+    assert "Not measured:" in lines
+
+
+def test_the_page_needs_no_other_file_and_no_network(page: Path) -> None:
+    text = page.read_text()
+    read = Page(text)
+    assert not {"link", "iframe", "object", "embed"} & {tag for tag, _, _ in read.attributes}
+    for tag, name, value in read.attributes:
+        if name in ("src", "srcset", "data", "action", "poster"):
+            assert value.startswith("data:image/png;base64,"), (tag, name)
+        if name == "href":
+            assert value.startswith("#")
+    style, [policy] = "".join(read.texts["style"]), [v for _, n, v in read.attributes if n == "content" and "src" in v]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in policy, "the browser refuses every request as well"
+    pictures = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
+    assert len(pictures) == len(list(page.parent.glob("*.png"))) > 0
+    anchors = [value for _, name, value in read.attributes if name == "id"]
+    assert len(set(anchors)) == len(anchors)
+    assert {value[1:] for _, name, value in read.attributes if name == "href"} <= set(anchors)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda path: path.name)
+def test_the_page_of_every_committed_report_holds_every_run_command_and_verdict(report: Path) -> None:
+    runs = read_committed(report)
+    found = verdicts(runs)
+    read = Page(to_html(report.name, sections(runs, found, [], Pictures([]), every_loss=True), "here", "so"))
+    [of_runs] = [table for table in read.tables if "status↕" in "".join(table[0]) or "status" in table[0]]
+    assert len(of_runs) == 1 + len(runs)
+    rows = [row for table in read.tables if table[0][0] == "verdict" for row in table[1:]]
+    words = Counter(row[0].split()[1] for row in rows)
+    assert words == Counter(verdict.verdict for verdict in found if verdict.verdict != OPEN)
+    assert {row[0] for row in rows} <= {"✓ met", "✗ missed", "? undecided"}, "readable without colour"
+    [commands] = [text for text in read.texts["pre"] if text.strip()]
+    assert commands.splitlines() == [run.summary["command"] for run in runs]
+    for verdict in found:
+        if verdict.verdict == OPEN:
+            assert any(f"{verdict.model} x {verdict.backend}" in item for item in read.texts["li"])
+
+
+def test_text_of_a_run_cannot_become_part_of_the_page() -> None:
+    runs = read_committed(REPORT)
+    runs[0].summary.update(command="python train.py a='<script>alert(1)</script>' & b")
+    text = to_html("<i>", sections(runs, verdicts(runs), [], Pictures([]), every_loss=True), "<b>", "<u>")
+    assert len(re.findall("<script>", text)) == 1
+    assert not re.findall("<[ibu]>", text)
+    assert str(inline("**a** <b> `c`")) == "<strong>a</strong> &lt;b&gt; <code>c</code>"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_a_heading_sorts_its_table(page: Path, tmp_path: Path) -> None:
+    """The page's own script, run by Node on a table of plain objects that behave as a browser's."""
+    read = Page(page.read_text())
+    [script] = [text for text in read.texts["script"] if text.strip()]
+    program = tmp_path / "sort.js"
+    program.write_text(
+        script
+        + """
+const cells = (texts) => texts.map((textContent) => ({ textContent }));
+const heading = (isNumber) => ({
+  attributes: { "aria-sort": "none" },
+  classList: { contains: () => isNumber },
+  addEventListener(_, act) { this.click = act; },
+  getAttribute(name) { return this.attributes[name]; },
+  setAttribute(name, value) { this.attributes[name] = value; },
+});
+const heads = [heading(false), heading(true)];
+const body = { rows: [["b10", "1,200"], ["b9", "-"], ["a", "-3.5%"], ["c", "0.97 to 1.1"], ["d", "1.5e3"]]
+  .map((texts) => ({ cells: cells(texts) })), append(...rows) { this.rows = rows; } };
+makeSortable({ tHead: { rows: [{ cells: heads }] }, tBodies: [body] });
+const seen = [];
+for (const column of [1, 1, 0, 1]) {
+  heads[column].click();
+  seen.push([body.rows.map((row) => row.cells[0].textContent), heads.map((one) => one.attributes["aria-sort"])]);
+}
+console.log(JSON.stringify(seen));
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run(["node", str(program)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    up = ["a", "c", "b10", "d", "b9"]
+    assert json.loads(done.stdout) == [
+        [up, ["none", "ascending"]],
+        [["d", "b10", "c", "a", "b9"], ["none", "descending"]],
+        [["a", "b9", "b10", "c", "d"], ["ascending", "none"]],
+        [up, ["none", "ascending"]],
+    ]
