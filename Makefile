@@ -25,7 +25,7 @@ check: $(VENV)/check  ## lint, format and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-docs: $(VENV)/docs   ## build the documentation into site/ (site/index.html); a dead link fails
+docs: $(VENV)/docs   ## build the documentation into site/; a dead link fails (to read it: python -m http.server --directory site)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 format: $(VENV)/check ## apply the formatter and the safe lint fixes
