@@ -4,6 +4,8 @@ The colours are Okabe and Ito's, which readers with any colour vision tell apart
 same loss with other options keeps its colour and marker; the filling of the marker and the dash of the line change.
 """
 
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +100,14 @@ def in_words(label: str) -> str:
     loss, _, options = label.partition(" ")
     words = LOSSES.get(loss, OTHER)[2]
     told = f"{loss} ({words})" if words and words.lower() != loss else loss
+    options = re.sub(r"filter_eps=(\S+)", lambda eps: f"filter_eps={power(float(eps[1]))}", options)
     return f"{told} {options}".strip()
+
+
+def power(value: float) -> str:
+    """2^k where that is exact, else the number."""
+    exponent = math.log2(value)
+    return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
 
 
 def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -> str:

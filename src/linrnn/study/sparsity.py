@@ -185,4 +185,4 @@ def in_words(name: str) -> str:
     """A profile's name as a legend shows it: the model and the step, without the hash of its run."""
     model, _, size = name.split(",")[0].partition(" ")
     step = re.search(r"step_(\d+)", name)
-    return model_in_words(model, size) + (f", step {step[1]}" if step else "")
+    return model_in_words(model, size) + (f", step {int(step[1])}" if step else "")

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.bench.loss.rows import AGAIN, BAR, Row
-from linrnn.core.plot_style import GREY, LOSSES, WIDTH, Look, in_words, legend_below, looks, model_in_words, subplots
+from linrnn.core.plot_style import (
+    GREY,
+    LOSSES,
+    WIDTH,
+    Look,
+    in_words,
+    legend_below,
+    looks,
+    model_in_words,
+    power,
+    subplots,
+)
 
 AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
@@ -72,8 +83,8 @@ def tradeoff_plot(rows: list[Row]) -> Any:
     kinds = list(by_problem(own))
     problems = sorted({row.problem: row for row in own}.values(), key=lambda row: _order(own, row, kinds))
     columns = 2 if len(kinds) == 2 or len(problems) <= 4 else 3
-    figure, grid = _grid(-(-len(problems) // columns), min(columns, len(problems)))
     found = looks(_rules(own))
+    figure, grid = _grid(-(-len(problems) // columns), min(columns, len(problems)), len(found))
     for panel, first in zip(grid.flat, problems, strict=False):
         points = [row for row in own if row.problem == first.problem]
         for rule, settings in _rules(points).items():
@@ -101,7 +112,7 @@ def error_plot(rows: list[Row]) -> Any:
     problems = list(dict.fromkeys(row.problem for row in rows if filter_eps(row) is not None))
     timed = [row for row in rows if _timed(row)]
     found = looks(_rules(timed))
-    figure, grid = _grid(len(fields), len(problems))
+    figure, grid = _grid(len(fields), len(problems), len(found))
     for line, (field, label) in zip(grid, fields.items(), strict=True):
         for panel, problem in zip(line, problems, strict=True):
             points = [row for row in timed if row.problem == problem and getattr(row, field) is not None]
@@ -125,15 +136,15 @@ def error_plot(rows: list[Row]) -> Any:
         panel.set_title(f"{words}\n{_kind_in_words(first)}", fontsize=9)
     for panel in grid[-1]:
         panel.set_xlabel(RATIO)
-    _finish(figure, found, "The loss layer alone: error of the gradients against time (better: down and left)", "")
+    _finish(figure, found, "Error of the gradients against time (better: down and left)", "")
     return figure
 
 
 def sweep_plot(rows: list[Row], axis: str) -> Any:
     """Time relative to torch.compile, and extra memory, along one dimension: a column per kind of problem."""
     kinds = by_problem(rows)
-    figure, grid = _grid(2, len(kinds), height=3.2)
     found = looks(row.label for row in rows if _timed(row))
+    figure, grid = _grid(2, len(kinds), len(found), height=3.2)
     for (upper, lower), own in zip(grid.T, kinds.values(), strict=True):
         for label, look in found.items():
             points = sorted(
@@ -204,20 +215,15 @@ def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
     return figure
 
 
-def power(value: float) -> str:
-    """2^k where that is exact, else the number."""
-    exponent = math.log2(value)
-    return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
-
-
 # -------------------------------------------------------------------------------------------------------- drawing
 def _timed(row: Row) -> bool:
     """Whether it is a point: it has a time, and is not the baseline's second entry."""
     return row.ratio_to_compiled is not None and not row.backend.endswith(AGAIN)
 
 
-def _grid(rows: int, columns: int, height: float = 2.5) -> tuple[Any, Any]:
-    size = (min(2.4 + 3.9 * columns, WIDTH), 1.5 + height * rows)
+def _grid(rows: int, columns: int, labels: int, height: float = 2.5) -> tuple[Any, Any]:
+    """Panels, and room below them for a legend of so many labels."""
+    size = (min(3.4 + 3.4 * columns, WIDTH), 1.4 + height * rows + 0.19 * -(-labels // 2))
     return subplots(rows, columns, figsize=size, squeeze=False)
 
 
@@ -343,13 +349,8 @@ def _finish(figure: Any, found: dict[str, Look], title: str, bars: str) -> None:
     """Title, and below the panels the legend and what the bars are."""
     from matplotlib.lines import Line2D
 
-    lines = {_label(label): Line2D([], [], **look.point) for label, look in found.items()}
+    lines = {in_words(label): Line2D([], [], **look.point) for label, look in found.items()}
     figure.suptitle(title)
     legend_below(
         figure, lines, f"Forward and backward pass. Bars: {bars} intervals." if bars else "Forward and backward pass."
     )
-
-
-def _label(label: str) -> str:
-    """A loss's words, its threshold as a power of two."""
-    return re.sub(r"filter_eps=(\S+)", lambda found: f"filter_eps={power(float(found[1]))}", in_words(label))
