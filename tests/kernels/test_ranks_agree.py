@@ -60,7 +60,7 @@ report("different gradients, same rows, buffer", rows="same", scale=1.0 + rank,
 report("right after all that")
 dist.destroy_process_group()
 try:
-    from cce_kernels.spread import process_group
+    from cce_kernels.parallel.sharding import process_group
     process_group("no such group")
 except ValueError as error:
     print("gone", type(error).__name__, str(error))
