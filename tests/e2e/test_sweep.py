@@ -67,7 +67,7 @@ def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script: str, k
 
 
 def test_a_sweep_s_points_run_as_jobs_of_submitit(small: Small, command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'linrnn[slurm]'")
+    pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
     overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")
     overrides += ["trainer.activation_checkpointing=none,full", "memory_budget_gib=null"]
     done = command("scripts/sweep.py", *overrides, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")

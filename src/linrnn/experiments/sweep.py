@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.grids import sweep_points
-from linrnn.config.launching import launch
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import RunSweepConfig
 from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure
 from linrnn.core.interrupts import StopRequest
+from linrnn.experiments.launching import launch
 from linrnn.experiments.points import LOGS, Point, PointTakenError, Process, foresee, write_summary
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import GIB, duration

@@ -1,0 +1,93 @@
+"""A sweep's points as jobs of Slurm, or as processes that submitit starts on this machine."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linrnn.config.safety import check_launcher
+from linrnn.core.errors import ConfigError
+
+LAUNCHER, RESOURCE = "hydra/launcher=", "hydra.launcher."  # what the overrides of a launcher begin with
+CLUSTERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
+# Resources that submitit knows by one name on every cluster. The others are Slurm's alone.
+SHARED = (
+    *("cpus_per_task", "gpus_per_node", "mem_gb", "name", "nodes", "stderr_to_stdout", "tasks_per_node"),
+    "timeout_min",
+)
+_OF_EXECUTOR = "max_num_timeout"  # how often Slurm requeues a job that ran out of time
+_INSTALL = "pip install 'linrnn[slurm]' for submitit_slurm and submitit_local; their keys are hydra.launcher.…"
+
+
+class Job:
+    """A function's call that Slurm may interrupt and queue again, with the same arguments."""
+
+    def __init__(self, function: Callable[[list[str]], Any]) -> None:
+        self._function = function
+
+    def __call__(self, overrides: list[str]) -> Any:
+        return self._function(overrides)
+
+    def checkpoint(self, overrides: list[str]) -> Any:
+        """What submitit queues in place of an interrupted job: the run continues from its own checkpoint."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, overrides)
+
+
+def launch(
+    function: Callable[[list[str]], Any], jobs: Sequence[Sequence[str]], overrides: Sequence[str], directory: Path
+) -> None:
+    """Call `function(overrides of train.py)` once a job, on the cluster that `overrides` choose; wait for all.
+
+    Args:
+        function: importable by name on the machines of the cluster.
+        jobs: every job's overrides of train.py.
+        overrides: `hydra/launcher=submitit_slurm` or `submitit_local`, and resources: `hydra.launcher.KEY=VALUE`.
+        directory: for submitit's own files, seen by all machines.
+
+    Raises:
+        ConfigError: submitit is not installed, there is no Slurm, or submitit refuses a resource.
+        submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError: a job was lost. All other jobs
+            have ended.
+    """
+    cluster, resources = read_launcher(overrides)
+    try:
+        import submitit
+
+        options = {f"slurm_{_OF_EXECUTOR}": resources.pop(_OF_EXECUTOR)} if _OF_EXECUTOR in resources else {}
+        executor = submitit.AutoExecutor(folder=directory / ".submitit" / "%j", cluster=cluster, **options)
+        executor.update_parameters(**{key if key in SHARED else f"slurm_{key}": v for key, v in resources.items()})
+    except ImportError as error:
+        raise ConfigError("submitit is not installed", _INSTALL) from error
+    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:  # submitit's ways to refuse
+        raise ConfigError(" ".join(str(error).split("\n")[0].split()), _INSTALL) from error
+    started = executor.map_array(Job(function), [list(job) for job in jobs])
+    problems = [problem for job in started if (problem := job.exception()) is not None]
+    if problems:
+        raise problems[0]
+
+
+def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The cluster that overrides choose, and the resources that they ask for.
+
+    Raises:
+        ConfigError: they name no launcher, or a key that is none of its resources.
+    """
+    check_launcher(overrides)
+    names = [override.removeprefix(LAUNCHER) for override in overrides if override.startswith(LAUNCHER)]
+    if not names:
+        raise ConfigError(f"{overrides[0]}: resources of no launcher", f"add {LAUNCHER}submitit_slurm")
+    cluster = CLUSTERS[names[-1]]
+    settings = [override.removeprefix(RESOURCE) for override in overrides if override.startswith(RESOURCE)]
+    try:
+        resources = {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in settings)}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{', '.join(settings)}: a value cannot be read", "write numbers and plain words") from error
+    foreign = [key for key in resources if cluster == "local" and key not in SHARED]
+    if foreign:
+        raise ConfigError(
+            f"{RESOURCE}{foreign[0]} is a resource of Slurm", f"drop it, or choose {LAUNCHER}submitit_slurm"
+        )
+    return cluster, {"timeout_min": 60, "name": "linrnn", **resources}
