@@ -26,7 +26,7 @@ check: $(VENV)/check  ## lint, format and types
 	$(RUN) -m mypy
 
 docs: $(VENV)/docs   ## build the documentation into site/; a dead link fails (to read it: python -m http.server --directory site)
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 format: $(VENV)/check ## apply the formatter and the safe lint fixes
 	$(RUN) -m ruff check --fix .

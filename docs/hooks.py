@@ -80,7 +80,7 @@ def _reference(name: str) -> str:
     if name != "cce_kernels":
         return f"{head}::: {name}\n    options: {{show_submodules: {str(not imports).lower()}}}\n"
     # One by one: a module there has the name of the function in it.
-    names = [f"{name}.{node.module}.{alias.name}" for node in imports for alias in node.names]
+    names = [f"{name}." * bool(node.level) + f"{node.module}.{alias.name}" for node in imports for alias in node.names]
     options = "    options: {show_root_heading: true, show_root_toc_entry: true}"
     return head + (ast.get_docstring(init) or "") + "".join(f"\n\n::: {each}\n{options}\n" for each in names)
 
