@@ -67,8 +67,10 @@ def linear_cross_entropy(
     later ones make the logits again, in as much workspace and a third more time. Under torch.compile a
     custom operator, without a graph break (and without the check of CPU targets), compiled anew for another number
     of rows. NVIDIA GPUs run Triton kernels, CPUs and other GPUs a blockwise torch path with the same results and memory
-    bound (devices.py says which); TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same bit for
-    bit from call to call. Nothing waits for the device.
+    bound (backends/__init__.py says which); TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same
+    bit for bit from call to call. Nothing waits for the device.
+
+    The signature is wide because every option is a keyword of its own, as in torch.nn.functional.cross_entropy.
 
     Args:
         e: (..., D) hidden states; c: (V, D) classifier; bf16, fp16 or fp32 each. Two dtypes are promoted to

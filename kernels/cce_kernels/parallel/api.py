@@ -68,6 +68,7 @@ def vocabulary_parallel_linear_cross_entropy(
     All ranks call it together, forward and backward, with the same shapes and options. Gradients equal those of one
     device within rounding; those of c and bias are of the rank's rows.
     Under torch.compile one operator, with the same graph on every rank.
+    The signature is wide because it repeats linear_cross_entropy's own keywords, as far as ranks change their meaning.
 
     Args:
         e: (..., D), and targets: (...), places in the whole vocabulary. With rows="same" the same on every rank, as

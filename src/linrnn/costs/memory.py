@@ -132,6 +132,8 @@ def memory_estimate(
 
     With more than one micro-step the gradients of the first are there when the next one peaks. With one,
     they come into being while the activations go.
+
+    The function is long because it is one account: what a moment of the step holds depends on nearly all other terms.
     """
     tokens = batch_size * seq_len
     kept = BF16 if precision == "bf16" else FP32
