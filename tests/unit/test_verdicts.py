@@ -250,7 +250,7 @@ def test_tables_say_whose_clock_tokens_per_second_are_by_and_where_the_host_deci
     slow = run("compiled", wall_step_ms=1.03, host_step_ms=0.03)
     text = write_report([fast, slow], tmp_path, "g")[0].read_text()
     assert "| tokens/s, wall clock | ratio | step, device ms |" in text
-    assert "**the host decides the speed of gla-compiled-8-s0**: of a step's 1.03 ms by wall clock 0.03 are" in text
+    assert "**the host decides the speed of gla-compiled-8-s0**: 0.03 ms of a step's 1.03 ms by wall clock are" in text
     assert "the host decides the speed of gla-cce_kahan" not in text
     del fast.summary["tokens_per_second_is"], slow.summary["tokens_per_second_is"]
     before = write_report([fast, slow], tmp_path, "g")[0].read_text()
@@ -458,12 +458,12 @@ def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_o
     own["memory"] = {"peak": {"measured": 13 * GIB}, "peak/without_loss_layer": {"measured": 10 * GIB}}
     text = write_report(FIVE_SEEDS, tmp_path, "g", (), [own, {**own, "environment": ELSEWHERE}])[0].read_text()
     assert (
-        "the largest part of a step is mixer (60%); the loss takes 20.0%: without any cost a step would be 1.250 x"
-        in text
+        "the largest part of a step is mixer (60%). The loss takes 20.0% of a step; a loss without cost would make the "
+        "step 1.250 x as fast." in text
     )
-    assert "at 93% of the peak: more sequences would only queue" in text
+    assert "at 93% of the GPU's peak rate, so more sequences would only queue" in text
     assert "Its peak is 1.300 x that of the same step without a loss layer." in text
-    assert "its breakdown is left out, made with another gpus" in text
+    assert "its breakdown is left out: it was made with another gpus" in text
 
 
 def test_the_bound_of_a_free_loss_comes_from_the_runs_own_times(tmp_path: Path) -> None:
@@ -471,9 +471,10 @@ def test_the_bound_of_a_free_loss_comes_from_the_runs_own_times(tmp_path: Path) 
     runs = [run("compiled", **times), run("liger", **times), run("compiled", seed=1, **times)]
     lines = write_report(runs, tmp_path, "g")[0].read_text().splitlines()
     words = (
-        "T = 2048, V = 32,000, checkpointing none: the loss takes 20.0% of a step; without any cost it would be 1.250 x"
+        "T = 2048, V = 32,000, checkpointing none: the loss takes 20.0% of a step; a loss without cost would make the "
+        "step 1.250 x"
     )
-    assert [line for line in lines if "without any cost" in line] == [f"* gla x compiled, B = 8, {words} as fast."]
+    assert [line for line in lines if "without cost" in line] == [f"* gla x compiled, B = 8, {words} as fast."]
 
 
 def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
@@ -500,7 +501,7 @@ def test_a_report_holds_table_verdicts_branches_and_the_plots_that_apply(tmp_pat
     setting = "batch_size=8, vocab_size=32000"
     figures = "0.520 | 0.500 to 0.550 | 5 | ≤ 0.600"
     assert f"| **met** | peak memory, ratio | {figures} | gla | cce_kahan | compiled | {setting} |" in text
-    assert "Follow-up 2 (FP8 or INT4 scan): open" in text
+    assert "Follow-up 2 (FP8 or INT4 scan): open." in text
     assert all(path.stat().st_size > 0 for path in paths)
 
 

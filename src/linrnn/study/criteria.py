@@ -142,17 +142,17 @@ MVE_LOSS = Criterion("MVE: final training loss, difference, nats", 0.01, WITHIN,
 
 # Stands below every table of verdicts.
 RULES = (
-    "A pair is a run and the baseline's run of the same seed. Value: median over the pairs. Interval: 90 %, Student's "
-    "t, of the pairs' mean (of ratios the geometric one). *Met* or *missed*: all of the interval lies on that side of "
-    "what is asked; *within*: two one-sided tests of equivalence. Speeds and losses of fewer than "
-    f"{LEAST_PAIRS} pairs are *undecided*. Memory does not scatter: one run decides, and the interval is a range. "
-    "*Open*: not measured."
+    "A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. The interval is "
+    "Student's 90 % interval of the pairs' mean; the mean of ratios is the geometric one. *Met* and *missed* mean that "
+    "the whole interval lies on that side of what is asked. *Within* is two one-sided tests of equivalence. Speeds and "
+    f"losses of fewer than {LEAST_PAIRS} pairs are *undecided*. Memory does not scatter: one run decides, and the "
+    "interval is a range. *Open* means not measured."
 )
 MVE_CHANGED = (
-    "Changed after results were seen: the MVE's learning rate (2e-3, then 1e-3), and its final loss, now the mean of "
-    "50 steps (results/LOG.md)."
+    "Two things changed after results were seen: the MVE's learning rate (from 2e-3 to 1e-3), and its final loss (now "
+    "the mean of 50 steps). The log of experiments in results says why."
 )
 RULES_CHANGED = (
-    "These rules were set after these runs: before, a verdict was given from the median alone, for a single seed too, "
-    "and perplexity was bounded from above only."
+    "These rules were set after these runs. Before, a verdict came from the median alone, even for a single seed, and "
+    "perplexity was bounded from above only."
 )

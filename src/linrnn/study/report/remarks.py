@@ -16,8 +16,8 @@ from linrnn.study.verdicts import free_loss_speed_up
 OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in report.md itself
 SATURATED = 0.9  # share of the device's peak above which a larger batch cannot help
 FOLLOW_UPS = (
-    "Follow-up 2 (FP8 or INT4 scan): open, no such scan is part of this harness.",
-    "Follow-up 5 (MFA's shared projections): open, no such projections are part of this harness.",
+    "Follow-up 2 (FP8 or INT4 scan): open. This harness has no such scan.",
+    "Follow-up 5 (MFA's shared projections): open. This harness has no such projections.",
 )
 
 
@@ -26,10 +26,10 @@ def on_figures(runs: Sequence[Run]) -> str:
     """What the columns of the table of runs hold."""
     measured = next((run.summary for run in runs if run.summary["peak_memory_is"]), None)
     return (
-        f"Train loss: mean of the last {LAST} steps (of all, where there are fewer). {_on_speed(runs)} Step and loss: "
-        "medians over the steps after the warm-up. Peak memory: "
-        f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios: to `{plots.baseline_of(runs)}` of the "
-        "same setting and seed."
+        f"Train loss is the mean of the last {LAST} steps, or of all steps where there are fewer. {_on_speed(runs)} "
+        "The times of step and loss are medians over the steps after the warm-up. Peak memory: "
+        f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios are to `{plots.baseline_of(runs)}` of "
+        "the same setting and seed."
     )
 
 
@@ -37,12 +37,15 @@ def _on_speed(runs: Sequence[Run]) -> str:
     """What tokens/s are, and what they leave out."""
     clock = plots.clock_of(runs)
     if clock == WALL_CLOCK:
-        return "Tokens/s: by wall clock, of all steps after the warm-up."
-    left_out = "which leaves out what the host does between steps: to be measured again by wall clock"
+        return "Tokens/s are by wall clock, over all steps after the warm-up."
+    device = (
+        "come from a step's median device time, which leaves out what the host does between steps: to be measured "
+        "again by wall clock."
+    )
     if clock == plots.DEVICE_TIME:
-        return f"Tokens/s: of a step's median device time, {left_out}."
+        return f"Tokens/s {device}"
     names = [r.name for r in runs if r.summary["tokens_per_second"] and r.summary.get("tokens_per_second_is") is None]
-    return f"Tokens/s: by wall clock; of {', '.join(names)} of a step's median device time, {left_out}."
+    return f"Tokens/s are by wall clock; those of {', '.join(names)} {device}"
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
@@ -60,8 +63,8 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
         if run.mixture
     ]
     slowed = [
-        f"**the host decides the speed of {run.name}**: of a step's {run.summary['wall_step_ms']:.2f} ms by wall "
-        f"clock {run.summary['host_step_ms']:.2f} are not the device's"
+        f"**the host decides the speed of {run.name}**: {run.summary['host_step_ms']:.2f} ms of a step's "
+        f"{run.summary['wall_step_ms']:.2f} ms by wall clock are not the device's"
         for run in runs
         if host_decides(run.summary)
     ]
@@ -132,10 +135,12 @@ def on_bottlenecks(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) ->
         if (run["model"], run["size"]) not in kinds or not step:
             continue
         if differing := same_origin(environment, breakdown["environment"]):
-            lines.append(f"{run['run_name']}: its breakdown is left out, made with another {', '.join(differing)}.")
+            lines.append(
+                f"{run['run_name']}: its breakdown is left out: it was made with another {', '.join(differing)}."
+            )
         else:
             lines.append(" ".join(_on_breakdown(breakdown, step)))
-    return lines or [f"The next bottleneck: {OPEN}, needs scripts/breakdown.py."]
+    return lines or [f"The next bottleneck: {OPEN}; scripts/breakdown.py finds it."]
 
 
 def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
@@ -145,7 +150,7 @@ def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
     name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
     lines = [
         f"{run['model']} x {run['loss']}, B = {run['batch_size']}: the largest part of a step is {name} "
-        f"({parts[name] / step:.0%}); the loss takes {share:.1%}: without any cost a step would be "
+        f"({parts[name] / step:.0%}). The loss takes {share:.1%} of a step; a loss without cost would make the step "
         f"{1 / (1 - share):.3f} x as fast."
     ]
     memory = breakdown.get("memory", {})
@@ -154,8 +159,8 @@ def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
         lines.append(f"Its peak is {peak / without:.3f} x that of the same step without a loss layer.")
     if (breakdown["hardware_utilisation"] or 0) > SATURATED:
         lines.append(
-            f"It computes at {breakdown['hardware_utilisation']:.0%} of the peak: more sequences would only "
-            "queue; freed memory is better spent on longer sequences, a larger model or no checkpointing."
+            f"It computes at {breakdown['hardware_utilisation']:.0%} of the GPU's peak rate, so more sequences would "
+            "only queue. Freed memory is better spent on longer sequences, a larger model or no checkpointing."
         )
     return lines
 
@@ -171,6 +176,6 @@ def _on_free_losses(runs: Sequence[Run]) -> list[str]:
     return [
         f"{model} x {name}, B = {run.summary['batch_size']}, T = {run.summary['seq_len']}, "
         f"V = {run.summary['vocab_size']:,}, checkpointing {checkpointing}: the loss takes {share:.1%} of a step; "
-        f"without any cost it would be {bound:.3f} x as fast."
+        f"a loss without cost would make the step {bound:.3f} x as fast."
         for (model, name, checkpointing), (run, share, bound) in firsts.items()
     ]

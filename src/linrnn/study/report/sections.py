@@ -38,7 +38,7 @@ def sections(
     if courses := tables.of_courses(runs):
         made.append(Section("Over the steps that two runs have", [courses, tables.BATCH_NOISE]))
     if filters := tables.of_filters(runs):
-        words = f"Shares of softmax entries kept and of mass not kept, by token; means of the last {LAST} steps."
+        words = f"Shares of softmax entries kept and of mass not kept are by token, means of the last {LAST} steps."
         made.append(Section("What filters kept", [filters, words]))
     if crossover := [line.removeprefix("* ") for line in plots.crossover_lines(runs)]:
         made.append(Section("Vocabulary: where a loss passes the baseline", [Bullets(crossover)]))
