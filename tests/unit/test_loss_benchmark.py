@@ -280,7 +280,8 @@ def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):
     monkeypatch.setenv("LINRNN_RESULTS", str(tmp_path))
     for device, shape in (("cpu", "small"), ("nvidia_h200", "large")):
         merge_rows(tmp_path / "bench_loss" / device / f"{shape}.json", [make_row("compiled", shape=shape)])
-    assert [row.shape for row in bench_rows()] == ["large"]
+    assert [row.shape for row in bench_rows("nvidia_h100")] == ["large"]
+    assert [row.shape for row in bench_rows("cpu")] == ["small"], "the one that is named"
 
 
 def test_a_filter_is_never_the_fastest_exact_backend():

@@ -1,13 +1,17 @@
 """What the notebooks call: results by name, tables and plots that say what is open where nothing was measured."""
 
+import base64
+import io
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.config import CONFIG_DIR
 from linrnn.core.errors import DataError
+from linrnn.core.tables import Table
 from linrnn.study.plots import loss_curves
 from linrnn.study.results import (
     BREAKDOWNS,
@@ -22,6 +26,10 @@ from linrnn.study.results import (
     read_runs,
 )
 
+if TYPE_CHECKING:
+    import pandas
+
+REPORTS = ("summaries", "superseded")  # below the results: directories of committed groups
 RESULTS = "LINRNN_RESULTS"  # variable that names another results directory than the repository's
 
 
@@ -42,9 +50,9 @@ def load(*groups: str) -> list[Run]:
         except DataError:
             continue
         return _loaded(runs, results_dir() / group)
-    for group in groups:
-        if (results_dir() / "summaries" / group / COMMITTED).exists():
-            return _loaded(read_committed(results_dir() / "summaries" / group), results_dir() / "summaries" / group)
+    for directory in (results_dir() / kind / group for group in groups for kind in REPORTS):
+        if (directory / COMMITTED).exists():
+            return _loaded(read_committed(directory), directory)
     sweep = (CONFIG_DIR / "sweep" / f"{groups[0]}.yaml").exists()
     how = f"python scripts/sweep.py sweep={groups[0]} makes them" if sweep else "the files in configs/sweep say how"
     print(f"open: no results of {' or '.join(groups)}; {how}")
@@ -80,30 +88,56 @@ def breakdowns() -> list[dict[str, Any]]:
     return found
 
 
-def bench_rows() -> list[Row]:
-    """Rows of the loss benchmark, of the first GPU that has any, else of the CPU."""
-    devices = (path for path in (results_dir() / "bench_loss").glob("*") if path.is_dir())
-    for device in sorted(devices, key=lambda path: (path.name == "cpu", path.name)):
-        if rows := [row for path in sorted(device.glob("*.json")) for row in read_rows(path)]:
+def bench_rows(device: str) -> list[Row]:
+    """Rows of the loss benchmark on `device` (a directory below results/bench_loss), else of the first that has any;
+    of a GPU rather than of a CPU."""
+    devices = [path for path in (results_dir() / "bench_loss").glob("*") if path.is_dir()]
+    for path in sorted(devices, key=lambda path: (path.name != device, path.name == "cpu", path.name)):
+        if rows := [row for file in sorted(path.glob("*.json")) for row in read_rows(file)]:
             rows = list(rows_for("shapes", rows).values())
-            print(f"{len(rows)} rows of {device.relative_to(results_dir())}")
+            print(f"{len(rows)} rows of {path.relative_to(results_dir())}")
             return rows
     print("open: no loss benchmark; python scripts/bench_loss.py makes one")
     return []
 
 
+def show_frame(table: "pandas.DataFrame", columns: Mapping[str, tuple[str, str]]) -> None:
+    """Display columns of a frame as a table that people read.
+
+    Args:
+        table: any frame; without rows the table says so.
+        columns: of each column to be shown its heading and the format of its numbers ("" for words).
+    """
+    if not len(table):
+        print("open: nothing was measured")
+        return
+    rows = [[_cell(row[name], form) for name, (_, form) in columns.items()] for _, row in table.iterrows()]
+    headings = [heading for heading, _ in columns.values()]
+    words = [heading for heading, form in columns.values() if not form]
+    show_markdown(Table(headings, rows, words).markdown())
+
+
+def _cell(value: Any, form: str) -> str:
+    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return "-" if missing else format(value, form)
+
+
 def show_plot(draw: Callable[..., Any], runs: Sequence[Run], *arguments: Any) -> None:
     """Draw and display a plot of :mod:`linrnn.study.plots`; without measured runs say so."""
-    from IPython.display import display
-    from matplotlib import pyplot
-
     if not any(run.finished and run.summary["tokens_per_second"] for run in runs):
         print("open: nothing to draw")
         return
     if draw is loss_curves and not any(run.losses for run in runs):
         print("open: no curves were committed with these runs; scripts/report.py writes them")
         return
-    figure = draw(runs, *arguments)
+    show_figure(draw(runs, *arguments))
+
+
+def show_figure(figure: Any) -> None:
+    """Display a figure once; without data say so."""
+    from IPython.display import display
+    from matplotlib import pyplot
+
     if any(axes.has_data() for axes in figure.axes):
         display(figure)
     else:
@@ -116,3 +150,41 @@ def show_markdown(lines: Sequence[str]) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown("\n".join(lines)))
+
+
+def execute(notebook: Any, results: Path, kernel: Any = None) -> None:
+    """Run every cell of a notebook, as nbformat reads it, on the results below `results`, and store what it shows.
+
+    Args:
+        kernel: a started kernel that other notebooks have used; its names are forgotten. None starts one.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    import nbclient
+    from nbformat.v4 import new_code_cell
+
+    forget = f"%reset -f\nimport os\nos.environ[{RESULTS!r}] = {str(results)!r}\ndel os"
+    notebook.cells.insert(0, new_code_cell(forget))
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, km=kernel, kernel_name="python3", record_timing=False, resources={}
+    )
+    client.execute()
+    del notebook.cells[0]
+    for number, cell in enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), start=1):
+        cell.execution_count = number
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output["execution_count"] = number
+            if "image/png" in output.get("data", {}):
+                output["data"]["image/png"] = _light(output["data"]["image/png"])
+
+
+def _light(png: str) -> str:
+    """A PNG in base64, in as many colours as a plot needs: a third of the bytes."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(96)
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,27 @@
+"""Execute the notebooks on the committed results and store what they show: `python scripts/execute_notebooks.py`."""
+
+import tempfile
+from pathlib import Path
+
+from linrnn.config import CONFIG_DIR
+from linrnn.config.cli import run_plain
+
+
+def main() -> None:
+    import nbformat
+
+    from linrnn.study.notebook import execute
+
+    root = CONFIG_DIR.parent
+    with tempfile.TemporaryDirectory() as directory:
+        for name in ("summaries", "superseded", "bench_loss"):  # not the runs that were made on this machine
+            (Path(directory) / name).symlink_to(root / "results" / name)
+        for path in sorted((root / "notebooks").glob("*.ipynb")):
+            notebook = nbformat.read(path, as_version=4)
+            execute(notebook, Path(directory))
+            nbformat.write(notebook, path)
+            print(f"wrote {path.relative_to(root)}")
+
+
+if __name__ == "__main__":
+    run_plain(main, __doc__ or "")
