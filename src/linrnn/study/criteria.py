@@ -150,7 +150,7 @@ RULES = (
 )
 MVE_CHANGED = (
     "Two things changed after results were seen: the MVE's learning rate (from 2e-3 to 1e-3), and its final loss (now "
-    "the mean of 50 steps). The log of experiments in results says why."
+    "the mean of 50 steps). results/log/2026-11-21.md says why."
 )
 RULES_CHANGED = (
     "These rules were set after these runs. Before, a verdict came from the median alone, even for a single seed, and "
