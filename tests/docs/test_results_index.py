@@ -1,0 +1,37 @@
+"""results/README.md lists every committed folder, and superseded/README.md every superseded one; no link is dead."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PAGES = [RESULTS / "README.md", RESULTS / "superseded" / "README.md", *sorted((RESULTS / "log").glob("*.md"))]
+
+
+def targets(page: Path) -> list[Path]:
+    return [(page.parent / link).resolve() for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(RESULTS).as_posix())
+def test_no_link_is_dead(page: Path) -> None:
+    assert [path for path in targets(page) if not path.exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "folders"),
+    [
+        (PAGES[0], [*(RESULTS / "summaries").iterdir(), RESULTS / "bench_parallel", RESULTS / "figures"]),
+        (PAGES[1], [path for path in (RESULTS / "superseded").iterdir() if path.is_dir()]),
+    ],
+)
+def test_every_committed_folder_is_listed(page: Path, folders: list[Path]) -> None:
+    named = targets(page)
+    assert [path.name for path in folders if not any(target.is_relative_to(path) for target in named)] == []
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
+def test_a_day_opens_with_a_summary_of_at_most_five_points(page: Path) -> None:
+    head = page.read_text(encoding="utf-8").partition("\n## ")[0]
+    assert 1 <= sum(line.startswith("* ") for line in head.splitlines()) <= 5
