@@ -11,7 +11,9 @@ PAGES = [RESULTS / "README.md", RESULTS / "superseded" / "README.md", *sorted((R
 
 
 def targets(page: Path) -> list[Path]:
-    return [(page.parent / link).resolve() for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
+    return [
+        (page.parent / link).resolve() for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(RESULTS).as_posix())
