@@ -12,10 +12,11 @@ import pytest
 
 from linrnn.config import load_config
 from linrnn.core.errors import DataError
-from linrnn.study.criteria import OPEN
+from linrnn.study.criteria import MEMORY, OPEN, judge
 from linrnn.study.report import make_report, verdict_table
 from linrnn.study.report.page import Pictures, inline, to_html
 from linrnn.study.report.sections import sections
+from linrnn.study.report.tables import of_verdicts
 from linrnn.study.results import read_committed
 from linrnn.study.verdicts import verdicts
 
@@ -127,6 +128,15 @@ def test_verdicts_with_an_answer_lead_and_what_was_not_measured_has_no_row() -> 
     assert set(words[:answered]) <= {"met", "missed"}
     assert set(words[answered:]) == {"undecided"}
     assert "Not measured:" in lines
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.60031, "0.6003"), (0.59996, "0.59996"), (0.6, "0.600"), (0.52, "0.520"), (0.599999999, "0.600")],
+)
+def test_a_value_that_misses_its_target_does_not_look_like_it(value: float, shown: str) -> None:
+    table = of_verdicts([judge(MEMORY, "gla", "cce_kahan", "compiled", [value])])
+    assert table.rows[0][2] == shown
 
 
 def test_the_page_needs_no_other_file_and_no_network(page: Path) -> None:

@@ -54,11 +54,17 @@ Block = str | Bullets | Commands | Pictures | Table
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it."""
+    """A heading and what stands below it.
+
+    Attributes:
+        level: of the heading.
+        folded: whether the page shows the heading alone until a click unfolds the rest.
+    """
 
     title: str
     blocks: Sequence[Block]
     level: int = 2
+    folded: bool = False
 
 
 def to_markdown(title: str, sections: Sequence[Section]) -> str:

@@ -66,4 +66,4 @@ def of_verdicts(found: Sequence[Verdict]) -> list[Section]:
         ("Undecided", tables.of_verdicts(undecided) if undecided else None),
         ("Not measured", Bullets(missing) if missing else None),
     ]
-    return [Section(title, [block], level=3) for title, block in blocks if block]
+    return [Section(title, [block], level=3, folded=block == blocks[-1][1]) for title, block in blocks if block]

@@ -53,13 +53,26 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
         interval = "-" if v.low is None or v.high is None else f"{v.low:{form}} to {v.high:{form}}"
         rows.append(
             (
-                *(Answer(v.verdict), v.criterion.name, show(v.value, form), interval, v.n, v.criterion.bound),
+                *(Answer(v.verdict), v.criterion.name, _beside_target(v), interval, v.n, v.criterion.bound),
                 *(v.model, v.backend, v.against or "-"),
                 *(["; ".join(filter(None, [v.remark, v.setting]))] if remarks else []),
             )
         )
     words = ("verdict", "criterion", "model", "loss", "against", "setting and remarks")
     return Table(columns, rows, words)
+
+
+def _beside_target(verdict: Verdict) -> str:
+    """The value, with further digits where rounding would make it look like the target: 0.6003 for ≤ 0.600."""
+    value, target, form = verdict.value, verdict.criterion.target, verdict.criterion.form
+    if value is None or abs(value) == target:
+        return show(value, form)
+    sign, digits, kind = form[:-3], int(form[-2]), form[-1]
+    for more in range(4):
+        text = f"{value:{sign}.{digits + more}{kind}}"
+        if text.lstrip("+-") != f"{target:.{digits + more}{kind}}":
+            return text
+    return show(value, form)
 
 
 def not_measured(found: Sequence[Verdict]) -> list[str]:
