@@ -30,7 +30,7 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
     figure, grid = subplots(2, max(len(models), 1), figsize=size, sharex="col", height_ratios=(2, 1.2), squeeze=False)
     bases = {(run.course, run.summary["seed"]): run for run, _ in own if run.summary["loss"] == baseline}
     found, lines = looks(labels), {}
-    for (top, bottom), model in zip(grid.T, models, strict=True):
+    for (top, bottom), model in zip(grid.T, models, strict=False):
         curves: dict[str, list[Curve]] = defaultdict(list)
         above: dict[str, list[Curve]] = defaultdict(list)
         of_model = [(run, name) for run, name in own if run.summary["model"] == model]
@@ -65,8 +65,8 @@ def dropped_mass(runs: Sequence[Run]) -> Any:
     filtered = [(run, name) for run, name in named(runs) if "dropped_mass_mean" in run.statistics]
     labels = list(dict.fromkeys(name for _, name in filtered))
     models = list(dict.fromkeys(run.summary["model"] for run, _ in filtered))
-    columns = min(len(models), 2)
-    rows = -(-len(models) // columns)
+    columns = min(max(len(models), 1), 2)
+    rows = max(-(-len(models) // columns), 1)
     size = (2.5 + 3.6 * columns, 1.2 + 2.9 * rows)
     figure, grid = subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
     for spare in grid.flat[len(models) :]:
