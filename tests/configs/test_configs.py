@@ -9,7 +9,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
+from linrnn.config import (
+    CONFIG_DIR,
+    data_for,
+    identity,
+    load_config,
+    overrides_of,
+    read_config,
+    run_name,
+    settings,
+    to_yaml,
+)
+from linrnn.config import compose as compose_module
 from linrnn.config.compose import compose_config, fields_of, nearest, register_schemas
 from linrnn.config.schema import COMMANDS, SCHEMAS, ReadingConfig
 from linrnn.core.errors import ConfigError
@@ -237,6 +248,11 @@ def test_commands_have_their_files() -> None:
         ["seed=3", "data.data_seed=1", "data=markov", "+trainer.max_steps=7", "experiment=mve", "device=cpu"],
         ["size.mixers={gla:{num_heads:2,head_k_dim:8,head_v_dim:8}}", "size=mve", "++optimizer.lr=0.1"],
         ["logger.wandb.tags=[a,b]", "parallel=fsdp", "parallel.shard_ranks=2", "~dry_run", "group=g", "seed=1"],
+        # The menu's own options, alone and beside others.
+        ["size=smoke", "model=gla", "data=markov", "optimizer=adamw", "parallel=none", "trainer.max_steps=7"],
+        ["parallel=none", "model=kda", "loss=cce_kahan", "size=mve"],
+        ["model=gla", "size=smoke", "experiment=phase1"],
+        ["data=stdlib", "data=markov"],
     ],
 )
 def test_options_first_and_single_keys_then_is_what_hydra_does(overrides: list[str]) -> None:
@@ -247,6 +263,15 @@ def test_options_first_and_single_keys_then_is_what_hydra_does(overrides: list[s
     assert found == at_once
     assert OmegaConf.get_type(found) is OmegaConf.get_type(at_once)
     assert OmegaConf.is_struct(found) is OmegaConf.is_struct(at_once) is True
+
+
+def test_equal_choices_are_composed_once() -> None:
+    load_config()
+    before = compose_module._composed.cache_info().misses
+    config = load_config(["size=smoke", "model=gla", "seed=2"])
+    run_name(config)
+    assert overrides_of(config) == ["seed=2"]
+    assert compose_module._composed.cache_info().misses == before
 
 
 def test_losses_and_models_cross_freely() -> None:

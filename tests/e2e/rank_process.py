@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from forked import NEEDED, ROOT
 
-from linrnn import distributed
+from linrnn.distributed import patience
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
     elif fault == "counted":
         _count_bytes()
     elif fault:
-        distributed.GRACE_SECONDS = 2.0
+        patience.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
     sys.argv = [script, *overrides]
     runpy.run_path(str(ROOT / script), run_name="__main__")

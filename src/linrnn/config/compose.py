@@ -60,7 +60,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         parsed = OverridesParser.create().parse_overrides(lines)
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
         single = [_sets_a_key(line, config_name) for line in lines]
-        options = tuple(line for line, sets in zip(lines, single, strict=True) if not sets)
+        options = _told_apart([line for line, sets in zip(lines, single, strict=True) if not sets], config_name)
         composed = copy.deepcopy(_composed(options, config_name, CONFIG_DIR))
         ConfigLoaderImpl._apply_overrides_to_config(
             [o for o, sets in zip(parsed, single, strict=True) if sets], composed
@@ -94,6 +94,34 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> D
             return compose(config_name, overrides=list(options))
     finally:
         GlobalHydra.instance().clear()
+
+
+def _told_apart(options: list[str], config_name: str) -> tuple[str, ...]:
+    """The options that make a difference, in one order, so that equal choices are composed once.
+
+    The menu's own options make none. An experiment, a group that is named twice and anything but `group=option` are
+    Hydra's to judge: such options stay as they are.
+    """
+    menu = options_of_menu(config_name)
+    groups = [option.partition("=")[0] for option in options]
+    if not menu.keys() >= set(groups) or len(set(groups)) < len(groups):
+        return tuple(options)
+    return tuple(sorted(o for o, group in zip(options, groups, strict=True) if o != f"{group}={menu[group]}"))
+
+
+def options_of_menu(config_name: str = "train") -> dict[str, str]:
+    """The groups of a command and the option that each has by default; empty where Hydra will find no file."""
+    return _read_menu(config_name, CONFIG_DIR)
+
+
+@functools.lru_cache(maxsize=32)
+def _read_menu(config_name: str, config_dir: Path) -> dict[str, str]:
+    try:
+        text = (config_dir / f"{config_name}.yaml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    groups = re.findall(r"^  - (\w+): ([^\s#]+)", text, re.MULTILINE)
+    return {group: option for group, option in groups if option not in ("null", "???")}
 
 
 def _sets_a_key(override: str, config_name: str) -> bool:

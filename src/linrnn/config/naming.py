@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from linrnn.config.compose import compose_config, leaves
+from linrnn.config.compose import compose_config, leaves, options_of_menu
 from linrnn.config.schema import Config
 from linrnn.config.steps import horizon, sequences_per_step
 
@@ -91,13 +91,13 @@ def run_name(config: Config, world_size: int = 1) -> str:
     """
     if config.run_name:
         return config.run_name
-    defaults = _defaults(*(f"{group}={getattr(config, group).name}" for group in _GROUPS))
+    defaults = defaults_of(config)
     values = identity(config, world_size)
-    menu = _defaults()
+    menu = options_of_menu()
     words = [
         getattr(config, group).name
         for group in ("data", "optimizer", "parallel")
-        if getattr(config, group).name != menu[f"{group}.name"]
+        if getattr(config, group).name != menu[group]
     ]
     for key, value in values.items():
         if key != "seed" and defaults.get(key, "(absent)") != value:
@@ -112,9 +112,14 @@ def run_name(config: Config, world_size: int = 1) -> str:
     return name
 
 
+def defaults_of(config: Config) -> dict[str, Any]:
+    """Every key with its default, for the options that a configuration has."""
+    return _defaults(*(f"{group}={getattr(config, group).name}" for group in _GROUPS))
+
+
 @functools.cache
 def _defaults(*options: str) -> dict[str, Any]:
-    """Every key of the identity with its default, for these options of the groups."""
+    """Every key with its default, for these options of the groups."""
     values = dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(options)))))
     if values[HORIZON] is None:
         values[HORIZON] = values["trainer.max_steps"]

@@ -1,13 +1,14 @@
 """summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
 
 import dataclasses
+import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from linrnn.config import data_for, overrides_of
-from linrnn.config.naming import HORIZON
+from linrnn.config import overrides_of
+from linrnn.config.naming import HORIZON, defaults_of
 from linrnn.config.schema import Config
 from linrnn.config.steps import horizon
 from linrnn.core.dates import utc_now
@@ -204,7 +205,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
         other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
         cache = config.data.cache_dir
-        kept = [] if cache == data_for(config.data, ()).cache_dir else [f"data.cache_dir={cache}"]
+        kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
         evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
         lines += [
             "next:",
