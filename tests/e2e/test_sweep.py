@@ -21,21 +21,24 @@ def test_a_sweep_is_listed_run_and_not_run_again(
     points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
     points += ["report_every_seconds=1"]
-    dry = command("scripts/sweep.py", *points, "dry_run=true")
-    assert dry.returncode == 0, dry.stderr
-    assert "2 points: 1 to run, 1 unsupported" in dry.stdout
+    foreseen = said_by_sweep(monkeypatch, *points, "dry_run=true")
+    assert any("2 points: 1 to run, 1 unsupported" in line for line in foreseen)
     assert not (tmp_path / "results").exists()
     done = command("scripts/sweep.py", *points)
     assert done.returncode == 0, done.stdout + done.stderr
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "results/checkpointing").glob("*/summary.json")]
     assert {s["loss"]: s["status"] for s in summaries} == {"standard": "finished", "liger": "unsupported"}
     assert len({frozenset(s) for s in summaries}) == 1, "a summary has the same keys whatever became of the run"
-    # The same command in this process, which may take hold of the CPU.
+    assert any("2 points, 0 to run" in line for line in said_by_sweep(monkeypatch, *points))
+
+
+def said_by_sweep(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
+    """What the command prints, in this process, which may take hold of the CPU."""
     monkeypatch.setattr(sweep, "in_another_process", lambda function, *arguments: function(*arguments))
-    own, launcher, runs = split_overrides(points, "run_sweep")
+    own, launcher, runs = split_overrides(overrides, "run_sweep")
     said: list[str] = []
     sweep.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
-    assert any("2 points, 0 to run" in line for line in said)
+    return said
 
 
 @pytest.mark.parametrize(
