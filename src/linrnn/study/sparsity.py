@@ -144,8 +144,9 @@ def markdown(profiles: list[Profile]) -> str:
         for p in profiles
         for i, share in enumerate(FIRST)
     ]
+    models = ", ".join(dict.fromkeys(p.name.partition(",")[0] for p in profiles))
     lines = [
-        "# Sparsity of the softmax",
+        f"# Sparsity of the softmax: {models}",
         "",
         f"Entries with p ≥ 2^-k, in per cent of the band's; mass (mean per token) of its entries below 2^-{k}. The CCE",
         f"paper reports fewer than 0.02 % above 2^-{k}, for a Transformer with 256,000 tokens' vocabulary. Bands: the",

@@ -96,12 +96,13 @@ def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Pa
     if len({filter_eps(row) for row in rows} - {None}) > 1:
         paths.append(directory / f"{name}_error.png")
         save(error_plot(rows), paths[-1])
-    paths[0].write_text(_markdown(rows, runs, name, axis, [path.name for path in paths[1:]]), encoding="utf-8")
+    title = f"{name}, {directory.name}"
+    paths[0].write_text(_markdown(rows, runs, title, axis, [path.name for path in paths[1:]]), encoding="utf-8")
     return paths
 
 
-def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], name: str, axis: str | None, plots: list[str]) -> str:
-    lines = [f"# The loss layer alone: {name}", ""]
+def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], title: str, axis: str | None, plots: list[str]) -> str:
+    lines = [f"# The loss layer alone: {title}", ""]
     for plot in plots:
         lines += [f"![{plot.removesuffix('.png')}]({plot})", ""]
     lines += _overview(rows, axis)

@@ -20,6 +20,7 @@ from linrnn.study.plots.select import (
     clock_of,
     crossover_lines,
     loss_layer_share,
+    speeds_rank,
     varies,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "memory_parts",
     "pareto",
     "save",
+    "speeds_rank",
     "study_rows",
     "varies",
     "vocabulary_crossover",

@@ -7,6 +7,7 @@ from typing import Any
 
 from linrnn.bench.loss.rows import crossovers
 from linrnn.core.plot_style import model_in_words
+from linrnn.runs.figures import host_decides
 from linrnn.study.intervals import LEAST_PAIRS
 from linrnn.study.results import SETTING, WALL_CLOCK, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES
@@ -20,6 +21,11 @@ def clock_of(runs: Sequence[Run]) -> str:
     if kinds == {True}:
         return WALL_CLOCK
     return DEVICE_TIME if kinds <= {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"
+
+
+def speeds_rank(runs: Sequence[Run]) -> bool:
+    """Whether the runs' tokens/s rank losses: they are by wall clock, and no run waits for the host."""
+    return clock_of(runs) == WALL_CLOCK and not any(host_decides(run.summary) for run in runs)
 
 
 def baseline_of(runs: Sequence[Run]) -> str:
@@ -49,15 +55,16 @@ def loss_layer_share(run: Run) -> float | None:
 
 def crossover_lines(runs: Sequence[Run]) -> list[str]:
     """In words: the vocabularies at which a loss passes the baseline, between those measured: its steps, and the loss
-    layer's own kernels, which a step that waits for the host hides."""
+    layer's own kernels. Steps are left out where :func:`speeds_rank` says that they rank nothing."""
     baseline, joined = baseline_of(runs), named(family(measured(runs), "vocab_size"))
     times: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ranked = speeds_rank([run for run, _ in joined])
     for run, name in joined:
         summary = run.summary
         if summary.get("activation_checkpointing") not in (None, "none"):
             continue
         own = {
-            "step": 1 / summary["tokens_per_second"],
+            "step": 1 / summary["tokens_per_second"] if ranked else 0.0,
             "loss layer": sum((summary.get("loss_layer_ms") or {}).values()),
         }
         for part, time in own.items():

@@ -149,7 +149,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
         figures.append(("chunk_sizes.png", plots.chunk_sizes(measured)))
     if "seq_len" in several:
         figures.append(("length_scaling.png", plots.length_scaling(measured)))
-    if "vocab_size" in several:
+    if "vocab_size" in several and plots.speeds_rank(measured):
         figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
     shares = (("share", plots.loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
     for along in several:
