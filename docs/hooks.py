@@ -23,15 +23,8 @@ PACKAGES = ["cce_kernels", *(f"linrnn.{path.parent.name}" for path in sorted(ROO
 
 def on_config(config: Any) -> Any:
     """Put the pages of a folder in the place of its name in the menu."""
-    config["nav"] = [_expanded(entry) for entry in config["nav"] if _is_there(entry)]
+    config["nav"] = [_expanded(entry) for entry in config["nav"]]
     return config
-
-
-def _is_there(entry: Any) -> bool:
-    """Whether the page or folder of an entry exists."""
-    return not isinstance(entry, dict) or all(
-        not isinstance(value, str) or value == "reference/" or (DOCS / value).exists() for value in entry.values()
-    )
 
 
 def _expanded(entry: Any) -> Any:
