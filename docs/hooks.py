@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(!?\[[^\[\]]*\]\()([^()\s]+)(\))")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+# Pages of numbers: the search leaves them out.
+TABLES = tuple(f"repository/results/{name}/" for name in ("summaries", "superseded", "bench_loss", "bench_parallel"))
 PACKAGES = ["cce_kernels", *(f"linrnn.{path.parent.name}" for path in sorted(ROOT.glob("src/linrnn/*/__init__.py")))]
 
 
@@ -85,6 +87,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Turn links to files outside docs/ into links to their copies in the site."""
+    if page.file.src_uri.startswith(TABLES):
+        page.meta["search"] = {"exclude": True}
     source = page.file.abs_src_path
     if source is None:
         return markdown
