@@ -18,7 +18,7 @@ except (ImportError, AttributeError):
     kernels = None  # type: ignore[assignment]  # a module otherwise
 
 # Triton versions under which these kernels have run on a GPU. Gluon is experimental, and a ring that miscounts waits
-# forever: another version takes Triton's kernels until tests/kernels/test_hopper.py has passed with it.
+# forever: another version takes Triton's kernels until tests/kernels/devices/test_hopper.py has passed with it.
 TRITONS = ("3.6.", "3.7.")
 REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers then take more, the producer gives back
 

@@ -1,7 +1,7 @@
 """Tiles of the large kernels on every architecture: the one place that says how large, in how many warps and stages.
 
-A row serves all devices of its kind whose shared memory holds it. tests/kernels/test_architectures.py compiles every
-kernel for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0 and compares with what a program may have there.
+A row serves all devices of its kind whose shared memory holds it. tests/kernels/devices/test_architectures.py compiles
+every kernel for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0 and compares with what a program may have there.
 Only Hopper's row is measured (H200); the others are chosen to compile and to fit.
 """
 

@@ -13,7 +13,7 @@ from linrnn.data import ShardSet
 from linrnn.data.shards import SplitWriter, open_split, write_meta
 from linrnn.data.tokenizer import train_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 WORDS = [
     "the",
     "cat",

@@ -380,6 +380,6 @@ hidden, head = (torch.randn(shape, requires_grad=True) for shape in ((2, 8, 16),
 linear_cross_entropy(hidden, head, torch.randint(0, 100, (2, 8)), shift=1).backward()
 assert hidden.grad.isfinite().all() and head.grad.isfinite().all()
 """
-    kernels = Path(__file__).resolve().parents[2] / "kernels"
+    kernels = Path(__file__).resolve().parents[3] / "kernels"
     done = subprocess.run([sys.executable, "-c", program], cwd=kernels, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

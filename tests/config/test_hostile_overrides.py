@@ -1,6 +1,6 @@
 """Random and hostile command lines: each makes a configuration or ends in one line of cause; none does anything.
 
-150 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/configs/test_hostile_overrides.py
+150 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/config/test_hostile_overrides.py
 """
 
 import os

@@ -1,7 +1,7 @@
 """kill -9 at random moments: data, checkpoints and final losses are those of a run that was never broken, bit for bit.
 
 A few kills by default; a hundred, of which every tenth hits a whole sweep:
-    LINRNN_KILLS=100 python -m pytest tests/e2e/test_kill_at_random.py -s --timeout=3600
+    LINRNN_KILLS=100 python -m pytest tests/faults/test_kill_at_random.py -s --timeout=3600
 """
 
 import json

@@ -31,7 +31,7 @@ NEEDED = {"text": ["data.path=some.txt"]}
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
-    if group == "sweep":  # its points: tests/unit/test_grids.py
+    if group == "sweep":  # its points: tests/config/test_grids.py
         assert load_config([f"sweep={option}"], "run_sweep").sweep.name == option
         return
     config = load_config([f"{group}={option}", *NEEDED.get(option, [])])
