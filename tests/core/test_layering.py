@@ -86,6 +86,13 @@ def test_the_kernels_import_torch_and_triton_alone() -> None:
         assert not surplus, f"{path.name} imports {sorted(surplus)}"
 
 
+def test_the_core_of_the_kernels_never_imports_the_filter() -> None:
+    """What assembles the implementations may."""
+    for path in files(KERNELS):
+        if path.relative_to(KERNELS).parts[0] not in ("filter", "backends"):
+            assert not any(f"{name}.".startswith("cce_kernels.filter.") for name in imports(path)), path.name
+
+
 def test_only_the_loss_backends_name_the_kernels() -> None:
     users = {path for path in files(LINRNN) if "cce_kernels" in path.read_text()}
     assert users

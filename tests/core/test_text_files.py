@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [*ROOT.glob("src/**/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("kernels/**/*.py"), ROOT / "train.py"]
+SOURCES = [*ROOT.glob("src/**/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("kernels/**/*.py"), ROOT / "train.py"]
 
 
 def calls_without_encoding(source: str) -> Iterator[int]:

@@ -117,7 +117,7 @@ def test_help_says_what_a_command_does_and_runs_nothing(script: str, command: Co
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [("train.py", "--help"), ("scripts/parameter_table.py",)])
+@pytest.mark.parametrize("arguments", [("train.py", "--help"), ("scripts/maintain/parameter_table.py",)])
 def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...]) -> None:
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -109,7 +109,7 @@ def test_a_notebook_is_stored_with_what_the_committed_results_say(
     for directory in ("summaries", "superseded", "bench_loss"):
         (tmp_path / directory).symlink_to(ROOT / "results" / directory)
     stored, now = shown(read(name)), shown(run_all(name, kernel, tmp_path))
-    assert stored == now, "python scripts/execute_notebooks.py stores them anew"
+    assert stored == now, "python scripts/maintain/execute_notebooks.py stores them anew"
     assert "<plot>" in stored
     assert "H200" in "\n".join(stored)
 

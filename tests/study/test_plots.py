@@ -98,7 +98,7 @@ def test_the_committed_pictures_are_those_of_the_committed_rows(tmp_path: Path) 
     assert {path.name for path in drawn} == {path.name for path in committed.glob("*.png")}
     for path in drawn:
         words = [_words(directory / path.with_suffix(".svg").name) for directory in (tmp_path, committed)]
-        assert words[0] == words[1], "python scripts/figures.py draws them anew"
+        assert words[0] == words[1], "python scripts/maintain/figures.py draws them anew"
 
 
 def _words(picture: Path) -> list[str]:

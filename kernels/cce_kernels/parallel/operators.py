@@ -248,7 +248,10 @@ def _recompute(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of e, with `own` of the rank's rows, c and bias (empty where no dtype is given) from recomputed
-    logits, `width` columns at a time."""
+    logits, `width` columns at a time.
+
+    The signature is wide because a custom operator of torch takes no objects.
+    """
     o, spread = Options(*options), Spread.of(group, shards, own)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]

@@ -380,7 +380,7 @@ def page(runs: list[Measured]) -> str:
     rates = measured_rates(runs)
     lines = [
         "# 64 to 1,024 GPUs, on paper", "",
-        f"Made by `python scripts/scale_out.py` from `linrnn.costs` and {_measurements(runs)}. "
+        f"Made by `python scripts/maintain/scale_out.py` from `linrnn.costs` and {_measurements(runs)}. "
         f"H200s, 8 a machine: {_sources(rates)}. "
         f"`bf16_autocast`, T = {SEQ_LEN}, `cce_kahan`, no activation checkpointing. The tokens of a step are the same "
         "for any number of GPUs.", "",

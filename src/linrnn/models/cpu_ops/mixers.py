@@ -80,6 +80,8 @@ def gated_delta_rule(
 
     With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,)
     or (H·K,).
+
+    The signature is wide because it is that of FLA's own function, whose place this one takes.
     """
     _check_packing(cu_seqlens, initial_state, output_final_state)
     if q.shape[2] != v.shape[2] or safe_gate or lower_bound is not None:

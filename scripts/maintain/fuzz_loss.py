@@ -1,4 +1,6 @@
-"""Random calls of the loss against torch: `python scripts/fuzz_loss.py calls=2000`; on a GPU calls=100000 processes=8.
+"""Random calls of the loss against torch: `python scripts/maintain/fuzz_loss.py calls=2000`.
+
+On a GPU: `calls=100000 processes=8`.
 
 Each call draws dtypes, autocast, options, sizes, strides, workspace, frozen inputs and data, and compares loss, LSE and
 gradients with fp64. An error must stay below twice that of torch's own path in the same dtypes, plus what rounding in
@@ -413,7 +415,7 @@ def main(arguments: dict[str, Any]) -> int:
           for n in sorted(total.worst)))  # fmt: skip
     print(f"out of bounds: {len(total.out_of_bounds)}")
     for line in total.out_of_bounds[:50]:
-        print(f"  python scripts/fuzz_loss.py {line}")
+        print(f"  python scripts/maintain/fuzz_loss.py {line}")
     if arguments["output"]:
         summary = {
             "device": device + interpreted,

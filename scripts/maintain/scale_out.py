@@ -9,7 +9,7 @@ def main() -> None:
     from linrnn.bench.parallel.report import read
     from linrnn.bench.parallel.scale_out import page
 
-    results = Path(__file__).resolve().parents[1] / "results"
+    results = Path(__file__).resolve().parents[2] / "results"
     path = results / "scale_out.md"
     path.write_text(page(read(results / "bench_parallel")) + "\n", encoding="utf-8")
     print(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""Execute the notebooks on the committed results and store what they show: `python scripts/execute_notebooks.py`."""
+"""Execute the notebooks on the committed results and store them: `python scripts/maintain/execute_notebooks.py`."""
 
 import tempfile
 from pathlib import Path
