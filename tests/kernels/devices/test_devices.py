@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(interpreted, reason="there the kernels run on the CPU")
 GPU = torch.device("cuda", 0)
+KERNEL_TESTS = Path(__file__).parents[1]  # where cases.py lies
 
 
 @pytest.fixture
@@ -141,6 +143,6 @@ assert "griddepcontrol" not in ptx["product_kernel"]
 def test_a_triton_without_gluon_and_dependent_launches_runs_the_plain_kernels():
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT], cwd=KERNEL_TESTS, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
