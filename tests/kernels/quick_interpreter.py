@@ -63,6 +63,14 @@ def _call_at_once(core: Any, interpreter: Any) -> None:
     interpreter._patch_attr = replace_member
 
 
+class Shape(tuple[int, ...]):
+    """A block's shape, with what `tl.tuple` has beyond a tuple and Triton's broadcast asks for."""
+
+    @property
+    def values(self) -> list[int]:
+        return list(self)
+
+
 def _make_types_once(core: Any) -> None:
     """The shape of a tensor and the members of a block's type are made once for each shape and element type."""
     unwrap, validate = core._unwrap_if_constexpr, core.validate_block_shape
@@ -71,11 +79,16 @@ def _make_types_once(core: Any) -> None:
     def members(element: str, shape: tuple[int, ...]) -> tuple[int, str]:
         return validate(shape), f"<{shape}, {element}>"
 
+    @cache
+    def shaped(shape: tuple[int, ...]) -> Shape:
+        return Shape(shape)
+
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape = shape if type(shape) is tuple else tuple(core._unwrap_shape(shape))
-        if any(type(size) is not int for size in self.shape):
-            self.shape = tuple(core._unwrap_shape(shape))
+        if type(shape) is Shape or (type(shape) is tuple and all(type(size) is int for size in shape)):
+            self.shape = shaped(shape)
+        else:
+            self.shape = shaped(tuple(core._unwrap_shape(shape)))
         if not self.shape:
             raise TypeError("0d block_type is forbidden")
         self.numel, self.name = members(element_ty.name, self.shape)

@@ -184,7 +184,9 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., l
         Trainer(load_config(small("trainer.resume=must")))
     first = Trainer(load_config(small()))
     summary = first.fit()
-    refused = Trainer(load_config(small("trainer.resume=never", "continue_from=nowhere", f"run_name={first.name}")))
+    refused = Trainer(
+        load_config(small("trainer.resume=never", "continue_from=nowhere", f"run_name={first.session.name}"))
+    )
     with pytest.raises(ConfigError, match="nowhere"):
         refused.fit()
     assert first.directory.read_summary() == summary, "a refused process moves nothing"

@@ -56,11 +56,11 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     step = found(first.directory.checkpoints)[-1]
     plan = ("trainer.batch_size=4", "loss=standard", "optimizer.lr=0.001", "optimizer.schedule_steps=4", "seed=1")
     second = fitted(small(*plan, f"continue_from={step}", "trainer.max_steps=2"))
-    expected = {"run": f"default/{first.name}", "step": 3, "tokens": 3 * 2 * 80}
+    expected = {"run": f"default/{first.session.name}", "step": 3, "tokens": 3 * 2 * 80}
     assert summary_of(second)["continues"] == expected
     assert summary_of(second)["steps"] == 2
     assert summary_of(first)["continues"] is None
-    assert f"continuing default/{first.name} after step 3" in capsys.readouterr().out
+    assert f"continuing default/{first.session.name} after step 3" in capsys.readouterr().out
     shutil.rmtree(first.directory.path)  # what was continued is no longer needed
     again = fitted(small(*plan, f"continue_from={step}", "trainer.max_steps=4"))
     assert again.directory.path == second.directory.path
