@@ -1,4 +1,4 @@
-"""The loss in plain torch, a vocabulary chunk at a time: what runs where the kernels do not (devices.py).
+"""The loss in plain torch, a vocabulary chunk at a time: what runs where the kernels do not (see the package).
 
 Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of exponentials,
 the target's left out: of a token that the model is sure of, the others are the loss. Backward: for each chunk, z again,
