@@ -1,5 +1,4 @@
-"""The one public function: a linear layer and cross-entropy on top of it, without the N × V logits in
-memory."""
+"""`linear_cross_entropy`: a linear layer and its cross-entropy, without the N × V logits in memory."""
 
 from __future__ import annotations
 
@@ -17,9 +16,10 @@ from .row_math import mean_metrics, reduce_loss
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
-EPS = 2.0**-12  # of the paper
+EPS = 2.0**-12  # the paper's filter threshold
 
-# What each name stands for; paper/…: the variants of Wijmans et al. 2024, named as in Apple's package.
+# The options of each preset. The presets under paper/ are the variants of Wijmans et al. 2024, named as in Apple's
+# package.
 PRESETS: dict[str, dict[str, Any]] = {
     "cce_kahan": {"accumulate": "kahan"},
     "cce_filter": {"accumulate": "kahan", "filter_eps": EPS, "filter_unbiased": True},
@@ -62,68 +62,72 @@ def linear_cross_entropy(
 ) -> Any:
     """Cross-entropy, in nats, of the logits softcap · tanh((logit_scale · e cᵀ + bias) / softcap).
 
-    Differentiable in e, c and bias, once; each gradient comes back in its input's dtype. With retain_graph=True any
-    number of backward passes can follow one another: where the first one uses up stored exponentials (planner.py), the
-    later ones make the logits again, in as much workspace and a third more time. Under torch.compile a
-    custom operator, without a graph break (and without the check of CPU targets), compiled anew for another number
-    of rows. NVIDIA GPUs run Triton kernels, CPUs and other GPUs a blockwise torch path with the same results and memory
-    bound (backends/__init__.py says which); TRITON_INTERPRET=1 runs the kernels on CPU tensors. Results are the same
-    bit for bit from call to call. Nothing waits for the device.
+    Differentiable once in e, c and bias; each gradient has its input's dtype. retain_graph=True allows several
+    backward passes. The first one may use up stored exponentials (planner.py). Later ones then recompute the logits,
+    in the same workspace and in a third more time.
+
+    NVIDIA GPUs run Triton kernels. CPUs and other GPUs run blockwise torch, with the same results and the same bound on
+    memory (backends/__init__.py). TRITON_INTERPRET=1 runs the kernels on CPU tensors. Two calls give the same bits.
+    Nothing waits for the device.
+
+    Under torch.compile the loss is a custom operator without a graph break. torch.compile compiles anew for another
+    number of rows, and leaves out the check of CPU targets.
 
     The signature is wide because every option is a keyword of its own, as in torch.nn.functional.cross_entropy.
 
     Args:
-        e: (..., D) hidden states; c: (V, D) classifier; bf16, fp16 or fp32 each. Two dtypes are promoted to
-            their common one (bf16 with fp32: all in fp32); under autocast both are taken in autocast's. fp32
-            is multiplied in IEEE fp32. On a GPU, an input whose rows are not contiguous and 16-byte aligned
-            is copied, as is one of another dtype than the products'.
-        targets: (...) integers in [0, V). One outside raises on the CPU and makes the loss NaN on a GPU.
+        e: (..., D) hidden states, bf16, fp16 or fp32. c: (V, D) the linear layer's weight, one of the same dtypes. The
+            products use the promoted dtype of both (bf16 and fp32 give fp32), or autocast's. fp32 is multiplied in
+            IEEE fp32. On a GPU an input is copied if its dtype is not the products', or if its rows are not
+            contiguous and 16-byte aligned.
+        targets: (...) integers in [0, V). Another value raises an error on the CPU and makes the loss NaN on a GPU.
         bias: (V,) or None.
-        ignore_index: targets with this value add nothing to loss and gradients.
-        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none": row losses
+        ignore_index: targets with this value add nothing to the loss and the gradients.
+        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none" for the row losses
             (...).
-        shift: e at position t predicts the target at t + shift, along the last dimension of targets; row
-            losses and LSE then have the shape of targets[..., shift:].
-        softcap: positive, or None for none.
+        shift: e at position t predicts the target at t + shift, along the last dimension of targets. Row losses and
+            LSE then have the shape of targets[..., shift:].
+        softcap: a positive number, or None for no softcap.
+        logit_scale: what the products e cᵀ are multiplied by.
         label_smoothing: as in torch.nn.functional.cross_entropy.
-        z_loss: adds z_loss · LSE², averaged like the loss.
-        filter_eps: drop entries of (softmax − onehot) with a probability below it from the gradients, never
-            the target's; None: exact gradients. Not together with label_smoothing.
-        filter_unbiased: entries below filter_eps are not dropped, but estimated from a sample of columns (for e) and of
-            rows (for c and bias), so that gradients are right on average (filter_rule.py). What is drawn follows from
-            the targets, the sizes and the order of the entries' logits from the mean of e.
-        filter_mass: largest softmax mass, in [0, 1), that may be dropped from a row: a call where filter_eps would
-            drop more of any is computed exactly. 0: every one is, whatever filter_eps says.
-        filter_e, filter_c: whether the filter applies to the gradient of e, and to those of c and bias. Only
-            one of them costs one more product.
-        accumulate: how a gradient is summed over chunks: "kahan" (its own dtype, and what rounding lost in 8
-            bits beside it), "fp32", or "bf16" (its own dtype, plainly).
-        workspace_mib: memory for the chunk of N × V numbers that exists at one time, in MiB; more is faster.
-            Sums take 1 byte an entry of a 16-bit gradient besides (see accumulate), and a scheme whose sums and
-            parts would take more than workspace_mib in their turn is not chosen. Default where three products
-            suffice (planner.py): a third of the logits in 16 bits, 2 N V / 3 bytes, but at least 256 MiB where
-            there are as many, and at most 2048 MiB; else 256 MiB, or 256 columns of N rows where these take more.
-            Too little for the narrowest chunk is refused at the call, if a gradient is wanted. On CPU tensors it
-            bounds all extra memory, in the forward pass too.
-        main_grad_c: (V, D) fp32 buffer that c's gradient, if c requires one, is added to, unrounded; c itself then gets
-            none.
-        return_lse: also return the log-sum-exp of each row's logits, fp32, differentiable.
+        z_loss: adds z_loss · LSE² to each row's loss.
+        filter_eps: entries of (softmax − onehot) with a probability below filter_eps are dropped from the gradients,
+            except the target's. None gives exact gradients. Cannot combine with label_smoothing.
+        filter_unbiased: estimates the entries below filter_eps instead of dropping them, so that gradients are right on
+            average (filter_rule.py). The gradient of e takes a sample of columns; the gradients of c and bias take a
+            sample of rows. The sample depends on the targets, the sizes and the order of mean(e) cᵀ alone.
+        filter_mass: the largest softmax mass, in [0, 1), that the filter may drop from a row. If any row would lose
+            more, the whole call is exact. 0 makes every call exact.
+        filter_e, filter_c: whether the filter applies to the gradient of e, and to the gradients of c and bias.
+            Filtering only one costs one more product.
+        accumulate: how a gradient is summed over chunks: "kahan" in its own dtype with 8 bits of rounding error kept
+            beside each value, "fp32", or "bf16" in its own dtype with plain rounding.
+        workspace_mib: MiB for the chunk of N × V numbers that exists at one time. More memory is faster. A compensated
+            sum takes 1 byte more for each entry of a 16-bit gradient (see accumulate). Three products are
+            chosen only if their sums fit workspace_mib, too (planner.py). On CPU tensors workspace_mib bounds all extra
+            memory, also in the forward pass. Defaults:
+              * three products: a third of the logits in 16 bits, 2 N V / 3 bytes; not less than 256 MiB if the logits
+                are that large, and at most 2048 MiB;
+              * four products: 256 MiB, or 256 columns of N rows if these take more.
+        main_grad_c: (V, D) fp32 buffer. c's gradient, if c requires one, is added to it unrounded; c.grad stays as it
+            is.
+        return_lse: also return each row's log-sum-exp of the logits, fp32, differentiable.
         return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
-            accuracy (the target's logit is larger than every other) and entropy (of the softmax, nats).
-        return_stats: also return a dict of 0-d device tensors: entries_kept (share), dropped_mass_mean,
-            dropped_mass_p99 and dropped_mass_max (over rows whose loss has a gradient), exact (0 or 1); see
-            filtered.FilterStats. The backward pass fills them in; NaN until then, and under activation
-            checkpointing, which hands backward to a second call. Breaks torch.compile's graph.
-        preset: a name in PRESETS, in place of filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
+            accuracy (the target's logit is larger than every other) and entropy (of the softmax, in nats).
+        return_stats: also return a dict of 0-d device tensors about the filter: entries_kept (a share),
+            dropped_mass_mean, dropped_mass_p99 and dropped_mass_max (over rows whose loss has a gradient), exact (0 or
+            1); see filter_rule.FilterStats. They are NaN until the backward pass fills them in. Under activation
+            checkpointing they stay NaN, because backward belongs to a second call. Breaks torch.compile's graph.
+        preset: a name in PRESETS; sets filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
 
     Returns:
-        loss (fp32); a tuple of it and of lse, metrics and stats as far as they are asked for, in this order.
+        The loss (fp32), or a tuple of the loss and each of lse, metrics and stats that is asked for, in this order.
 
     Raises:
-        TypeError: an argument is no tensor, number, integer or bool where it must be one; the message starts with its
-            name.
-        ValueError: an argument has the wrong shape, dtype, layout, device or value; likewise.
-        WorkspaceTooSmall: that of workspace_mib; its least_mib would do.
+        TypeError: an argument must be a tensor, number, integer or bool, and is not. The message starts with its name.
+        ValueError: an argument has the wrong shape, dtype, layout, device or value. The message starts with its name.
+        WorkspaceTooSmall: workspace_mib does not hold the narrowest chunk, and a gradient is wanted. `least_mib` says
+            what suffices.
     """
     options = make_options(preset, {
         "softcap": softcap, "logit_scale": logit_scale, "label_smoothing": label_smoothing, "z_loss": z_loss,
@@ -132,7 +136,7 @@ def linear_cross_entropy(
     })  # fmt: skip
     targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
 
-    if shift:  # move the targets, not the hidden states: no copy of e
+    if shift:  # moves the targets instead of e, which would need a copy of e
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)
     stats = FilterStats.empty(e.device) if return_stats else None
@@ -143,7 +147,7 @@ def linear_cross_entropy(
             reduction, return_lse, return_metrics,
             needs, *options.values(),
         )  # fmt: skip
-    else:  # a sum over nothing, differentiable in all the same
+    else:  # no rows: zeros that still depend on every input, so that autograd gives each one a gradient
         lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
         loss, _ = reduce_loss(lse, flat, ignore_index, reduction)
         metrics = lse.detach().expand(2, 0)
@@ -162,7 +166,7 @@ def linear_cross_entropy(
 
 
 def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
-    """What e and c are multiplied in."""
+    """The dtype in which e and c are multiplied: autocast's, or the promoted dtype of both."""
     device = e.device.type
     if not e.is_meta and torch.is_autocast_enabled(device):  # torch has no autocast on meta
         return torch.get_autocast_dtype(device)
@@ -172,24 +176,25 @@ def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
 def gradients_wanted(
     e: Tensor, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None
 ) -> tuple[list[bool], Tensor | None]:
-    """Whether gradients of e, c and bias are wanted; main_grad_c, unless c is to have no gradient."""
+    """Whether gradients of e, c and bias are wanted; and main_grad_c, or None where c needs no gradient."""
     wanted = torch.is_grad_enabled()
     needs = [wanted and x is not None and x.requires_grad for x in (e, c, bias)]
     return needs, main_grad_c if needs[1] else None
 
 
 def make_options(preset: str | None, options: dict[str, Any]) -> Options:
-    """The options of a call by name, and those that a preset stands for.
+    """The options of a call: those given by name, and those of the preset.
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an unknown preset, an option that is given in both ways, or a value out of range or in a tensor.
+        TypeError: an option has the wrong type.
+        ValueError: the preset is unknown, an option is given by name and by the preset, or a value is out of range or a
+            tensor.
     """
     for name, value in options.items():
         if isinstance(value, Tensor):
             raise ValueError(
-                f"{name}: must be a number, as no gradient reaches it, got a tensor; give .item() of it, or e "
-                "multiplied by a scale that is learned"
+                f"{name}: must be a number, because options get no gradient; got a tensor. Give its .item(). A "
+                "learned scale must be multiplied into e"
             )
         check_option(name, value)
     if preset is not None:
@@ -199,7 +204,7 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
             if options.get(name, default) != default:
                 raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
         options = {**options, **_PRESET_DEFAULTS, **PRESETS[preset]}
-    if options.get("filter_mass") == 0:  # nothing may be dropped
+    if options.get("filter_mass") == 0:  # nothing may be dropped: the call is exact
         options = {**options, "filter_eps": None, "filter_unbiased": False, "filter_mass": None}
     return Options(**options)
 
@@ -215,9 +220,12 @@ def check_inputs(
     shift: int,
     vocab: int | None = None,
 ) -> tuple[Tensor, int]:
-    """Targets in int64 and ignore_index as a plain number; or the errors that `linear_cross_entropy` promises.
+    """Check the inputs; return the targets in int64 and ignore_index as an int.
 
-    vocab: what the targets lie in; None: c's rows.
+    vocab: number of vocabulary entries; None for the number of c's rows.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy` says.
     """
     for name, x in (("e", e), ("c", c), ("targets", targets), ("bias", bias), ("main_grad_c", main_grad_c)):
         if x is not None or name in ("e", "c", "targets"):
@@ -227,7 +235,7 @@ def check_inputs(
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and hasattr(x, "__tensor_flatten__"):
             raise ValueError(
-                f"{name}: is a {type(x).__name__}, a tensor made of others; give a plain one: full_tensor() of a "
+                f"{name}: is a {type(x).__name__}, a tensor subclass; give a plain tensor: full_tensor() of a "
                 "DTensor (or to_local() and vocabulary_parallel_linear_cross_entropy), clone() of an "
                 "AsyncCollectiveTensor"
             )
@@ -254,7 +262,7 @@ def check_inputs(
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
         last = targets.shape[-1] if targets.dim() else 0
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
-    # In 64 bits before anything is compared with ignore_index, which a narrower type may not hold.
+    # Widened first, because a narrower dtype may not hold ignore_index.
     targets = targets.long()
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and not without_values(targets):
         vocab = c.shape[0] if vocab is None else vocab
@@ -266,7 +274,7 @@ def check_inputs(
 
 
 def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Targets (..., T) int64 moved `shift` places to the front, ignore_index behind them."""
+    """Targets (..., T) int64 moved `shift` places to the front; the last `shift` become ignore_index."""
     return torch.cat((targets[..., shift:], torch.full_like(targets[..., :shift], ignore_index)), dim=-1)
 
 

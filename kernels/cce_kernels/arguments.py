@@ -1,4 +1,4 @@
-"""What kind of thing an argument must be: TypeErrors and ValueErrors that start with its name."""
+"""Checks of an argument's type. Each error message starts with the argument's name."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FLAGS = ("filter_unbiased", "filter_e", "filter_c")
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """TypeError if x is no tensor; ValueError if its entries do not lie at strides in one block of memory."""
+    """Raise a TypeError if x is no tensor, and a ValueError if x is nested, sparse or otherwise not strided."""
     if not isinstance(x, Tensor):
         remedy = "; give its weight" if isinstance(x, nn.Module) else ""
         raise TypeError(f"{name}: must be a tensor, got {_kind(x)}{remedy}")
     if x.is_nested:
-        raise ValueError(f"{name}: is a nested tensor; give its values, or padding with targets that are ignored")
+        raise ValueError(f"{name}: is a nested tensor; give its values, or a padded tensor with ignored targets")
     if x.layout is not torch.strided:
-        raise ValueError(f"{name}: must be a dense tensor, got one of layout {x.layout}; give to_dense() of it")
+        raise ValueError(f"{name}: must be a dense tensor, got one of layout {x.layout}; give its to_dense()")
 
 
 def check_option(name: str, x: Any) -> None:
-    """TypeError if an option of `Options` is no number, None or bool where it must be one."""
-    if type(x) in (float, int) and name not in FLAGS:  # the common ones first: the host's time counts
+    """Raise a TypeError if x has the wrong type for the field `name` of `Options`."""
+    if type(x) in (float, int) and name not in FLAGS:  # the common case first, to save time on the host
         return
     if name in FLAGS:
         if not isinstance(x, bool):
@@ -39,7 +39,7 @@ def check_option(name: str, x: Any) -> None:
 
 
 def as_integer(name: str, x: Any) -> int:
-    """x as a plain number; TypeError if it is no integer, None or 2.0 say."""
+    """x as an int; raises a TypeError if x is no integer (None, True or 2.0, for example)."""
     try:
         if isinstance(x, bool):
             raise TypeError
@@ -49,5 +49,5 @@ def as_integer(name: str, x: Any) -> int:
 
 
 def _kind(x: Any) -> str:
-    """A value where it is short, else its type."""
+    """How a message names x: by its value if it is a number, string or None, else by its type."""
     return repr(x) if x is None or isinstance(x, bool | int | float | str) else type(x).__name__

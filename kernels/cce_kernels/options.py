@@ -1,4 +1,4 @@
-"""The options of one call, checked once and then passed around as a whole."""
+"""The options of one call, checked when they are made and passed around together."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from math import inf
 
 MIB = 2**20
 DEFAULT_WORKSPACE_MIB = 256
-LEAST_EPS = 2.0**-126  # of fp32's normal numbers
+LEAST_EPS = 2.0**-126  # fp32's smallest normal number
 ACCUMULATE = ("kahan", "fp32", "bf16")
 
 
 class WorkspaceTooSmall(ValueError):
-    """The `workspace_mib` asked for holds no vocabulary chunk of this shape; `least_mib` does."""
+    """`workspace_mib` does not hold the narrowest vocabulary chunk of this shape; `least_mib` would."""
 
     def __init__(self, workspace_mib: float, least_mib: int) -> None:
-        super().__init__(workspace_mib, least_mib)  # so that it can be pickled: workers send their errors so
+        super().__init__(workspace_mib, least_mib)  # both arguments, so that the error can be pickled
         self.workspace_mib, self.least_mib = workspace_mib, least_mib
 
     def __str__(self) -> str:
-        return f"workspace_mib: {self.workspace_mib:g} is too small for this shape, it takes {self.least_mib} at least"
+        return f"workspace_mib: {self.workspace_mib:g} is too small for this shape; give at least {self.least_mib}"
 
 
 @dataclass(frozen=True)
 class Options:
-    """How logits, loss and gradients are computed; see `linear_cross_entropy` for the meaning of each
-    field."""
+    """How logits, loss and gradients are computed. `linear_cross_entropy` explains each field."""
 
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -52,8 +51,8 @@ class Options:
             raise ValueError(f"filter_eps: must lie in [2^-126, 1) or be None, got {self.filter_eps}")
         if self.filter_eps is not None and self.label_smoothing > 0:
             raise ValueError(
-                "label_smoothing: cannot combine with filter_eps; smoothing gives every entry a gradient, "
-                "so that there is nothing to drop"
+                "label_smoothing: cannot combine with filter_eps, because smoothing gives every entry a gradient and "
+                "leaves nothing to drop; give one of the two"
             )
         if self.filter_eps is None and (self.filter_unbiased or self.filter_mass is not None):
             name = "filter_unbiased" if self.filter_unbiased else "filter_mass"
@@ -66,7 +65,7 @@ class Options:
             raise ValueError(f"workspace_mib: must be positive and finite, or None, got {self.workspace_mib}")
 
     def values(self) -> tuple:
-        """Of all fields, in order (dataclasses.astuple copies, which takes 40 µs)."""
+        """The values of all fields, in order. (dataclasses.astuple copies each value, which takes 40 µs.)"""
         return (
             self.softcap, self.logit_scale, self.label_smoothing, self.z_loss, self.filter_eps, self.filter_unbiased,
             self.filter_mass, self.filter_e, self.filter_c, self.accumulate, self.workspace_mib,
@@ -74,16 +73,16 @@ class Options:
 
     @property
     def eps_e(self) -> float | None:
-        """Threshold of the entries that reach the gradient of e; None: all do."""
+        """The filter's threshold for the gradient of e; None where it is exact."""
         return self.filter_eps if self.filter_e else None
 
     @property
     def eps_c(self) -> float | None:
-        """Threshold of the entries that reach the gradients of c and bias; None: all do."""
+        """The filter's threshold for the gradients of c and bias; None where they are exact."""
         return self.filter_eps if self.filter_c else None
 
     def passes(self, need_e: bool, need_c: bool) -> list[float | None]:
-        """The thresholds that dL/dz is needed with, the unfiltered one first; one if both gradients agree."""
+        """The different thresholds that dL/dz is needed with, None (exact) first."""
         wanted = {self.eps_e} if need_e else set()
         wanted |= {self.eps_c} if need_c else set()
         return sorted(wanted, key=lambda eps: eps is not None)
@@ -93,13 +92,13 @@ class Options:
         return self.filter_eps is not None and self.filter_eps in self.passes(need_e, need_c)
 
     def chunk_width(self, vocab: int, fixed_bytes: int, bytes_per_column: int, multiple: int) -> int:
-        """Vocabulary entries per chunk so that fixed_bytes + width * bytes_per_column fits the workspace.
+        """Vocabulary columns per chunk: the largest width whose bytes fit the workspace.
 
-        The width is a multiple of `multiple`, or `vocab` where that fits. Without a `workspace_mib` of the
-        caller's, one multiple is always taken, however long the batch.
+        A width takes fixed_bytes + width * bytes_per_column. It is `vocab` if that fits, else a multiple of
+        `multiple`. Without a `workspace_mib` the width is at least `multiple`, however long the batch is.
 
         Raises:
-            WorkspaceTooSmall: the workspace_mib asked for does not hold one multiple.
+            WorkspaceTooSmall: workspace_mib is given and does not hold `multiple` columns.
         """
         budget = int((self.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
         width = (budget - fixed_bytes) // bytes_per_column

@@ -1,14 +1,20 @@
-"""Which scheme the Triton backward pass takes, and in what chunks: from shapes, dtypes, options and budget alone.
+"""Chooses the scheme of the Triton backward pass and its chunk size, from shapes, dtypes, options and budget alone.
 
-    stored      3 products, chunks of token rows         time in products: 3 + 1100 · (chunks − 1) / N
-    recompute   4 products, chunks of vocabulary columns time in products: 4 + 1100 · chunks / V
+    scheme              chunks of           time, in products of N x D x V
+    three products      token rows          3 + 1100 · (chunks − 1) / N
+    four products       vocabulary columns  4 + 1100 · chunks / V
 
-The filter goes by lists of entries (select.py) where it can, and by `recompute` where not.
+schemes/three_products.py stores exponentials. schemes/four_products.py recomputes the logits. A filtered call works
+through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere.
 
-1100: what cutting a sum into one more chunk costs, against the product. One more read and write of a 16-bit
-gradient and its 8 bits (6 bytes at 4.3 TB/s, 2 multiply-adds at 700 TFLOP/s: 500), and starting and finishing each
-tile once more (3.5 µs against 0.39 µs per 64 of depth: 600), as measured on an H200. Small problems wait for the
-launches instead, some 40 µs each.
+CHUNK_COST, 1100, is what one more chunk costs in rows (or columns) of a product, measured on an H200:
+
+    what                                                   from                                             cost
+    one more read and write of a 16-bit gradient with      6 bytes an entry at 4.3 TB/s, against            500
+    its 8 bits of rounding error                           2 multiply-adds at 700 TFLOP/s
+    one more start and end of each tile                    3.5 µs, against 0.39 µs for a depth of 64        600
+
+Small problems wait for kernel launches instead, about 40 µs each.
 """
 
 from __future__ import annotations
@@ -24,60 +30,77 @@ from .accumulator import scratch_bytes
 from .filter_rule import COLUMN_GROUP, LIKELY_GROUP, TILE_COLS, TILE_ROWS, block_rows, likely_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
-STORED_CHUNKS = 3  # of the token rows, where the caller names no budget
-MOST_DEFAULT_MIB = 2048  # of a chunk's exponentials, where the caller names no budget
-LEAST_ROWS = 512
+STORED_CHUNKS = 3  # chunks of token rows, without a workspace_mib
+MOST_DEFAULT_MIB = 2048  # limit of a chunk's exponentials, without a workspace_mib
+LEAST_ROWS = 512  # in a chunk of three products
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1100.0
 LAUNCH_SECONDS = 40e-6
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
 MOST_SPLITS = 4
-MAX_SPLITS = 32  # of the vocabulary, where each has sums of its own
-SEGMENTS, SLOTS = 8, 768  # of a row, listed one by one; entries that can be listed in one of them
-EIGHTS, FOUND = 256, 512  # of columns: looked at together; noted down for a closer look, at most (select.py)
-# Entries a row that lists hold, on average over the rows: at least, usually, at most. A row keeps 1 / eps at most, but
-# no model's does; beyond V / 120 dense products are as fast. Where no head is dense lists have twice as many.
+MAX_SPLITS = 32  # splits of the vocabulary, each with partial sums of its own
+# The filter's lists (filter/select.py).
+SEGMENTS = 8  # segments of a row; one warp lists the kept entries of one segment
+SLOTS = 768  # entries that a segment can list
+EIGHTS = 256  # groups of eight columns that a warp reads at a time
+FOUND = 512  # groups of eight columns that a warp can note down for a closer look
+# Listed entries per row, averaged over the rows: the least that is worth a list, the usual number, the limit. A row
+# can keep 1 / eps entries, but no trained model's rows do. Beyond V / 120 entries dense products are as fast. The
+# lists get twice the usual number where no columns are computed densely.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 256, 1024
-MOST_ENTRIES = 2**31 - 2**16  # places in the lists are 32 bits wide, a block's beyond the last one, too (gather.py)
-STATE_BYTES_PER_ENTRY = 8  # of the lists: column, weight
-LIST_BYTES_PER_ENTRY, SORT_BYTES_PER_ENTRY = 16, 36  # the same, row, coefficient; of a part while it is sorted
-LISTED_TIMES_EPS = 2.0**-4  # more, from 2^-12 on
+MOST_ENTRIES = 2**31 - 2**16  # offsets in the lists are int32, also those of a block beyond the end (filter/gather.py)
+STATE_BYTES_PER_ENTRY = 8  # column and weight
+LIST_BYTES_PER_ENTRY = 16  # column, weight, row, coefficient
+SORT_BYTES_PER_ENTRY = 36  # of the part of the lists that is being sorted
+LISTED_TIMES_EPS = 2.0**-4  # an eps below 2^-12 lists this / eps entries a row
 LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
-LIST_PARTS = 8  # sorted one after another, at most
+LIST_PARTS = 8  # the most parts that the lists are sorted in, one after another
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks of `rows` token rows with stored exponentials, or (rows = 0) of `columns` vocabulary entries.
+    """The chunks of a call.
 
-    A second backward pass through stored exponentials, which the first one used up, goes by `columns`."""
+    rows: token rows of a chunk of three products; 0 where the call takes another scheme.
+    columns: vocabulary columns of a chunk of four products. Three products use up their stored exponentials, so a
+        second backward pass takes four. Filter lists that overflow take four, too.
+    capacity: entries that the filter's lists hold; 0 where the call uses no lists.
+    """
 
     rows: int
     columns: int
-    capacity: int = 0  # of the lists of entries, where the filter goes by them (select.py), `columns` if they overflow
+    capacity: int = 0
 
 
 class Problem(NamedTuple):
-    """Sizes and dtypes of one call, as far as the choice depends on them."""
+    """The sizes and dtypes of a call that the plan depends on.
+
+    dtype: what the products multiply.
+    grad_e, grad_c: dtypes of the gradients; None where a gradient is not wanted.
+    main_grad: whether dC is added to the caller's fp32 buffer.
+    uniform: whether all row losses have the same upstream gradient, and the log-sum-exps none.
+    """
 
     n_rows: int
     dim: int
     vocab: int
-    dtype: torch.dtype  # of the products
-    grad_e: torch.dtype | None  # None: not wanted
+    dtype: torch.dtype
+    grad_e: torch.dtype | None
     grad_c: torch.dtype | None
-    main_grad: bool  # dC is added to an fp32 buffer of the caller's
-    uniform: bool  # one upstream gradient for all rows, none for LSE
+    main_grad: bool
+    uniform: bool
     has_bias: bool
 
 
 @lru_cache(maxsize=1024)
 def plan(p: Problem, programs: int, o: Options) -> Plan:
-    """The faster scheme whose chunk fits `workspace_mib` (and, if exponentials are stored, whose sums do too).
+    """The fastest scheme whose chunk fits `workspace_mib`; three products also need their sums to fit.
+
+    programs: multiprocessors of the device.
 
     Raises:
-        WorkspaceTooSmall: neither fits.
+        WorkspaceTooSmall: no scheme fits.
     """
     rows = _rows(p, programs, o) if _storable(p, o) else 0
     try:
@@ -90,7 +113,7 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
         return Plan(rows, columns)
     capacity = _capacity(p, o)
     if capacity:
-        try:  # with what is left beside the lists
+        try:  # in the memory that the lists leave
             return Plan(0, _columns(p, o, _beside_lists(p, programs, capacity, o)), capacity)
         except WorkspaceTooSmall:
             pass
@@ -98,45 +121,47 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
 
 
 def splits_for(rows: int, cols: int, programs: int) -> int:
-    """Into how many parts to cut the summed dimension of dE's product, whose output is rows × cols.
+    """Number of parts that dE's product, with an output of rows × cols, cuts its summed dimension into.
 
-    It runs beside dC's, which takes as long (matmul.py): where its tiles are many enough to fill half of the
-    multiprocessors, dC's fill the rest. A tenth less is not worth the parts' memory, an fp32 output each.
+    Each part has an fp32 output of its own. dE's product runs beside dC's, which takes as long (kernels/matmul.py).
+    So one part is enough once dE's tiles fill half of the multiprocessors. A tenth less than half is also accepted,
+    because another part's memory costs more than that tenth saves.
     """
     tiles = math.ceil(rows / TILE_ROWS) * math.ceil(cols / TILE_COLS)
     return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * tiles))))
 
 
 def most_splits(row_tiles: int, programs: int) -> int:
-    """No more parts of the vocabulary than these: enough for all programs, where rows are few."""
+    """The most parts that the vocabulary is cut into: enough to occupy all programs when rows are few."""
     return max(MAX_SPLITS, math.ceil(programs / row_tiles))
 
 
 def _storable(p: Problem, o: Options) -> bool:
     plain = p.uniform and not p.has_bias and o.filter_eps is None and not o.label_smoothing
-    # fp16 has too few exponents: for exponentials without a maximum, and for their sums, which gradients hold.
+    # fp16 has too narrow a range for exponentials that no row maximum scales, and for gradients that hold their sums.
     held = (p.grad_e, None if p.main_grad else p.grad_c)
     return plain and p.dtype == torch.bfloat16 and torch.float16 not in held
 
 
 def _stored_cost(p: Problem, rows: int) -> float:
-    """Time in products."""
+    """Time of three products, in products of N x D x V."""
     chunks = math.ceil(p.n_rows / rows)
     return max(3 + CHUNK_COST * max(1, chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
 
 
 def _recompute_cost(p: Problem, columns: int) -> float:
+    """Time of four products, in products of N x D x V."""
     chunks = math.ceil(p.vocab / columns)
     return max(4 + CHUNK_COST / columns, _launches(p, chunks * RECOMPUTE_LAUNCHES))
 
 
 def _launches(p: Problem, launches: int) -> float:
-    """Their time in products."""
+    """Time of that many kernel launches, in products of N x D x V."""
     return launches * LAUNCH_SECONDS * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
 
 
 def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
-    """(the chunk's exponentials, everything beside them)."""
+    """Bytes of (a chunk's exponentials, everything else that three products hold)."""
     splits = splits_for(rows, p.dim, programs)
     hidden, beside = p.n_rows * p.dim, rows * 2 * p.dim
     if p.grad_e is not None:
@@ -146,10 +171,11 @@ def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int
 
 
 def _rows(p: Problem, programs: int, o: Options) -> int:
-    """Rows per chunk of the stored scheme: as many as fit, the chunks of one size; 0 if too few do.
+    """Rows per chunk of three products: as many as fit, in chunks of equal size; 0 if fewer than LEAST_ROWS fit.
 
-    Without a `workspace_mib` a chunk's exponentials take a third of the logits in 16 bits, no less than
-    DEFAULT_WORKSPACE_MIB where there are as many, and no more than MOST_DEFAULT_MIB; sums take what they take.
+    Without a `workspace_mib`, a chunk's exponentials take a third of all logits in 16 bits. Fewer chunks are taken if
+    everything fits DEFAULT_WORKSPACE_MIB, more if the exponentials would exceed MOST_DEFAULT_MIB. The memory of the
+    sums is then not limited.
     """
     budget = (o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB
     for chunks in range(1, max(1, p.n_rows // LEAST_ROWS) + 1):
@@ -162,18 +188,24 @@ def _rows(p: Problem, programs: int, o: Options) -> int:
 
 
 def _columns(p: Problem, o: Options, fixed_bytes: int = 0) -> int:
-    """Vocabulary entries per chunk of the recomputing scheme: as many as dz leaves room for."""
+    """Vocabulary columns per chunk of four products: as many as the logits' gradient dz has room for.
+
+    fixed_bytes: workspace that is taken already.
+    """
     multiple = 64 if p.dtype == torch.float32 else COLUMN_MULTIPLE
     return o.chunk_width(p.vocab, fixed_bytes, p.n_rows * p.dtype.itemsize, multiple)
 
 
 def _capacity(p: Problem, o: Options) -> int:
-    """Entries that the filter's lists hold, as the workspace allows; 0 where it does not go by lists: one gradient
-    of two is filtered, or what select.py does not cover, or lists too short to be worth it."""
+    """Entries that the filter's lists hold, as far as the workspace allows.
+
+    0 means that the call uses no lists: only one of two gradients is filtered, filter/select.py does not serve the
+    call, or the lists would be too short to be worth it.
+    """
     if o.filter_eps is None or o.passes(p.grad_e is not None, p.grad_c is not None or p.main_grad) != [o.filter_eps]:
         return 0
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
-        return 0  # a scale of 0: select.py takes probabilities from gradient factors
+        return 0  # select.py divides gradient factors by logit_scale, so 0 is excluded
     beside = _head_bytes(p.dim, p.vocab, o, ROW_MULTIPLE) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
@@ -185,8 +217,7 @@ def _capacity(p: Problem, o: Options) -> int:
 
 
 def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Of the lists, and of what else stands beside a number or eight of each row, the entries' ranks, the likely
-    ones, and the columns drawn."""
+    """Bytes of the filter's state: the lists, the per-row counters, the vocabulary's ranks, and the sampled columns."""
     drawn = 0
     if o.filter_unbiased:
         n_head, n_likely = likely_sizes(vocab)
@@ -196,19 +227,23 @@ def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
-    """What the four-product scheme finds taken where it goes in for the lists: these, what the sum of dE has lost to
-    rounding, and where it filters, too, two partial statistics of each row."""
+    """Bytes of the workspace that are taken when four products replace lists that overflowed.
+
+    The filter's state, the rounding error of dE's sum, and, unless the replacement is exact (filter_mass), two partial
+    statistics a row.
+    """
     lost = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
     splits = 0 if o.filter_mass is not None else most_splits(math.ceil(p.n_rows / TILE_ROWS), programs)
     return _state_bytes(p.n_rows, p.dim, p.vocab, capacity, o) + lost + 8 * splits * p.n_rows
 
 
 def _head_gradient_bytes(dim: int, vocab: int, o: Options) -> int:
+    """Bytes of the head's fp32 gradient; filter_rule.py says what the head is."""
     return 4 * dim * likely_sizes(vocab)[0] if o.filter_unbiased else 0
 
 
 def _head_bytes(dim: int, vocab: int, o: Options, rows: int) -> int:
-    """Of the head: its gradient, its rows of C, and for `rows` rows probabilities and scaled rows of E."""
+    """Bytes of the head: its fp32 gradient, its rows of C, and probabilities and scaled rows of E for `rows` rows."""
     n_head = likely_sizes(vocab)[0] if o.filter_unbiased else 0
     return 6 * dim * n_head + rows * 2 * (n_head + dim) if n_head else 0
 
@@ -219,24 +254,29 @@ def room(o: Options) -> int:
 
 
 def room_beside_lists(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """And of them those that the lists leave."""
+    """Bytes of the workspace that the filter's state leaves free."""
     return room(o) - _state_bytes(n_rows, dim, vocab, capacity, o)
 
 
 def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) -> int:
-    """Of how many columns the logits of n_rows, and copies of `dim` numbers each, exist at a time (sample.py)."""
+    """Sampled columns per chunk (filter/sample.py): as many as `room` bytes hold logits and copies for.
+
+    A column takes n_rows logits and a copy of `dim` numbers, of `itemsize` bytes each.
+    """
     width = min(MOST_WIDTH, room // (itemsize * (n_rows + dim)))
     return columns if width >= columns else max(LEAST_WIDTH, width // LEAST_WIDTH * LEAST_WIDTH)
 
 
 def _starts_bytes(vocab: int) -> int:
-    """Of a part of the lists by column."""
+    """Bytes of the column starts of one sorted part of the lists."""
     return 4 * (vocab + 1)
 
 
 def head_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Rows whose probabilities of the head exist at a time: as many as fit beside the lists, in chunks of one size; for
-    a vocabulary that has a head."""
+    """Rows per chunk of the head's probabilities: as many as fit beside the lists, in chunks of equal size.
+
+    The vocabulary must have a head.
+    """
     fixed = _head_bytes(dim, vocab, o, 0)
     rows = (room_beside_lists(n_rows, dim, vocab, capacity, o) - fixed) // (_head_bytes(dim, vocab, o, 1) - fixed)
     chunks = math.ceil(n_rows / max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))
@@ -244,8 +284,10 @@ def head_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> i
 
 
 def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Into how many parts the lists are cut to be sorted by column: as few as the workspace allows, as each has to be
-    looked through for each column."""
+    """Number of parts that the lists are sorted by column in: as few as the workspace allows.
+
+    Fewer parts are faster, because dC's kernel visits every part for every column.
+    """
     budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - _head_gradient_bytes(dim, vocab, o)
     budget -= (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
     parts = 1
@@ -255,8 +297,10 @@ def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> 
 
 
 def list_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Rows whose exponentials exist at a time while lists of `capacity` are made: as many as fit beside the lists and
-    what sorting the vocabulary by likelihood takes."""
+    """Rows per chunk of exponentials while lists of `capacity` entries are filled.
+
+    As many as fit beside the lists and the memory that sorting the vocabulary by likelihood takes.
+    """
     budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
     rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
     return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

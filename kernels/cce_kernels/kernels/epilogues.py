@@ -1,4 +1,4 @@
-"""What becomes of a tile of products e cᵀ: arithmetic alone, for the kernels in Triton and in Gluon."""
+"""Epilogues: arithmetic on a tile of products e cᵀ, shared by the kernels in Triton and in Gluon."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import triton.language as tl
 from ..runtime.tiles import finish_logits
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HEADROOM = tl.constexpr(60.0)  # the target's w is 2^-60
-# Stands for the target's logit and for the LSE of an ignored row whose LSE nobody wants. The row's exponentials and
-# probabilities are then exactly 0, and what is multiplied by the row's coefficients, 0, stays finite.
+HEADROOM = tl.constexpr(60.0)  # makes the target's w 2^-60 (logits.py)
+# The target's logit, and later the LSE, of an ignored row whose LSE is not wanted. It makes the row's exponentials and
+# probabilities exactly 0. Products with the row's coefficients, which are 0, then stay finite.
 SKIPPED = tl.constexpr(2.0**60)
 
 
 @triton.jit
 def log1p(x):
-    """ln(1 + x) in fp32, x >= 0. Where x is small a series: 1 + x would keep few digits of x, or none."""
+    """ln(1 + x) in fp32 for x >= 0. For small x 1 + x would keep few digits of x, so a series takes its place."""
     ratio = x / (2 + x)
     square = ratio * ratio
     series = 2 * ratio * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
@@ -29,17 +29,18 @@ def exponentials_of(
     APART: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
     WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
 ):  # fmt: skip
-    """w · slope of the softcap, and the rows' sums with this tile's share added as far as they are asked for.
+    """w times the softcap's slope, and the rows' running sums with this tile added (logits.py).
 
-    APART: the targets' w are left out, of the sums, too.
+    total: sum of w. z_total: sum of the logits, with WITH_Z. largest, wz_total: the largest logit except the target's,
+    and the sum of w (z − z_target), with WITH_METRICS. APART leaves the targets out of w and its sum.
     """
     offset = z_target * LOG2E + HEADROOM
     z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
-    if PRECISE:  # the target's w is 1
+    if PRECISE:  # for fp32 operands; the target's w is 1
         w = tl.exp2((z - z_target[:, None]) * LOG2E)
     elif HAS_SOFTCAP or bias_ptr is not None:
         w = tl.exp2(z * LOG2E - offset[:, None])
-    else:  # one multiply-add an entry
+    else:  # only one multiply-add an entry
         w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
     if not EVEN_V:
         w = tl.where((cols < V)[None, :], w, 0.0)
@@ -62,11 +63,11 @@ def gradient_of(
     acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
     HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """dz, p and whether an entry is its row's target."""
+    """dz, p, and whether an entry is its row's target, for a tile (logit_gradient.py)."""
     z = finish_logits(acc, cols, bias_ptr, W, logit_scale, softcap, HAS_SOFTCAP)
     if PRECISE or HAS_SOFTCAP or bias_ptr is not None:
         p = tl.exp2((z - lse[:, None]) * LOG2E)
-    else:  # one multiply-add an entry
+    else:  # only one multiply-add an entry
         p = tl.exp2(acc * (logit_scale * LOG2E) - (lse * LOG2E)[:, None])
     is_target = cols[None, :] == column[:, None]
     dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
@@ -77,7 +78,7 @@ def gradient_of(
 
 @triton.jit
 def tail_of(dz, p, is_target, cols, W, eps, times_ptr):
-    """dz of the entries below eps, targets aside, each column times its `times`, if given; 0 for the others."""
+    """dz of the tail, times the columns' `times` if given; 0 elsewhere. The tail has p < eps, without the target."""
     dz = tl.where((p < eps) & (is_target == 0), dz, 0.0)
     if times_ptr is not None:
         dz *= tl.load(times_ptr + cols, mask=cols < W, other=0.0)[None, :]

@@ -1,7 +1,7 @@
-"""Which operands, devices and versions of Triton the two kernels of logits for Hopper serve, and their launches.
+"""Launches the two Gluon kernels for Hopper, and says which operands, devices and Triton versions they serve.
 
-The kernels are in hopper_kernels.py. Their language, Gluon, is experimental: under a Triton without it, or with it in
-another place, the Triton kernels do the same.
+hopper_kernels.py holds the kernels. Gluon is experimental. If Triton lacks it or has moved it, the Triton kernels
+compute the same.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ try:
 except (ImportError, AttributeError):
     kernels = None  # type: ignore[assignment]  # a module otherwise
 
-# Triton versions under which these kernels have run on a GPU. Gluon is experimental, and a ring that miscounts waits
-# forever: another version takes Triton's kernels until tests/kernels/devices/test_hopper.py has passed with it.
+# Triton versions with which these kernels have run on a GPU. A ring that miscounts waits forever. So another version
+# runs the Triton kernels until tests/kernels/devices/test_hopper.py has passed with it.
 TRITONS = ("3.6.", "3.7.")
-REGISTERS = 168  # a thread at launch: 65536 over three warpgroups; consumers then take more, the producer gives back
+# Registers a thread at launch: 65536 over three warpgroups. Then the producer gives registers back, and the consumers
+# take them.
+REGISTERS = 168
 
 
 def fits(e: Tensor) -> bool:
     """Whether these kernels serve operands like e (N, D) on its device."""
     if kernels is None or not triton.__version__.startswith(TRITONS):
         return False
-    # Rows of fewer steps than the ring has buffers would let one consumer get a tile ahead of the other.
+    # If a row took fewer steps than the ring has buffers, one consumer could get a tile ahead of the other.
     long_enough = e.shape[1] > GLUON_SHORT.inner * (GLUON_SHORT.num_stages - 1)
     return e.itemsize == 2 and long_enough and device_of(e).capability == 90
 
 
 def logits_tiles(dim: int) -> Tiles:
-    """Tiles of both kernels, for rows of `dim`."""
+    """Tiles of both kernels, for rows of `dim` numbers."""
     return GLUON_LONG if dim >= 512 else GLUON_SHORT
 
 
@@ -41,7 +43,7 @@ def exponentials(
     programs: int, e: Tensor, c: Tensor, columns: Tensor | None, w: Tensor | None, z_target: Tensor, sums: Tensor,
     unread: Tensor | None, splits: int, tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
-    """Launch `hopper_exponentials_kernel`."""
+    """Launch `hopper_exponentials_kernel`; the tensors are as for `logits.exponentials`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     t, descriptor = logits_tiles(dim), kernels.descriptor
     kernels.hopper_exponentials_kernel[(programs,)](
@@ -56,8 +58,10 @@ def gradient(
     programs: int, e: Tensor, c: Tensor, dz: Tensor, pointers: tuple[Tensor | None, ...], first: int, splits: int,
     tiles_per_split: int, logit_scale: float, on_target: float, elsewhere: float,
 ) -> None:  # fmt: skip
-    """Launch `hopper_gradient_kernel`; pointers: columns, lse, a, b, active, eps and times of `gradient_kernel`, these
-    two None where nothing is filtered."""
+    """Launch `hopper_gradient_kernel`.
+
+    pointers: columns, lse, a, b, active, eps and times of `gradient_kernel`. eps and times are None without a filter.
+    """
     (n_rows, dim), width = e.shape, c.shape[0]
     t, descriptor = logits_tiles(dim), kernels.descriptor
     kernels.hopper_gradient_kernel[(programs,)](

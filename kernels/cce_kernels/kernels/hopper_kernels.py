@@ -1,12 +1,13 @@
-"""The two kernels of logits for Hopper (sm_90), in Gluon: tensor cores that do not wait for the epilogue.
+"""Two kernels of logits for Hopper (sm_90), in Gluon. Their tensor cores do not wait for the epilogue.
 
-A program is a producer warp, which fetches operands through TMA into a ring of buffers, and two consumer warpgroups,
-which own the upper and the lower 64 rows of a tile of 128 × 256 logits. Both read the same 256 rows of C, as in a tile
-of one piece, but the second runs half a ring behind the first: while one takes exponentials of its 64 × 256 products,
-the tensor cores work for the other alone. (In Triton's kernels both warpgroups reach the epilogue together.)
+A program is one producer warp and two consumer warpgroups. The producer fetches operands through TMA into a ring of
+buffers. The consumers own the upper and the lower 64 rows of a tile of 128 × 256 logits, and read the same 256 rows of
+C. The second consumer runs half a ring behind the first. So the tensor cores work for one consumer while the other
+computes exponentials of its 64 × 256 products. (In Triton's kernels both warpgroups reach the epilogue together.)
 
-Units of work, epilogues, order of additions and results are those of `exponentials_kernel` (logits.py) and
-`gradient_kernel` (logit_gradient.py), which serve all other devices, operands and options, and what a filter keeps.
+Units of work, epilogues, order of additions and results equal those of `exponentials_kernel` (logits.py) and
+`gradient_kernel` (logit_gradient.py). Those kernels serve all other devices, operands and options. A filtered gradient
+runs here only for its tail (TAIL).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HALF = gl.constexpr(64)  # rows of a consumer
 
 @gluon.jit
 def _unit(unit, work, BLOCK_V: gl.constexpr, GROUP: gl.constexpr):
-    """First row, split, and columns (first, end) of the unit-th unit of work."""
+    """First row, split, first column and end column of unit of work number `unit`."""
     N, V, _D, splits, tiles_per_split = work
     row_tile, split = grouped(unit, gl.cdiv(N, 2 * HALF), splits, GROUP)
     first = split * tiles_per_split * BLOCK_V
@@ -38,20 +39,20 @@ def _unit(unit, work, BLOCK_V: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _next(stage, phase, STAGES: gl.constexpr):
-    """The next buffer of the ring, and the parity of its barriers."""
+    """The next buffer of the ring, and the phase parity of its barriers."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def _before(stage, STAGES: gl.constexpr):
-    """The buffer before this one. (Carried along as `previous = stage`, Triton would take it for a constant.)"""
+    """The buffer before this one. (Triton would take a variable `previous = stage` for a constant.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
 def _produce(e_desc, c_desc, ring, work, GROUP: gl.constexpr):
-    """Fetch operands: every (row, column, d) of every unit, in the consumers' order."""
+    """The producer: fetch the operands of every unit, in the order in which the consumers read them."""
     e_bufs, c_bufs, full, empty, _ahead = ring
     N, _V, D, splits, _tiles_per_split = work
     STAGES: gl.constexpr = full.shape[0]
@@ -74,14 +75,14 @@ def _produce(e_desc, c_desc, ring, work, GROUP: gl.constexpr):
 
 @gluon.jit
 def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth):
-    """This consumer's products (64 × 256) of one tile, as a left and a right half, and the place in the ring."""
+    """This consumer's products (64 × 256) of one tile, and its place in the ring: the buffer and its phase parity."""
     e_bufs, c_bufs, full, empty, ahead = ring
     STAGES: gl.constexpr = full.shape[0]
     for step in range(depth):
         mbarrier.wait(full.index(stage), phase)
         e, c = e_bufs.index(2 * stage + WHICH), c_bufs.index(stage).permute((1, 0))
         acc = hw.warpgroup_mma(e, c, acc, use_acc=step > 0, is_async=True)
-        acc = hw.warpgroup_mma_wait(1, deps=[acc])  # the previous step is done, its operands are free
+        acc = hw.warpgroup_mma_wait(1, deps=[acc])  # the previous step is done, so its buffers are free
         mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=step > 0)
         if WHICH == 0:
             mbarrier.arrive(ahead, count=1, pred=step == STAGES // 2)
@@ -93,14 +94,15 @@ def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth):
 
 @gluon.jit
 def _halves(acc, NARROW: gl.constexpr):
-    """Left and right half of an accumulator; no data moves."""
+    """Left and right half of an accumulator, without moving data."""
     left, right = acc.reshape((acc.shape[0], 2, acc.shape[1] // 2)).permute((0, 2, 1)).split()
     return gl.convert_layout(left, NARROW, assert_trivial=True), gl.convert_layout(right, NARROW, assert_trivial=True)
 
 
 @gluon.jit
 def _store(desc, row, col, staging, value):
-    tma.store_wait(0)  # the staging buffer is free
+    """Store half a tile through shared memory."""
+    tma.store_wait(0)  # until the previous store has read the staging buffer
     staging.store(value.to(desc.dtype))
     hw.fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, col], staging)
@@ -108,7 +110,10 @@ def _store(desc, row, col, staging, value):
 
 @gluon.jit
 def _ring(e_desc, c_desc, STAGES: gl.constexpr):
-    """Buffers, their barriers, and the barrier that says that the first consumer is half a ring into a tile."""
+    """Allocate the ring: buffers for E and C, their barriers, and the barrier `ahead`.
+
+    The first consumer arrives at `ahead` when it is half a ring into a tile; the second consumer then starts the tile.
+    """
     BLOCK_V: gl.constexpr = c_desc.block_type.shape[0]
     BLOCK_D: gl.constexpr = c_desc.block_type.shape[1]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -130,7 +135,7 @@ def hopper_exponentials_kernel(
     e_desc, c_desc, w_desc, columns_ptr, z_target_ptr, sum_ptr, unread_ptr, N, V, D, splits, tiles_per_split,
     logit_scale, STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `exponentials_kernel`."""
+    """Arguments as for `exponentials_kernel`. unread_ptr: () int32 or None; where not 0, w is not written."""
     ring = _ring(e_desc, c_desc, STAGES)
     staging = ring[0]
     if w_desc is not None:
@@ -143,8 +148,8 @@ def hopper_exponentials_kernel(
             (_exponentials, (1, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
-        [4, 1],  # warps of the second and third; the first one runs on the program's own four
-        [240, 24],  # registers a thread
+        [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
+        [240, 24],  # registers a thread of the second consumer and of the producer
     )
 
 
@@ -202,7 +207,7 @@ def hopper_gradient_kernel(
     N, W, D, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
     STAGES: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """As `gradient_kernel` without dbias; with eps_ptr, of what the filter leaves (TAIL)."""
+    """Arguments as for `gradient_kernel`, without dbias. If eps_ptr is given, the tail is computed (TAIL)."""
     ring = _ring(e_desc, c_desc, STAGES)
     staging = gl.allocate_shared_memory(dz_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], dz_desc.layout)
     if active_ptr is not None:
@@ -217,8 +222,8 @@ def hopper_gradient_kernel(
             (_gradient, (1, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
-        [4, 1],  # warps of the second and third; the first one runs on the program's own four
-        [240, 24],  # registers a thread
+        [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
+        [240, 24],  # registers a thread of the second consumer and of the producer
     )
 
 
@@ -247,7 +252,7 @@ def _gradient(
         row += WHICH * HALF
         rows = row + gl.arange(0, HALF, BY_ROW)
         column = gl.load(columns_ptr + rows, mask=rows < N, other=-1).to(gl.int32) - first
-        lse = gl.load(lse_ptr + rows, mask=rows < N, other=float("inf"))  # beyond N: p = 0
+        lse = gl.load(lse_ptr + rows, mask=rows < N, other=float("inf"))  # makes p = 0 beyond N
         a = gl.load(a_ptr + rows, mask=rows < N, other=0.0)
         b = gl.load(b_ptr + rows, mask=rows < N, other=0.0)
         for col in range(start, end, BLOCK_V):
@@ -270,14 +275,14 @@ def _gradient(
 
 
 class Descriptor(TensorDescriptor):
-    """One whose tensor is known to fit; see tiles.py."""
+    """A TMA descriptor without Triton's checks; see runtime/tiles.py."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """TMA descriptor of x for blocks rows × cols, in shared memory as the tensor cores read them."""
+    """TMA descriptor of x for blocks of rows × cols, with the shared-memory layout that the tensor cores read."""
     return Descriptor(x, x.shape, x.stride(), [rows, cols], _swizzled(min(128, cols * x.itemsize)))
 
 

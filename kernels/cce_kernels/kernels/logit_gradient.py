@@ -1,14 +1,14 @@
-"""dL/dz of a chunk of logits, made again: what the recomputing scheme and the filter's samples multiply.
+"""dL/dz of a chunk of recomputed logits, for the four-product scheme and the filter's samples.
 
     dz_iv = (a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)) · slope        p_iv = exp(z_iv − LSE_i)
 
-`gradient_kernel` writes dz from the product's accumulator, rounded once to the operands' dtype. The logits never leave
-fp32, so that they match the forward pass's LSE. dz is stored relative to the largest row coefficient (`Peak`), which
-the products multiply back in: the small gradients of a mean over many tokens do not underflow in fp16.
+`gradient_kernel` computes the logits in fp32 registers, as the forward pass does, so that they match its LSE. It writes
+dz rounded once to the operands' dtype. dz is divided by the largest row coefficient (`Peak`), and the products multiply
+by it again. Otherwise the small gradients of a mean over many tokens would underflow in fp16.
 
-A filter (filter_rule.py) is applied to each entry as it is made.
+A filter (filter_rule.py) applies to each entry before it is written.
 
-Cost: N D W multiply-adds on the tensor cores; dz written.
+Cost: N D W multiply-adds on the tensor cores; writes dz.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .logits import split_columns
 @triton.jit(do_not_specialize=["N", "W", "D", "first", "n_head", "splits", "tiles_per_split"])
 def gradient_kernel(
     e_desc,  # (N, D)
-    c_desc,  # (W, D), the chunk
+    c_desc,  # (W, D), the chunk's rows of C
     dz_desc,  # (N, W), written
-    bias_ptr,  # (W,) or None
-    columns_ptr,  # (N,) int64, in the whole vocabulary
+    bias_ptr,  # (W,) or None: the chunk's bias
+    columns_ptr,  # (N,) int64, each row's target column in the whole vocabulary, negative for none
     lse_ptr,  # (N,) fp32
     a_ptr,  # (N,) fp32, divided by the peak
     b_ptr,  # (N,) fp32, divided by the peak
-    dbias_ptr,  # (row tiles, W) fp32 or None: this tile's part of dbias, written
+    dbias_ptr,  # (row tiles, W) fp32 or None: each row tile's part of dbias, written
     eps_ptr,  # () fp32 or None: the filter's threshold
-    rank_ptr,  # (W,) int32 or None; entries of a rank below n_head are kept
-    times_ptr,  # (W,) fp32 or None: with TAIL, what columns are multiplied by
-    kept_ptr,  # (splits, N) fp32 or None: entries kept, added to
-    dropped_ptr,  # (splits, N) fp32 or None: mass dropped, added to
-    active_ptr,  # () int32 or None: 0 for nothing to do
+    rank_ptr,  # (W,) int32 or None: ranks by likelihood; columns with a rank below n_head are kept
+    times_ptr,  # (W,) fp32 or None: with TAIL, what each column is multiplied by
+    kept_ptr,  # (splits, N) fp32 or None: number of entries kept, added to
+    dropped_ptr,  # (splits, N) fp32 or None: softmax mass dropped, added to
+    active_ptr,  # () int32 or None: where 0, there is nothing to do
     N,
     W,
     D,
@@ -64,9 +64,9 @@ def gradient_kernel(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    TAIL: tl.constexpr,  # what the filter leaves, in place of what it keeps
+    TAIL: tl.constexpr,  # write the entries that the filter does not keep, instead of those that it keeps
 ):
-    """dz of a chunk; units of work and the one loop over them as in logits.py."""
+    """dz of a chunk. Units of work and the loop over them are those of exponentials_kernel (logits.py)."""
     row_tiles, col_tiles, depth = tl.cdiv(N, BLOCK_N), tl.cdiv(W, BLOCK_V), tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
     PRECISE: tl.constexpr = e_desc.dtype == tl.float32
@@ -83,7 +83,7 @@ def gradient_kernel(
         rows = row + tl.arange(0, BLOCK_N)
         inside = rows < N
         column = tl.load(columns_ptr + rows, mask=inside, other=-1).to(tl.int32) - first
-        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # beyond N: p = 0
+        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # makes p = 0 beyond N
         a = tl.load(a_ptr + rows, mask=inside, other=0.0)
         b = tl.load(b_ptr + rows, mask=inside, other=0.0)
         kept = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -95,14 +95,14 @@ def gradient_kernel(
             col = (first_tile + step // depth) * BLOCK_V
             d = step % depth * BLOCK_D
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
-            if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
+            if step % depth == depth - 1:  # half a tile at a time takes fewer registers, and stages less for the store
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
                 cols = col + tl.arange(0, HALF)
                 dz, p, is_target = gradient_of(
                     left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
                     HAS_SOFTCAP, PRECISE,
                 )  # fmt: skip
-                if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+                if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
                     if some_filtered:
                         dz, kept, dropped = _filter(
                             dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
@@ -115,7 +115,7 @@ def gradient_kernel(
                     right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
                     HAS_SOFTCAP, PRECISE,
                 )  # fmt: skip
-                if eps_ptr is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+                if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
                     if some_filtered:
                         dz, kept, dropped = _filter(
                             dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
@@ -133,7 +133,7 @@ def gradient_kernel(
 
 @triton.jit
 def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL: tl.constexpr):
-    """dz of one half tile after the filter; entries kept and mass dropped of the rows, with this half's added."""
+    """dz of half a tile after the filter, and the rows' kept entries and dropped mass with this half added."""
     if TAIL:
         dz = tail_of(dz, p, is_target, cols, W, eps, times_ptr)
     else:
@@ -150,8 +150,11 @@ def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, d
 
 @dataclass(frozen=True)
 class Filter:
-    """What is kept; and, added to, `parts` of how much each row kept and dropped. Without these, what lies below eps,
-    each column of the chunk times `times` (W,) fp32, if given: 0 for the head's."""
+    """A filter of one chunk. With `kept` and `dropped` dz holds the entries that the rule keeps, without them the tail.
+
+    kept, dropped: (splits, N) fp32 from `parts`, added to: entries kept and softmax mass dropped.
+    times: (W,) fp32 or None: what each column of the tail is multiplied by; 0 for columns of the head.
+    """
 
     rule: Rule
     kept: Tensor | None = None
@@ -182,7 +185,17 @@ def gradient_of_chunk(
     filtering: Filter | None,
     active: Tensor | None,
 ) -> Tensor | None:
-    """Write dz / peak of one chunk; return dbias / peak by row tile, if asked for."""
+    """Write dz / peak of one chunk; return dbias / peak (row tiles, W) if `with_bias`, else None.
+
+    Args:
+        e: (N, D) and c_chunk: (W, D), of one dtype and `aligned`. bias_chunk: (W,) contiguous or None.
+        columns: (N,) int64, each row's target column in the whole vocabulary, negative for none.
+        lse: (N,) fp32. a, b: (N,) fp32, divided by the peak.
+        dz: (N, W), written.
+        first: the chunk's first column. vocab: columns of the whole vocabulary.
+        filtering: the filter, or None for exact gradients.
+        active: () int32; where 0, the kernel does nothing. None: it always computes.
+    """
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     tail = filtering is not None and filtering.kept is None
     on_hopper = hopper.fits(e) and (filtering is None or tail) and bias_chunk is None and o.softcap is None

@@ -1,22 +1,25 @@
-"""Scaled exponentials: the forward pass and, if asked for, the matrix that the backward products multiply.
+"""Scaled exponentials of the logits: their sums for the loss and, if asked for, the matrix w for the backward pass.
 
     w_iv = 2^(z_iv log2 e − k_i), 0 at the target    z = softcap(scale · E Cᵀ + bias)    R_i = Σ_v w_iv
-    S_i = R_i + w_it    loss_i = ln(1 + R_i / w_it)    LSE_i = z_it + loss_i
+    S_i = R_i + w_it    loss_i = ln(1 + R_i / w_it)    LSE_i = z_it + loss_i    p_iv = w_iv / S_i
 
-The offset k_i = z_i,target log2 e + 60 is known before the product: no running maximum, no second look at the
-logits for p_iv = w_iv / S_i. The target is not in the sum: of a token that the model is sure of, R_i is what the loss
-consists of, and a sum with the target would keep no digit of it. bf16 has the exponents of fp32, so w keeps its
-relative precision at any size. S_i lies within [2^-60, 2^60] while the row's loss is below 83 nats; rows beyond that
-are seen on the device and done again, slowly (row_stats.py). For fp32 operands the offset is z_i,target alone,
-subtracted first: the 60 would cost bits that count there, and 42 nats are enough.
+t is row i's target. The offset k_i = z_it log2 e + 60 is known before the product, so no running maximum is needed.
 
-`target_logits_kernel` takes the target's logit from the tensor cores, as the sums do: a logit from plain
-multiply-adds differs from them by the tensor cores' rounding, 2e-5 of the loss.
+Why the target is left out of R: if the model is sure of a token, R_i alone determines the loss. A sum with the target's
+exponential in it would keep no digit of R_i.
 
-`exponentials_kernel` cuts the work into units of BLOCK_N rows × one split of the vocabulary, shared out among
-persistent programs. The loop over a unit's tiles and the summed dimension is one loop, so that the next tile's
-operands arrive while the exponentials of this one are taken. Each row's sum stays in registers; one partial per row
-and split is stored. No locks, no atomics: deterministic.
+Range: bf16 has the exponents of fp32, so w keeps its relative precision at any size. S_i lies within [2^-60, 2^60]
+while the row's loss is below 83 nats. The device detects rows beyond that range and computes them again, slowly
+(row_stats.py). For fp32 operands the offset is z_it alone, subtracted before the scaling. Adding 60 would cost bits
+that fp32 results need, and a loss up to 42 nats is range enough.
+
+`target_logits_kernel` takes the target's logit from the tensor cores, because the sums come from them, too. A logit
+from plain multiply-adds would differ by the tensor cores' rounding, 2e-5 of the loss.
+
+`exponentials_kernel` is persistent. A unit of work is BLOCK_N rows × one split of the vocabulary. One loop runs over
+both the unit's tiles and the summed dimension, so that the next tile's operands arrive while this tile's exponentials
+are computed. A row's sum stays in registers, and each split stores one partial sum a row. The result needs no locks or
+atomics and is deterministic.
 
 Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at most 32) and, if asked for, w.
 """
@@ -40,8 +43,8 @@ from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .target_columns import columns_of
 
-MIN_SPLITS = 8  # fewer, and the row tiles at work at one time would not fit L2 together
-ROWS = 64  # of a program of target_logits_kernel
+MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
+ROWS = 64  # rows of a program of target_logits_kernel
 
 
 @quick
@@ -50,9 +53,9 @@ def target_logits_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     c_ptr,  # (V, D), rows c_stride apart
     bias_ptr,  # (V,) or None
-    targets_ptr,  # (N,) int64, targets_stride apart: what the columns are written from, or None where they are there
-    columns_ptr,  # (N,) int64; where negative, another column stands in
-    z_ptr,  # (N,) fp32, written; with SKIP, SKIPPED where the row is ignored
+    targets_ptr,  # (N,) int64, targets_stride apart, or None: target columns are read from columns_ptr
+    columns_ptr,  # (N,) int64, each row's target column; written if targets_ptr is given
+    z_ptr,  # (N,) fp32, the target's logit, written; SKIPPED for ignored rows if SKIP
     e_stride,
     c_stride,
     targets_stride,
@@ -69,7 +72,10 @@ def target_logits_kernel(
     HAS_SOFTCAP: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """z_i of the target: the diagonal of a product with the targets' rows of C."""
+    """The target's logit of each row: the diagonal of the product of E with the targets' rows of C.
+
+    A row without a target takes another column's logit.
+    """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if targets_ptr is None:
         column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
@@ -77,7 +83,7 @@ def target_logits_kernel(
         column = columns_of(targets_ptr, rows, targets_stride, N, V, ignore_index, IGNORED, OUTSIDE)
         tl.store(columns_ptr + rows, column, mask=rows < N)
     ignored = column == IGNORED
-    column = tl.where(column < 0, rows % V, column)  # not one for all: it may be a padding entry of tiny logits
+    column = tl.where(column < 0, rows % V, column)  # differs by row: one column may be padding with tiny logits
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
@@ -103,11 +109,11 @@ def exponentials_kernel(
     c_desc,  # (V, D)
     w_desc,  # (N, V) or None: w · slope of the softcap, written
     bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, negative for none, or None: left out of w and its sum
-    z_target_ptr,  # (N,) fp32
-    sum_ptr,  # (splits, N) fp32: of w, written
-    z_sum_ptr,  # (splits, N) fp32 or None: of z, written
-    metrics_ptr,  # (2, splits, N) fp32 or None: largest z but the target's, sum of w (z − z_target), written
+    columns_ptr,  # (N,) int64 or None: each row's target column (negative for none), left out of w and its sum
+    z_target_ptr,  # (N,) fp32, the target's logit
+    sum_ptr,  # (splits, N) fp32, the sum of w over a split, written
+    z_sum_ptr,  # (splits, N) fp32 or None: the sum of z over a split, written
+    metrics_ptr,  # (2, splits, N) fp32 or None: the largest z except the target's; the sum of w (z − z_target); written
     N,
     V,
     D,
@@ -122,6 +128,7 @@ def exponentials_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EVEN_V: tl.constexpr,  # BLOCK_V divides V
 ):
+    """Sums of w over each split of the vocabulary and, if asked for, w itself."""
     row_tiles = tl.cdiv(N, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
@@ -146,7 +153,7 @@ def exponentials_kernel(
             col = first + step // depth * BLOCK_V
             d = step % depth * BLOCK_D
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
-            if step % depth == depth - 1:  # half a tile at a time: fewer registers, less to stage for the store
+            if step % depth == depth - 1:  # half a tile at a time takes fewer registers, and stages less for the store
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
                 cols = col + tl.arange(0, HALF)
                 w, total, z_total, largest, wz_total = exponentials_of(
@@ -172,7 +179,7 @@ def exponentials_kernel(
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
-    """z (N,) fp32 of each row's target; rows without one get another column's."""
+    """Each row's target logit (N,) fp32. A row without a target gets another column's logit."""
     return _target_logits(e, c, bias, None, 0, columns, False, o)
 
 
@@ -181,7 +188,7 @@ def find_targets(
 ) -> tuple[Tensor, Tensor]:
     """Each row's target column (N,) int64 (see row_math.py) and its logit (N,) fp32, in one launch.
 
-    skip: leave ignored rows out of all that follows (SKIPPED): their LSE is not wanted.
+    skip: mark the logits of ignored rows as SKIPPED (epilogues.py), because their LSE is not wanted.
     """
     columns = targets.new_empty(targets.shape)
     return columns, _target_logits(e, c, bias, targets, ignore_index, columns, skip, o)
@@ -209,8 +216,11 @@ def _target_logits(
 
 @dataclass(frozen=True)
 class Sums:
-    """Partial sums over the vocabulary, fp32, one a split: of w (splits, N); of z, with label smoothing; the metrics'
-    parts (2, splits, N), if asked for."""
+    """Partial sums over the vocabulary, fp32, one for each split.
+
+    w: (splits, N) sums of w. z: (splits, N) sums of the logits, for label smoothing; else None. metrics: (2, splits, N)
+    the largest logit except the target's, and the sum of w (z − z_target); None unless metrics are wanted.
+    """
 
     w: Tensor
     z: Tensor | None
@@ -228,8 +238,13 @@ def exponentials(
     o: Options,
     unread: Tensor | None = None,
 ) -> Sums:
-    """The sums; writes w (N, V) unless it is None. The targets' w are left out, unless `columns` is None.
-    Where `unread` () int32 is 1 nobody will read w: it may be left."""
+    """The sums of w; writes w (N, V) unless it is None. Leaves out the targets' w, unless `columns` is None.
+
+    Args:
+        e, c, bias, columns: as for `row_stats.forward`.
+        z_target: (N,) fp32, what the exponentials are relative to.
+        unread: () int32 or None; where 1, nothing reads w, and it need not be written.
+    """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
@@ -258,7 +273,7 @@ def exponentials(
 
 @lru_cache
 def split_columns(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
-    """(splits, column tiles per split) with the shortest longest program; no split is empty."""
+    """(splits, column tiles per split) for which the longest program is shortest. No split is empty."""
 
     def longest(tiles_per_split: int) -> int:
         units = row_tiles * cdiv(col_tiles, tiles_per_split)

@@ -1,16 +1,17 @@
-"""Products with a gradient's bookkeeping in the epilogue: out (+)= A B, summed exactly over several launches.
+"""Matrix products that add to a gradient: out (+)= A B, with compensated sums over several launches.
 
-    total = [times] A B [+ out + lost]        out = round(scale · total)        lost = total − out, where it is kept
+    total = [times] A B [+ out + lost]        out = round(scale · total)        lost = total − out, if it is kept
 
-A sum over launches holds its value in the gradient's own dtype and what rounding lost beside it in 8 bits
-(accumulator.py); the last launch drops `lost` and applies the scale. The summed dimension may be cut into `splits`,
-each with an fp32 output of its own, where the output has too few tiles to keep every multiprocessor at work.
+`out` holds the sum in the gradient's dtype, and `lost` its rounding error in 8 bits (accumulator.py). The last launch
+applies the scale and drops `lost`. If the output has too few tiles to occupy every multiprocessor, the summed dimension
+can be cut into `splits`, each with an fp32 output of its own.
 
-One program an output tile, which it owns: no locks, no atomics, deterministic. Two products that need nothing of each
-other run side by side: the multiprocessors that the last tiles of the first leave idle begin with the second
-(programmatic dependent launch; before Hopper one runs after the other).
+One program owns each output tile. So the result needs no locks or atomics and is deterministic.
 
-Cost: M K COLS multiply-adds on the tensor cores; the output and, between launches, out and lost, read and written.
+Two products that do not depend on each other run side by side (programmatic dependent launch). The last tiles of the
+first leave multiprocessors idle, and the second begins there. Before Hopper one product runs after the other.
+
+Cost: M K COLS multiply-adds on the tensor cores; writes the output; each launch of a sum reads and writes out and lost.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from .kahan import read_sum, write_sum
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
     b_desc,  # B (K, COLS)
-    out_ptr,  # (splits, split_rows, COLS)
-    lost_ptr,  # like out, or None
-    into_ptr,  # like out, fp32, or None: the sum ends here, added to what this holds
-    scale_ptr,  # () fp32 or None
-    times_ptr,  # () fp32 or None: of A B
-    active_ptr,  # () int32 or None: 0 for nothing to do
+    out_ptr,  # (splits, split_rows, COLS), the sum
+    lost_ptr,  # (splits, split_rows, COLS) int8 or None: the sum's rounding error
+    into_ptr,  # (splits, split_rows, COLS) fp32 or None: the finished sum is added here instead of stored in out
+    scale_ptr,  # () fp32 or None: what the whole sum is multiplied by
+    times_ptr,  # () fp32 or None: what A B is multiplied by
+    active_ptr,  # () int32 or None: where 0, there is nothing to do
     M,
     COLS,
     K,
@@ -47,10 +48,11 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     TRANSPOSE_A: tl.constexpr,
-    READ: tl.constexpr,  # add what out (and lost) hold
-    KEEP: tl.constexpr,  # write lost
-    OVERLAP: tl.constexpr,  # whether this launch may overlap with the next one
+    READ: tl.constexpr,  # whether to add what out and lost hold
+    KEEP: tl.constexpr,  # whether to write lost
+    OVERLAP: tl.constexpr,  # whether the next launch may begin before this one ends
 ):
+    """out (+)= A B; see this file's docstring."""
     if OVERLAP:
         gdc_launch_dependents()
     row_tiles, col_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N)
@@ -72,7 +74,7 @@ def product_kernel(
 
         rows = row + tl.arange(0, BLOCK_M)
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
-        # Half a tile at a time: fewer registers, less shared memory to bring it into the order of the stores.
+        # Half a tile at a time takes fewer registers, and less shared memory to reorder the values for the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
         _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ, KEEP)
         _store(
@@ -80,7 +82,7 @@ def product_kernel(
             KEEP,
         )  # fmt: skip
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
-        gdc_wait()  # this launch is not over before the one beside it is
+        gdc_wait()  # this launch must not end before the one beside it: later launches wait for this one alone
 
 
 @triton.jit
@@ -88,6 +90,7 @@ def _store(
     total, offsets, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS,
     WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    """Add half a tile of products to out, lost or into."""
     cols = col + tl.arange(0, WIDTH)
     offsets = offsets + cols[None, :]
     mask = inside[:, None] & (cols < COLS)[None, :]
@@ -124,14 +127,14 @@ def product(
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
 
     Args:
-        a, b: of one dtype and `aligned`.
-        lost: what rounding to out's dtype lost; written unless a `scale` ends the sum.
-        read: whether out and lost hold part of the sum.
-        scale: () fp32, applied to the whole sum, which ends with it.
-        times: () fp32, applied to A B alone.
-        into: like out, fp32: where the finished sum is added, in place of being stored in out.
-        beside: this product needs nothing of the one launched just before it, and may run beside it.
-        active: () int32, 0 if there is nothing to do after all; None: there is.
+        a, b: 2-d, of one dtype and `aligned`.
+        lost: like out, int8: the sum's rounding error. Written unless a `scale` ends the sum.
+        read: whether out and lost already hold part of the sum.
+        scale: () fp32, multiplies the whole sum. Given at the sum's last launch only.
+        times: () fp32, multiplies A B alone.
+        into: like out, fp32: the finished sum is added to it instead of stored in out.
+        beside: whether this product may run beside the one launched just before it, on which it must not depend.
+        active: () int32; where 0, the kernel does nothing. None: it always computes.
     """
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1

@@ -1,13 +1,15 @@
-"""What the loss takes of each row, from the partial sums of logits.py; and the whole forward pass.
+"""Row statistics for the loss (LSE, −log p, metrics) from the partial sums of logits.py; and the whole forward pass.
 
     loss_i = ln(1 + R_i / w_target)    LSE_i = z_target + loss_i    p_target − 1 = −R_i / (R_i + w_target)
 
-R_i is the sum without the target: loss and gradient keep their relative precision down to 0, and are 0 where the
-vocabulary has one entry. A row without a target has no such entry apart; one that is skipped (epilogues.py) has no sum.
-Rows whose sum left the range that the offset allows for are computed again here, with a running maximum: two more
-products for a tile of rows, taken only where the device finds such a row.
+R_i is the sum without the target (logits.py), so loss and gradient keep their relative precision down to 0. Both are 0
+where the vocabulary has one entry. A row without a target has all entries in R_i. A skipped row (epilogues.py) has no
+sum.
 
-Cost: N × splits numbers read, a few N written.
+The kernel computes a row again if its sum left the range of the offset (logits.py). It then uses a running maximum,
+which takes two more products for a tile of rows. This happens only where the device finds such a row.
+
+Cost: reads N × splits numbers, writes a few N.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from .epilogues import HEADROOM, LOG2E, SKIPPED, log1p
 from .logits import Sums, exponentials, target_logits
 
 LN2 = tl.constexpr(0.6931471805599453)
-LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w: everything formed from the two is a normal number
-ROWS = 64  # of a program
+LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w, so that their ratios are normal numbers
+ROWS = 64  # rows of a program
 
 
 @quick
@@ -36,18 +38,18 @@ ROWS = 64  # of a program
 def rows_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     c_ptr,  # (V, D), rows c_stride apart
-    w_ptr,  # (N, V) or None, rows w_stride apart; rewritten where rows overflowed
+    w_ptr,  # (N, V) or None, rows w_stride apart: the exponentials; rewritten where a row overflowed
     bias_ptr,  # (V,) or None
-    columns_ptr,  # (N,) int64, -1 where ignored, -2 where outside the vocabulary
-    z_target_ptr,  # (N,) fp32
-    sum_ptr,  # (splits, N) fp32, without the targets
-    partial_ptr,  # (2, splits, N) fp32 or None: the metrics' parts
+    columns_ptr,  # (N,) int64, each row's target column: -1 where ignored, -2 where outside the vocabulary
+    z_target_ptr,  # (N,) fp32, the target's logit
+    sum_ptr,  # (splits, N) fp32, sums of w without the target
+    partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
     lse_ptr,  # (N,) fp32, written
-    nll_ptr,  # (N,) fp32, written: −log p of the target; 0 where ignored, NaN where it lies outside
-    factor_ptr,  # (N,) fp32 or None: what w is to be multiplied by for dL/d(e · c), written
-    coefficient_ptr,  # (N,) fp32 or None: the target's dL/d(e · c), written
-    scaled_ptr,  # (N, D) or None, rows scaled_stride apart: e times its rows' factors, written
+    nll_ptr,  # (N,) fp32: −log p of the target, 0 where ignored, NaN where outside the vocabulary; written
+    factor_ptr,  # (N,) fp32 or None: factor from w to dL/d(e · c), written
+    coefficient_ptr,  # (N,) fp32 or None: dL/d(e · c) of the target, written
+    scaled_ptr,  # (N, D) or None, rows scaled_stride apart: e times its row's factor, written
     e_stride,
     c_stride,
     w_stride,
@@ -64,9 +66,9 @@ def rows_kernel(
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Rows' LSE and gradient factors from the partial sums.
+    """Each row's LSE, −log p, metrics and gradient factors from the partial sums.
 
-    A row whose sum overflowed is computed again with its own LSE as the offset, online (running maximum).
+    A row whose sum overflowed is computed again: first its LSE with a running maximum, then w with the LSE as offset.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
@@ -77,7 +79,7 @@ def rows_kernel(
     for _ in range(splits):
         others += tl.load(sum_ptrs, mask=inside, other=1.0)
         sum_ptrs += N
-    # The target's own w, rounded as those in the sum are.
+    # The target's own w, rounded in the same way as the sum's.
     skipped = (column == -1) & (z_target == SKIPPED)
     w_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM))
     if e_ptr.dtype.element_ty == tl.float32:
@@ -86,10 +88,10 @@ def rows_kernel(
     apart = column >= 0
     total = others + tl.where(apart | skipped, w_target, 0.0)
     p_target = w_target / total
-    rest = others / total  # 1 − p, where the target is apart
+    rest = others / total  # 1 − p where the row has a target
     nll = tl.where(apart, log1p(others / w_target), -tl.log(p_target))
     lse = z_target + nll
-    largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # of the others than the target
+    largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # the largest logit except the target's
     entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if metrics_ptr is not None:
         partial_ptrs = partial_ptr + rows
@@ -114,7 +116,7 @@ def rows_kernel(
             )  # fmt: skip
             z = tl.where((cols < V)[None, :], z, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(z, axis=1))
-            # A bias of −inf may mask out a whole tile: anchor at 0 there, the exponentials are 0 anyway.
+            # A bias of −inf can mask a whole tile. Its exponentials are 0; an anchor of 0 avoids inf − inf.
             anchor = tl.where(new_highest == float("-inf"), 0.0, new_highest)
             decay = tl.exp2((highest - anchor) * LOG2E)
             exps = tl.exp2((z - anchor[:, None]) * LOG2E)
@@ -137,7 +139,7 @@ def rows_kernel(
                 w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
         lse = tl.where(overflowed, online, lse)
-        nll = tl.where(overflowed, online - z_target, nll)  # p may be too small for a number
+        nll = tl.where(overflowed, online - z_target, nll)  # not −log p, because p may underflow
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
         rest = tl.where(overflowed, 1 - p_target, rest)
         total = tl.where(overflowed, 1.0, total)
@@ -172,7 +174,7 @@ def _logits(
     e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one tile, fp32, of rows `rows` and columns `cols`."""
+    """The logits of rows `rows` and columns `cols`, fp32."""
     e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride
     c_ptrs = c_ptr + cols.to(tl.int64)[:, None] * c_stride
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -186,10 +188,12 @@ def _logits(
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the gradients need, for a loss that is the sum of the rows'.
+    """Tensors for the gradients of a loss that sums the row losses; `finish_rows` writes all but w.
 
-    w: (N, V), 0 at the targets. factor: (N,) what w's rows are to be multiplied by, written. coefficient: (N,)
-    the targets' own gradients, written. scaled: (N, D) e times factor, written unless it is None.
+    w: (N, V) exponentials (logits.py), 0 at the targets; rewritten where a row overflowed.
+    factor: (N,) fp32, the factor from a row of w to dL/d(e · c).
+    coefficient: (N,) fp32, dL/d(e · c) of the row's target.
+    scaled: (N, D) e times factor, or None.
     """
 
     w: Tensor
@@ -209,7 +213,7 @@ def finish_rows(
     o: Options,
     gradient: Gradient | None = None,
 ) -> None:
-    """Write lse, nll and metrics of `rows` from partial sums; what `gradient` holds unless only the loss is wanted."""
+    """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     w = factor = coefficient = scaled = None
     if gradient is not None:
@@ -227,12 +231,12 @@ def forward(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
     z_target: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """What the loss takes of each row.
+    """The row statistics that the loss needs.
 
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        columns: (N,) int64, each row's target, or what row_math.py has in its place.
-        z_target: (N,) fp32, the targets' logits, where they are known already.
+        columns: (N,) int64, each row's target column (row_math.py).
+        z_target: (N,) fp32, the targets' logits, if they are known already.
     """
     if z_target is None:
         z_target = target_logits(e, c, bias, columns, o)

@@ -1,1 +1,1 @@
-"""How kernels are launched, and on what: devices, tiles, the interpreter."""
+"""How kernels are launched: devices, tile sizes, quick launches, Triton's interpreter."""

@@ -1,4 +1,4 @@
-"""What torch.compile has to leave out of its graphs."""
+"""Calls that torch.compile has to leave out of its graphs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 @torch.compiler.disable(
-    reason="cce_kernels: return_stats=True runs outside of a compiled graph, which cannot hand out tensors that its "
-    "backward pass fills in"
+    reason="cce_kernels: return_stats=True runs outside of a compiled graph, because a graph cannot return tensors "
+    "that its backward pass fills in; call without return_stats to compile the whole graph"
 )
 def uncompiled(function: Callable[..., Any], *inputs: Any) -> Any:
-    """function(*inputs), eagerly."""
+    """Call function(*inputs) eagerly."""
     return function(*inputs)

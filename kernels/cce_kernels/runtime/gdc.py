@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, where this Triton has it; launches follow one another where not."""
+"""Programmatic dependent launch: a kernel may begin before the previous one ends. Not every Triton version has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     AVAILABLE = True
-except ImportError:  # another version has it elsewhere: nothing but time is lost
+except ImportError:  # launches then run one after another: slower, with the same results
     AVAILABLE = False
 
     @triton.jit

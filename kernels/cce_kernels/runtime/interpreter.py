@@ -1,6 +1,10 @@
-"""bf16 and fp8 under TRITON_INTERPRET=1: Triton's interpreter keeps bf16 as raw 16-bit integers, multiplies those,
-and truncates instead of rounding; what it rounds up to the next power of 2 in fp8 it halves (seen in 3.6.0 and 3.7.1).
-`mend()` gives it the arithmetic of the real kernels."""
+"""`mend()` gives Triton's interpreter (TRITON_INTERPRET=1) the GPU's arithmetic in bf16 and fp8.
+
+The interpreter of Triton 3.6.0 and 3.7.1 has three errors:
+  * it keeps bf16 as 16-bit integers, and multiplies the integers;
+  * it truncates to bf16 instead of rounding;
+  * it halves an fp8 number that rounds up to the next power of 2.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def mend() -> None:
-    """Make the interpreter's casts to bf16 and fp8 (e5m2) round to nearest even, and its products exact in fp32."""
+    """Make casts to bf16 and fp8 (e5m2) round to nearest even, and products of 16-bit numbers exact in fp32."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

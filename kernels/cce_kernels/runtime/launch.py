@@ -1,9 +1,9 @@
-"""Launches that find their compiled kernel by a short key, with less time on the host.
+"""`quick` wraps a Triton kernel so that a launch takes less time on the host.
 
-For each `kernel[grid](...)` Triton binds the arguments, works out what each one specialises the kernel for, and looks
-up the result; kernels of a small problem take no longer than that. `quick` keeps the compiled kernel under a key of
-all that Triton compiles for, and hands it to the driver. Triton's launch hooks (profilers set them) are served by
-Triton's own launch.
+At each `kernel[grid](...)` Triton binds the arguments, derives the specialisation of each one, and looks up the
+compiled kernel. A small problem's kernels run no longer than that takes. A quick kernel instead looks up the compiled
+kernel by a short key of everything that Triton specialises on, and hands it to the driver. If launch hooks are set
+(profilers set them), Triton's own launch runs, which calls them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .interpreter import INTERPRETED
 
 
 class Quick:
-    """A kernel of `triton.jit` or Gluon, called like it: `kernel[grid](*arguments, **options)`.
+    """A kernel of `triton.jit` or Gluon, called in the same way: `kernel[grid](*arguments, **options)`.
 
-    The arguments stand in the kernel's order, constants (tl.constexpr) last; options are Triton's (num_warps, …), of
-    which Gluon's kernels take some as their last arguments.
+    Arguments are positional, in the kernel's order, constants (tl.constexpr) last. Options are Triton's, num_warps for
+    example. A Gluon kernel may list some of these options as its last parameters.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -46,7 +46,7 @@ class Quick:
         device = active.get_current_device()
         key = (
             device, args[self._constants :], *options.items(),
-            *[readers[type(x)](x) for readers, x in zip(self._readers, args, strict=False)],  # constants have none
+            *[readers[type(x)](x) for readers, x in zip(self._readers, args, strict=False)],  # not the constants
         )  # fmt: skip
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -65,14 +65,14 @@ class Quick:
 
 
 def quick(kernel: Any) -> Any:
-    """The kernel with quick launches; in the interpreter, which compiles nothing, the kernel itself."""
+    """The kernel with quick launches. In the interpreter, which compiles nothing, the kernel itself."""
     return kernel if INTERPRETED else Quick(kernel)
 
 
 def _hooked() -> bool:
-    """Whether somebody wants to hear of launches."""
+    """Whether a launch hook of Triton's is set."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain, a function, or None
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a hook chain, a function or None
 
 
 def _fits_32_bits(x: int) -> bool:
@@ -84,8 +84,11 @@ def _specialised(x: int) -> tuple[bool, bool, bool]:
 
 
 class _Readers(dict[type, Callable[[Any], Any]]):
-    """By an argument's type, what of it Triton compiles for: of a tensor its dtype and whether it is 16-byte aligned,
-    of an integer its width and, if the kernel is specialised on it, whether it is 1 or a multiple of 16."""
+    """Functions from an argument to the part of it that Triton specialises on, by the argument's type.
+
+    For a tensor: the dtype, and whether the pointer is 16-byte aligned. For an integer: whether it fits 32 bits. An
+    integer that the kernel is specialised on adds whether it is 1, and whether it is a multiple of 16.
+    """
 
     def __init__(self, specialised: bool) -> None:
         super().__init__({int: _specialised if specialised else _fits_32_bits, float: type, type(None): type})
@@ -95,10 +98,10 @@ class _Readers(dict[type, Callable[[Any], Any]]):
             if issubclass(kind, known):
                 self[kind] = reader
                 return reader
-        raise TypeError(f"an argument of type {kind.__name__} is not one that launches are known by")
+        raise TypeError(f"cce_kernels: a kernel got an argument of type {kind.__name__}; add a reader to READERS")
 
 
-# Of the types of which an argument may be of a subclass; hopper_kernels.py adds its own descriptors.
+# These types also serve their subclasses. hopper_kernels.py adds Gluon's descriptors.
 READERS: dict[type, Callable[[Any], Any]] = {
     Tensor: lambda x: (x.dtype, x.data_ptr() % 16 == 0),
     TensorDescriptor: lambda x: (x.base.dtype, *x.block_shape),

@@ -1,8 +1,7 @@
-"""What the Triton kernels share: the tiles of an operand (from tile_table.py), TMA descriptors, the order of tiles,
-logits from products.
+"""Functions that all Triton kernels share: tile sizes, TMA descriptors, the order of tiles, logits from products.
 
-Sizes are not specialised on (do_not_specialize): TMA takes any, and a ragged batch shall not compile anew.
-Only the width of a gradient is: it decides how wide the stores are.
+Kernels do not specialise on sizes (do_not_specialize), so that a ragged batch does not compile anew. TMA takes any
+size. The width of a gradient is the exception, because it decides how wide the stores are.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ if INTERPRETED:
     mend()
 
 
-# triton.cdiv and its like take 5 µs a call on the host, as much as a launch's arguments do.
+# Plain Python, because triton.cdiv and triton.next_power_of_2 take 5 µs a call on the host, as long as a launch.
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """a / b rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of 2 that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-SHORT = 1024  # dimensions at most where logits take small tiles (H200)
-GROUP = 16  # row tiles that walk over the same columns together, so that both operands stay in L2
+SHORT = 1024  # the largest D for which logits take small tiles (H200)
+GROUP = 16  # row tiles that run over the same columns together, so that both operands stay in L2
 
 
 def inner_of(dtype: torch.dtype) -> int:
-    """What small kernels take of the summed dimension a step."""
+    """The part of the summed dimension that a small kernel multiplies in one step."""
     return FULL_PRECISION.inner if dtype == torch.float32 else 64
 
 
 def tiles_for(x: Tensor, cols: int) -> Tiles:
-    """Tiles of a product of operands like x; an output of few columns narrows them."""
+    """Tiles of a product whose operands are like x, with an output of `cols` columns."""
     return _product_tiles(x.dtype, cols, device_of(x))
 
 
@@ -60,7 +59,7 @@ def _product_tiles(dtype: torch.dtype, cols: int, device: Device) -> Tiles:
 
 
 def logits_tiles(x: Tensor) -> Tiles:
-    """Tiles of a product of rows like x (N, D), followed by exponentials."""
+    """Tiles of the kernel that takes exponentials of logits, for rows x (N, D)."""
     if x.dtype == torch.float32:
         return FULL_PRECISION
     row = row_for(device_of(x))
@@ -68,15 +67,17 @@ def logits_tiles(x: Tensor) -> Tiles:
 
 
 def gradient_tiles(x: Tensor) -> Tiles:
-    """Tiles of dL/dz, from a product of operands like x."""
+    """Tiles of the kernel that writes dL/dz, for operands like x."""
     return FULL_PRECISION if x.dtype == torch.float32 else row_for(device_of(x)).gradient
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x (R, K) itself if TMA can read it (16-byte rows and base, unit column stride), else a copy that it
-    can."""
+    """x (R, K) itself if TMA can read it, else an `aligned` copy.
+
+    TMA needs unit column stride, and a base and rows at multiples of 16 bytes.
+    """
     unit = 16 // x.itemsize
-    # The base is at fault only where x starts within another tensor: its offset there tells.
+    # Allocations are aligned, so the offset of x in its storage tells whether the base is.
     based = x.storage_offset() % unit == 0
     if x.stride(1) == 1 and x.stride(0) % unit == 0 and x.stride(0) >= x.shape[1] and based:
         return x
@@ -85,38 +86,37 @@ def aligned(x: Tensor) -> Tensor:
 
 
 class Descriptor(TensorDescriptor):
-    """One whose tensor is known to fit: Triton's checks take most of the time to make one."""
+    """A TMA descriptor without Triton's checks, which take most of the time to make one. The tensor is known to fit."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """TMA descriptor of x for blocks rows × cols; what a block reads beyond x is zero, and is not written."""
+    """TMA descriptor of x for blocks of rows × cols. A block reads zeros beyond x, and writes nothing there."""
     return Descriptor(x, x.shape, x.stride(), [rows, cols])
 
 
 def device_of(x: Tensor) -> Device:
-    """The device that kernels on x are compiled for: x's, or the driver's where x is not on one."""
+    """The device that kernels on x are compiled for: x's GPU, the interpreter, or the target that the driver names."""
     if x.is_cuda:
         return properties(x.device)
     return IN_INTERPRETER if INTERPRETED else target(driver.active.get_current_target().arch)
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Programs that a persistent kernel launches."""
+    """Streaming multiprocessors of x's device: the programs of a persistent kernel."""
     return device_of(x).multiprocessors
 
 
 def launches_overlap(x: Tensor) -> bool:
-    """Whether a kernel on x's device may begin before the one ahead of it is over (programmatic dependent launch)."""
+    """Whether a kernel on x's device may begin before the previous one ends (programmatic dependent launch)."""
     return device_of(x).capability >= 90
 
 
 @triton.jit
 def grouped(unit, n_rows, n_cols, GROUP: tl.constexpr):
-    """(row, column) of the unit-th of n_rows × n_cols tiles: groups of GROUP rows, column by column
-    within."""
+    """(row, column) of tile number `unit` of n_rows × n_cols tiles: GROUP rows at a time, column by column."""
     group_size = GROUP * n_cols
     first = unit // group_size * GROUP
     height = tl.minimum(n_rows - first, GROUP)
@@ -126,7 +126,7 @@ def grouped(unit, n_rows, n_cols, GROUP: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh in fp32 to about one rounding: a series near 0, where the quotient of exponentials cancels."""
+    """tanh in fp32 to about one rounding. Near 0 the quotient of exponentials cancels, so a series takes its place."""
     size = tl.abs(x)
     decay = tl.exp(-2 * size)
     quotient = (1 - decay) / (1 + decay)
@@ -142,7 +142,7 @@ def softcapped(z, softcap):
 
 @triton.jit
 def finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """softcap · tanh((logit_scale · acc + bias) / softcap), fp32, of columns cols."""
+    """The logits softcap · tanh((logit_scale · acc + bias) / softcap) of the columns `cols`, fp32."""
     z = acc * logit_scale
     if bias_ptr is not None:
         z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]

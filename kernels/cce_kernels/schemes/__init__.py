@@ -1,1 +1,1 @@
-"""The backward pass: three products from stored exponentials, or four with the logits made again."""
+"""The two schemes of the backward pass: three products with stored exponentials, or four with recomputed logits."""

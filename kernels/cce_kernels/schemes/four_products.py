@@ -1,20 +1,21 @@
-"""Four products: gradients of e, c and bias from recomputed logits, a chunk of the vocabulary at a time.
+"""Four products: gradients of e, c and bias from recomputed logits, one chunk of the vocabulary at a time.
 
     dz_iv = (a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)) · slope        p_iv = exp(z_iv − LSE_i)
     dE = scale · dz C        dC = scale · dzᵀ E        dbias = Σ_i dz_i
 
-The first is the forward pass's (logits.py); three more a chunk (matmul.py):
-  2. the chunk's logits again, and dz (logit_gradient.py).
-  3. dE += dz C_chunk: the only sum across chunks, with what rounding lost kept beside it (accumulator.py).
-  4. dC_chunk = dzᵀ E: complete in one product over all rows, fp32 in registers, rounded once.
-Every output tile has one owner: no locks, no atomics, deterministic.
+The forward pass takes the first product, for the log-sum-exps (kernels/row_stats.py). The backward pass takes three
+products a chunk:
+  * the chunk's logits again, and from them dz (kernels/logit_gradient.py);
+  * dE += dz C_chunk (kernels/matmul.py), the only sum over chunks, compensated (accumulator.py);
+  * dC_chunk = dzᵀ E (kernels/matmul.py), complete after one product over all rows: fp32 in registers, rounded once.
+One program owns each output tile. So the result needs no locks or atomics and is deterministic.
 
-Where a gradient is wanted in fp32, the targets' entries are left out of dz and added in fp32 (target_gradient.py): p −
-1 is no longer rounded, nor what the tensor cores add to a sum that holds it.
+For an fp32 gradient, dz leaves out the targets' entries, and kernels/target_gradient.py adds them in fp32. Otherwise
+p − 1 would be rounded to 16 bits, and a sum that holds p − 1 would round the tensor cores' later additions.
 
-With a filter (filter_rule.py) dz holds what it keeps; where only one gradient is filtered, dz is made twice. An
-unbiased filter's estimate of the rest is added at the end (sample.py). That is for what select.py does not cover, and
-where its lists turn out too small: `active` says on the device whether there is anything to do.
+A filter (filter_rule.py) makes dz hold only the kept entries. dz is computed twice if only one gradient is filtered.
+filter/recomputed.py adds the unbiased filter's estimate. Filtered calls come here in two cases: filter/select.py does
+not serve them, or its lists overflowed. The second case is known on the device alone (`Fallback`).
 
 Cost: 3 N D V multiply-adds on the tensor cores; N × width × 2 bytes of workspace, written once, read twice.
 """
@@ -39,7 +40,11 @@ from ..runtime.tiles import cdiv
 
 @dataclass(frozen=True)
 class Fallback:
-    """Gradients that may be there already: `active` () int32, 0 if so; where they are, of the wanted dtypes."""
+    """Gradients that the filter's lists have already written, unless the lists were void (filter/select.py).
+
+    active: () int32, 0 where the lists have written them, so that nothing is left to do.
+    grad_e, grad_c: where the gradients are, in the wanted dtypes.
+    """
 
     active: Tensor
     grad_e: Tensor | None
@@ -61,15 +66,15 @@ def gradients(
     filtering: Filter | None,
     fallback: Fallback | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+    """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see row_math.py.
-        width: vocabulary entries per chunk.
-        filtering: the filter, where options name one and this call is not exact after all; gradients that the options
-            do not filter go without.
-        fallback: where this is only for what others could not do; the device says whether that is anything.
+        columns: (N,) int64, each row's target column (row_math.py).
+        lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
+        width: vocabulary columns per chunk.
+        filtering: the filter of the gradients that the options filter; None for an exact call.
+        fallback: gradients that are already written, unless the device says that they are still to do.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -91,7 +96,8 @@ def gradients(
     at_target = None
     if filtering is None and fallback is None and bias is None and _targets_apart(e, dtypes, main_grad_c, o):
         b_alone = torch.where(columns >= 0, a * torch.exp(target_logits(e, c, None, columns, o) - lse), b)
-        at_target, b = b_alone - b, b_alone  # of the target's entry dz keeps what p differs by between kernels
+        # dz keeps at the target only the difference between two kernels' values of p.
+        at_target, b = b_alone - b, b_alone
         if sum_e is not None:
             target_rows(c, columns, at_target, sum_e.value, sum_e.lost)
 
@@ -110,14 +116,14 @@ def gradients(
             if out_c is not None and eps == o.eps_c:
                 into = None if main_grad_c is None else main_grad_c[chunk]
                 product(dz, e, out_c[chunk], transpose_a=True, scale=scale, into=into, active=active)
-            if sum_e is not None and eps == o.eps_e:  # the shorter tiles last
+            if sum_e is not None and eps == o.eps_e:  # after dC: its tiles are shorter
                 ends = scale if chunk.stop == vocab else None
                 beside = out_c is not None and eps == o.eps_c
                 read = first > 0 or at_target is not None
                 product(dz, c_chunk, sum_e.value, sum_e.lost, read=read, scale=ends, beside=beside, active=active)
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak.value).to(dtype_bias)
-    del dz, workspace  # room for what follows
+    del dz, workspace  # frees their memory for the sort
     if at_target is not None and out_c is not None:
         add_by_target(e, *sort_by_target(columns), at_target * scale, out_c, None)
     if sum_e is None:
@@ -129,7 +135,10 @@ def gradients(
 
 
 def _targets_apart(e: Tensor, dtypes: tuple[torch.dtype | None, ...], main_grad_c: Tensor | None, o: Options) -> bool:
-    """Whether a sum in fp32 gains by it, and the other loses nothing: what is added to it is not rounded for good."""
+    """Whether the targets' entries are added in fp32, apart from dz.
+
+    An fp32 gradient gains precision by it. The other gradient must not lose any: its sum must be fp32 or compensated.
+    """
     dtype_e, dtype_c, _ = dtypes
     if e.dtype == torch.float32 or o.softcap is not None or o.label_smoothing:
         return False
@@ -141,7 +150,7 @@ def _targets_apart(e: Tensor, dtypes: tuple[torch.dtype | None, ...], main_grad_
 def dropped_mass(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options, rule: Rule
 ) -> Tensor:
-    """The mass (N,) fp32 that the rule drops from each row: one product."""
+    """The softmax mass (N,) fp32 that the rule drops from each row. Costs one product of N x D x V."""
     kept, dropped = parts(e)
     ones = torch.ones_like(lse)
     workspace = e.new_empty(e.shape[0], cdiv(width, 16) * 16)

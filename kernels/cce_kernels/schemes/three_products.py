@@ -1,20 +1,22 @@
-"""Three products: gradients from stored exponentials, a chunk of tokens at a time.
+"""Three products: gradients from stored exponentials, one chunk of token rows at a time.
 
     dE_i = a_i / S_i Σ_{v ≠ t} w_iv C_v + (a_i p_it − b_i) C_t        dC_v = Σ_{i: t_i ≠ v} w_iv (a_i / S_i) e_i
                                                                               + Σ_{i: t_i = v} (a_i p_it − b_i) e_i
-For each chunk of rows: `exponentials` stores w (rows × V, 16 bits) and the rows' sums; then both gradients are
-plain products of w, side by side (matmul.py), with each row's 1 / S_i taken into the rows of dE and of e: nothing is
-recomputed and no pass over w is needed in between. The target's entry, where p − 1 cancels and most of the gradient
-lies, is left out of w and added in fp32, for all rows at once.
 
-All but the last chunk's products are done in the forward pass; the last one's w is kept for the backward pass, which
-multiplies by dL/dloss before anything is rounded for good. Until then dC (a sum over chunks) and w C (each row's part
-of it complete) are held with what rounding lost beside them (accumulator.py).
+kernels/logits.py defines w and S. For each chunk of rows, `exponentials` stores w (rows × V, 16 bits) and the rows'
+sums. Both gradients are then plain products of w, side by side (kernels/matmul.py). The factor a_i / S_i goes into the
+rows of dE and of e, so nothing is recomputed and no pass over w is needed. The target's entry is left out of w: p − 1
+cancels there, and most of the gradient lies there. It is added in fp32, for all rows at once.
 
-Cost: 3 N D V multiply-adds; per chunk but the first one read and but the last one write of dC and what it lost.
-Memory: 2 V bytes × rows a chunk, 1 byte an entry of dC and of dE (none where they are fp32), and where a chunk has too
-few tiles of w C for every multiprocessor, w C in `splits` fp32 parts. For bf16 operands, without bias, filter or label
-smoothing, and one upstream gradient for all rows.
+The forward pass multiplies every chunk but the last. The last chunk's w waits for the backward pass, which multiplies
+by dL/dloss before the final rounding. Until then the sums keep their rounding errors (accumulator.py). dC is a sum
+over chunks; each row of w C is complete after its own chunk.
+
+Cost: 3 N D V multiply-adds. Each chunk but the first reads dC and its rounding error, and each but the last writes
+both.
+Memory: 2 V bytes a row of a chunk. 1 byte an entry of dC and of dE, none where these are fp32. w C also takes
+`splits` fp32 copies where a chunk has too few tiles to occupy every multiprocessor (planner.splits_for).
+Serves bf16 operands with one upstream gradient for all rows, and no bias, filter or label smoothing.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from ..runtime.tiles import cdiv, multiprocessors, power_of_2
 @quick
 @triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
 def hidden_kernel(
-    part_ptr,  # (splits, N, D), splits part_stride apart: w C
-    lost_ptr,  # (N, D) or None: what the rounding of the one part lost
+    part_ptr,  # (splits, N, D), splits part_stride apart: parts of w C
+    lost_ptr,  # (N, D) int8 or None: rounding error of w C, with one split
     c_ptr,  # (V, D), rows c_stride apart
-    columns_ptr,  # (N,) int64, negative for none
-    factor_ptr,  # (N,) fp32
-    coefficient_ptr,  # (N,) fp32
-    scale_ptr,  # () fp32
-    out_ptr,  # (N, D), written; may be the one part
+    columns_ptr,  # (N,) int64, each row's target column, negative for none
+    factor_ptr,  # (N,) fp32, what w C is multiplied by
+    coefficient_ptr,  # (N,) fp32, what the target's row of C is multiplied by
+    scale_ptr,  # () fp32, dL/dloss
+    out_ptr,  # (N, D), written; the same memory as part_ptr's with one split
     c_stride,
     part_stride,
     N,
@@ -89,16 +91,16 @@ def forward(
     arrive: Callable[[slice], None] | None = None,
     z_target: Tensor | None = None,
 ) -> tuple[Rows, list[Tensor]]:
-    """What the loss takes of each row, and the state that `backward` takes.
+    """The rows' statistics for the loss, and the state for `backward`.
 
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`.
-        columns: (N,) int64, each row's target, or what row_math.py has in its place.
-        rows: per chunk.
-        dtypes: of the gradients of e and c; None: not wanted.
-        settle: may change, in place, what has been found of a chunk's rows before they are multiplied.
-        arrive: makes a chunk's rows of e readable; until then they are not.
-        z_target: (N,) fp32, the targets' logits, where they are known already.
+        columns: (N,) int64, each row's target column (row_math.py).
+        rows: token rows per chunk.
+        dtypes: dtypes of the gradients of e and c; None for a gradient that is not wanted.
+        settle: called with each chunk's statistics before its products; may change them in place.
+        arrive: called before a chunk of e is read; makes its rows readable.
+        z_target: (N,) fp32, the targets' logits, if they are known already.
     """
     n_rows, dim = e.shape
     if z_target is None and arrive is None:
@@ -113,7 +115,7 @@ def forward(
         z_i = target_logits(e_i, c, None, columns_i, o) if z_target is None else z_target[chunk]
         w_i = w[:height, : c.shape[0]]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
-        if first == 0:  # the device is at work: what it does not need yet
+        if first == 0:  # after the first launch, so that the device computes while the host allocates
             state = empty_state(e, c, rows, dtypes, o, w)
             _, scaled, factor, coefficient, *_ = _present(state)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
@@ -129,7 +131,7 @@ def forward(
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
             _add_products(w_i, scaled_i, c, state, chunk, read=first > 0)
-    if dtypes[1] is not None:  # last: only the backward pass needs them, and they are many small launches
+    if dtypes[1] is not None:  # last, because sorting takes many small launches and only the backward pass needs it
         state[KEYS], state[ORDER] = sort_by_target(columns)
     return Rows(lse, nll, None, metrics), state
 
@@ -144,16 +146,18 @@ def backward(
     main_grad_c: Tensor | None,
     finished: Callable[[slice], None] | None = None,
 ) -> None:
-    """Finish the gradients of e and c (state[GRAD_E], state[GRAD_C]) in place; with main_grad_c, that of c there.
+    """Finish the gradients of e and c in place, in state[GRAD_E] and state[GRAD_C]; main_grad_c, if given, gets dC.
 
     Args:
+        e, c, columns, rows: as for `forward`.
         scale: () fp32, dL/dloss.
-        state: from `forward`; used up.
-        finished: told of rows whose gradient of e is there: of all but the last chunk's before its products.
+        state: from `forward`; overwritten.
+        finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
+            but the last, and comes before the last chunk's products.
     """
     w, scaled, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
     n_rows, dim = e.shape
-    first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
+    first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
 
     def finish_e(part: slice) -> None:
         if grad_e is None or part.start == part.stop:
@@ -181,16 +185,19 @@ def backward(
     finish_e(slice(0 if finished is None else first, n_rows))
 
 
-KEYS, ORDER, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 9  # places in the state; SUMS: of the first that is summed up
+KEYS, ORDER, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 9  # indices into the state; the tensors from SUMS on are summed into
 
 
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options,
     w: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Of the last chunk: w, and e times its factors; each row's factor and target gradient; rows sorted by target: keys
-    and indices; w C in parts; dE and dC as far as they are summed: value and lost of each. What is not wanted is
-    empty. A `w` that is there already is taken."""
+    """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
+
+    w: (rows, V) the last chunk's exponentials; the argument `w` if given. scaled: (rows, D) the last chunk's e times
+    its factors. factor, coefficient: (N,) fp32, see `Gradient`. keys, order: (N,) the rows sorted by target. parts:
+    (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum.
+    """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c = dtypes
     height = min(rows, n_rows)
@@ -211,11 +218,12 @@ def empty_state(
 
 
 def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
-    """Of a chunk; its rows begin at 16 bytes."""
+    """Memory for a chunk's w, with rows of 32-byte multiples: TMA reads rows that start at 16 bytes."""
     return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
 
 
 def _present(state: list[Tensor]) -> list:
+    """The state with None for its empty tensors."""
     return [x if x.numel() else None for x in state]
 
 
@@ -229,7 +237,7 @@ def _add_products(
     scale: Tensor | None = None,
     into: Tensor | None = None,
 ) -> None:
-    """w C of a chunk of rows, and its share of dC, wᵀ times scaled e, without the targets'."""
+    """Multiply a chunk of rows: store w C, and add wᵀ (scaled e) to dC. The targets' entries are not in w."""
     parts_e, grad_e, lost_e, grad_c, lost_c = _present(state[SUMS:])
     if grad_e is not None:
         if parts_e is not None:

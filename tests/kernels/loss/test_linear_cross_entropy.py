@@ -244,7 +244,7 @@ def test_a_workspace_too_small_can_be_pickled():
     error = WorkspaceTooSmall(0.5, 3)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.least_mib) == (str(error), 3)
-    assert str(error) == "workspace_mib: 0.5 is too small for this shape, it takes 3 at least"
+    assert str(error) == "workspace_mib: 0.5 is too small for this shape; give at least 3"
 
 
 def test_the_workspace_bounds_what_the_passes_allocate(monkeypatch):
