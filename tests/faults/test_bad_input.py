@@ -90,7 +90,7 @@ def test_refused(
         ("find_max_batch", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("prepare_data", "dry_run=true", "dry_run", "drop"),
-        ("maintain/scale_out", "gpus=8", "gpus=8", "without any"),
+        ("maintain/figures", "gpus=8", "gpus=8", "without any"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("profile_sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
@@ -107,7 +107,7 @@ def test_what_a_script_does_not_take_is_refused(
     assert remedy in hint
 
 
-@pytest.mark.parametrize("script", ["maintain/scale_out", "maintain/parameter_table", "generate"])
+@pytest.mark.parametrize("script", ["maintain/figures", "maintain/parameter_table", "generate"])
 def test_help_says_what_a_command_does_and_runs_nothing(script: str, command: Command) -> None:
     done = command(f"scripts/{script}.py", "--help")
     assert done.returncode == 0

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from linrnn import costs
 from linrnn.bench.loss.problems import Problem, make_problem, parse_shape, relative_error
 from linrnn.bench.loss.timing import peak_bytes, step, synchronize, time_ms
-from linrnn.bench.parallel import report
-from linrnn.bench.parallel.report import CollectiveRow, LossRow, Measured, StepRow
+from linrnn.bench.parallel.report import write_pages
+from linrnn.bench.parallel.rows import UNITS, CollectiveRow, LossRow, Measured, StepRow, write
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
 from linrnn.core.errors import ConfigError
@@ -62,7 +62,7 @@ def measure_collective(
     for _ in range(config.warmup):
         several()
     ms = statistics.median(_slowest(ranks, several, device) for _ in range(config.rounds)) / calls
-    sent = report.UNITS[operation] * whole.nbytes * (world - 1) / world
+    sent = UNITS[operation] * whole.nbytes * (world - 1) / world
     return CollectiveRow(operation, world, mib, ms, sent / ms / 1e6 if mib else None)
 
 
@@ -243,10 +243,10 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
         rows.append(row)
         say(line)
         if ranks.is_first:
-            report.write(measured, directory, config.part)
+            write(measured, directory, config.part)
 
     for mib in config.collective_mib:
-        for operation in report.UNITS:
+        for operation in UNITS:
             timed = measure_collective(ranks, operation, mib, config, device)
             keep(measured.collectives, timed, f"{operation} of {mib} MiB: {timed.ms:.3f} ms")
     for name in config.losses:
@@ -256,7 +256,7 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
         for row in measure_steps(ranks, name, config, device, say):
             what = f"{name} {row.parallel} {row.scaling}"
             keep(measured.steps, row, f"{what}: {row.step_ms:.1f} ms, {row.tokens_per_second:,.0f} tokens/s")
-    return report.write_pages(directory) if ranks.is_first else []
+    return write_pages(directory) if ranks.is_first else []
 
 
 def _parallel(mode: str) -> Any:

@@ -1,0 +1,146 @@
+"""Measurements of several GPUs against one: a JSON file for each run of scripts/bench_parallel.py."""
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linrnn.core.errors import DataError
+from linrnn.core.tables import show
+
+# How many times a rank sends (W − 1) / W of the whole tensor.
+UNITS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+@dataclass
+class CollectiveRow:
+    """A collective of NCCL (on a CPU: gloo) over all ranks, with nothing beside it.
+
+    Attributes:
+        mib: size of the whole tensor (fp32). A rank has all or a part of it. 0: one number a rank.
+        ms: median of the slowest rank's times.
+        gb_per_second: what a rank sends in a ring, divided by the time. Null where the time is latency alone.
+    """
+
+    operation: str
+    ranks: int
+    mib: int
+    ms: float
+    gb_per_second: float | None
+
+
+@dataclass
+class LossRow:
+    """Forward and backward pass of a loss over N tokens, of all ranks together and of one GPU alone.
+
+    Attributes:
+        ms: the ranks together.
+        ms_alone: one GPU that does everything.
+        ms_shard: one GPU that does a rank's share alone: all tokens, a rank's rows of the head.
+        mib, mib_alone: memory of a rank beyond inputs and gradients.
+        sent_mib: what each rank sends, from formulas.
+        efficiency: ms_alone / (ranks · ms).
+        error_hidden, error_weight: relative errors of rank 0's gradients against one GPU's.
+    """
+
+    shape: str
+    tokens: int
+    width: int
+    vocabulary: int
+    ranks: int
+    ms: float
+    ms_alone: float
+    ms_shard: float
+    mib: float | None
+    mib_alone: float | None
+    sent_mib: float | None
+    efficiency: float
+    error_hidden: float
+    error_weight: float
+
+
+@dataclass
+class StepRow:
+    """Training steps of a model.
+
+    Attributes:
+        scaling: `alone` (each rank by itself), `weak` (each rank keeps its sequences) or `strong` (the ranks share
+            the sequences).
+        efficiency: tokens/s against that of as many GPUs alone, each with the sequences of `weak`.
+        gib: peak memory of the rank that holds most. Null on a CPU.
+        sent_gib: what each rank sends in a step, from formulas.
+        gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
+            lacks the gradients of DDP that NCCL still held.
+    """
+
+    model: str
+    size: str
+    vocab_size: int
+    precision: str
+    parallel: str
+    scaling: str
+    ranks: int
+    sequences_of_rank: int
+    seq_len: int
+    step_ms: float
+    tokens_per_second: float
+    efficiency: float | None
+    gib: float | None
+    sent_gib: float | None
+    gib_is_own: bool = False
+
+    @property
+    def memory(self) -> str:
+        """GiB. A row of FSDP that lacks DDP's gradients shows a lower bound."""
+        return ("≥ " if self.parallel == "fsdp" and not self.gib_is_own and self.gib else "") + show(self.gib, ".1f")
+
+
+@dataclass
+class Measured:
+    """What one run has measured so far, on `ranks` GPUs of one kind."""
+
+    command: str
+    device: str
+    ranks: int
+    environment: dict[str, Any]
+    collectives: list[CollectiveRow] = field(default_factory=list)
+    loss: list[LossRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+
+
+def write(measured: Measured, directory: Path, part: str | None) -> Path:
+    """Write `<directory>/<device>-x<ranks>[-<part>].json`. The file is whole at any time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = f"{slug(measured.device)}-x{measured.ranks}" + (f"-{part}" if part else "")
+    return replace(directory / f"{stem}.json", json.dumps(asdict(measured), indent=1) + "\n")
+
+
+def read(directory: Path) -> list[Measured]:
+    """All runs in a directory, by device, ranks and name. Empty where the directory does not exist.
+
+    Raises:
+        DataError: no run has written one of the files.
+    """
+    found = []
+    for path in sorted(directory.glob("*-x*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            for name, kind in (("collectives", CollectiveRow), ("loss", LossRow), ("steps", StepRow)):
+                content[name] = [kind(**row) for row in content[name]]
+            found.append(Measured(**content))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"scripts/bench_parallel.py has not written {path} ({error})", "remove it") from error
+    return sorted(found, key=lambda measured: (measured.device, measured.ranks))
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower())
+
+
+def replace(path: Path, text: str) -> Path:
+    """Write the text beside the file, then put it in the file's place."""
+    aside = path.with_suffix(".part")
+    aside.write_text(text, encoding="utf-8")
+    return aside.replace(path)
