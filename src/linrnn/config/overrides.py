@@ -6,17 +6,17 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from linrnn.config.compose import compose_config, leaves
-from linrnn.config.schema import SCHEMAS, Config
+from linrnn.config.compose import compose_config, leaves, options_of_menu
+from linrnn.config.schema import Config
 from linrnn.config.strings import quoted
 
 
 def overrides_of(config: Config) -> list[str]:
     """The shortest list of overrides for which `linrnn.config.load_config` returns `config`."""
-    menu = _defaults([])
+    menu = options_of_menu()
     values = dict(leaves(dataclasses.asdict(config)))
-    names = [f"{field.name}.name" for field in dataclasses.fields(Config) if field.name in SCHEMAS]
-    chosen = [f"{n.partition('.')[0]}={values[n]}" for n in names if n in menu and values[n] != menu[n]]
+    named = {field.name: values.get(f"{field.name}.name") for field in dataclasses.fields(Config) if field.name in menu}
+    chosen = [f"{group}={name}" for group, name in named.items() if name not in (None, menu[group])]
     defaults = _defaults(chosen)
     changed = [(key, value) for key, value in values.items() if key not in defaults or value != defaults[key]]
     return [*chosen, *quoted([f"{key}={_text(value)}" for key, value in changed], "train")]
