@@ -7,13 +7,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: ru
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from forked import ROOT, run_elsewhere, start
+from hydra.core.config_store import ConfigStore
 from interpreted import ON, Interpreter
+
+from linrnn.config import compose
+from linrnn.config.schema import SCHEMAS
+from linrnn.config.strings import string_keys
+from linrnn.losses import registry
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup as elsewhere
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,6 +98,22 @@ def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) ->
         return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in printed))
 
     return call
+
+
+@pytest.fixture
+def new_losses() -> Iterator[None]:
+    """Losses that the test registers are gone after it."""
+    registers: tuple[dict, ...] = (
+        *(SCHEMAS["loss"], compose._OFFERED, registry._BACKENDS, registry.FORMULAS_OF_LOSSES),
+        ConfigStore.instance().repo["loss"],
+    )
+    before = [dict(register) for register in registers]
+    yield
+    for register, content in zip(registers, before, strict=True):
+        register.clear()
+        register.update(content)
+    string_keys.cache_clear()
+    compose._composed.cache_clear()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Who may import whom: packages in one order, kernels beside them."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -49,6 +50,18 @@ def files(location: Path) -> list[Path]:
 def test_linrnn_holds_packages_only() -> None:
     assert [path.name for path in LINRNN.glob("*.py")] == ["__init__.py"]
     assert {path.parent.name for path in LINRNN.glob("*/__init__.py")} == set(ORDER)
+
+
+def test_linrnn_itself_makes_the_losses_known_and_no_more() -> None:
+    """Composing a configuration needs the losses' options; `config` stands below `losses`."""
+    assert imports(LINRNN / "__init__.py") == {"linrnn.losses"}
+
+
+def test_a_composed_configuration_has_imported_no_torch() -> None:
+    """Wrong keys and --help are answered at once, although every loss's file has been read."""
+    program = "import sys, linrnn.config as c; c.load_config(['loss=liger']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("package", ORDER)

@@ -18,9 +18,9 @@ from linrnn.config.schema import LossConfig, MarkovDataConfig
 from linrnn.core import machine
 from linrnn.core.errors import ConfigError, OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory, free_disk
-from linrnn.costs.losses import FORMULAS_OF_LOSSES
 from linrnn.data import prepare
 from linrnn.data.cache import KEPT_SECONDS, sweep
+from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models import architecture
 from linrnn.models.architecture import resolve
 from linrnn.training import preflight

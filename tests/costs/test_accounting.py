@@ -14,15 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn.config import load_config
-from linrnn.config.schema import (
-    CceAppleLossConfig,
-    CceFilterLossConfig,
-    CceKahanLossConfig,
-    FlaLossConfig,
-    LigerLossConfig,
-    LossConfig,
-    TorchNativeLossConfig,
-)
+from linrnn.config.schema import LossConfig
 from linrnn.costs import (
     MemoryEstimate,
     kernel_flops,
@@ -35,10 +27,14 @@ from linrnn.costs import (
     time_estimate,
     vocabulary_loss_bytes,
 )
-from linrnn.costs.cce import cce_scheme
 from linrnn.costs.flops import forward_flops
 from linrnn.costs.mixers import FLOPS_OF_MIXERS
 from linrnn.costs.utilisation import mfu_of_summary
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme
+from linrnn.losses.cce_apple import CceAppleLossConfig
+from linrnn.losses.fla import FlaLossConfig
+from linrnn.losses.liger import LigerLossConfig
+from linrnn.losses.torch_native import TorchNativeLossConfig
 from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, resolve
 
@@ -326,7 +322,7 @@ def foreseen(run: dict) -> MemoryEstimate:
 
     The committed runs are older than the bound of the default workspace.
     """
-    with mock.patch("linrnn.costs.cce.MOST_DEFAULT_MIB", math.inf):
+    with mock.patch("linrnn.losses.cce.MOST_DEFAULT_MIB", math.inf):
         return _foreseen(run)
 
 

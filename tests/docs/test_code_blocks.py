@@ -120,6 +120,7 @@ def test_a_wrong_command_is_found(line: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- Python, YAML, diagrams
+@pytest.mark.usefixtures("new_losses")
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
 def test_the_python_of_a_page_runs_from_top_to_bottom(
     page: str, small: Small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

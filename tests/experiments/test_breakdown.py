@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.config.schema import CceFilterLossConfig, CceKahanLossConfig, LigerLossConfig, LossConfig
+from linrnn.config.schema import LossConfig
 from linrnn.costs import (
     loss_traffic,
     recurrent_state_bytes,
 )
 from linrnn.costs.utilisation import mfu_of_summary
 from linrnn.experiments.breakdown import Breakdown, markdown, measure, sum_of_inputs
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
+from linrnn.losses.liger import LigerLossConfig
 from linrnn.models.architecture import resolve
 from linrnn.profiling.components import PartClock, SavedActivations
 from linrnn.training.trainer import Trainer

@@ -11,18 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linrnn.config.schema import (
-    SCHEMAS,
-    CceAppleLossConfig,
-    CceFilterLossConfig,
-    CceKahanLossConfig,
-    FlaLossConfig,
-    LigerLossConfig,
-    LossConfig,
-    TorchNativeLossConfig,
-)
+from linrnn.config.schema import SCHEMAS, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names, rival_names
+from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
+from linrnn.losses.cce_apple import CceAppleLossConfig
+from linrnn.losses.fla import FlaLossConfig
+from linrnn.losses.liger import LigerLossConfig
+from linrnn.losses.rivals import rival_names
+from linrnn.losses.torch_native import TorchNativeLossConfig
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, LossConfig] = {

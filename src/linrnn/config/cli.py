@@ -15,7 +15,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from linrnn.config.compose import CONFIG_DIR, compose_config, load_config
+from linrnn.config.compose import (
+    CONFIG_DIR,
+    compose_config,
+    groups_of_options,
+    load_config,
+    manual_of,
+    options_of,
+    options_of_menu,
+)
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import COMMANDS
 from linrnn.core.errors import EXIT_CODES, ConfigError, LinrnnError, OutOfMemoryError, StorageError, ran_out_of_memory
@@ -37,7 +45,9 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
 
     def call() -> int | None:
         if _HELP_FLAGS & set(arguments):
-            print(help_text(config_name, description))
+            menu = options_of_menu(config_name)
+            chosen = [argument for argument in arguments if argument.partition("=")[0] in menu]
+            print(help_text(config_name, description, chosen))
             return None
         refuse_flags(arguments)
         config = load_config(arguments, config_name)
@@ -181,30 +191,32 @@ def _first_options(config_name: str) -> list[str]:
     groups = re.findall(
         r"^  - (\w+): \?\?\?", (CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"), re.MULTILINE
     )
-    return [f"{group}={min(path.stem for path in (CONFIG_DIR / group).glob('*.yaml'))}" for group in groups]
+    return [f"{group}={options_of(group)[0]}" for group in groups]
 
 
 def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
-    """Usage, the groups with their options, and every key with its comment (the YAML files are the manual)."""
+    """Usage, the groups with their options, and every key with its comment (the YAML files are the manual).
+
+    A loss has no YAML file: the manual's lines are made of its options.
+    """
     program = os.path.relpath(sys.argv[0])
     composed = compose_config(overrides, config_name)
     lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", ""]
-    files, groups = [CONFIG_DIR / f"{config_name}.yaml"], []
-    for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
-        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+    own = CONFIG_DIR / f"{config_name}.yaml"
+    manual, groups = [(f"configs/{own.name}", own.read_text(encoding="utf-8").rstrip())], []
+    for group in groups_of_options():
         if group in composed or (group == "experiment" and config_name == "train"):
-            groups.append(f"  {group:<12} {' | '.join(options)}")
+            groups.append(f"  {group:<12} {' | '.join(options_of(group))}")
         if group in composed and isinstance(composed[group], DictConfig):
-            chosen = composed[group].get("name", "default")
-            path = CONFIG_DIR / group / f"{chosen}.yaml"
-            files.append(path if path.exists() else CONFIG_DIR / group / "default.yaml")
+            chosen = manual_of(group, composed[group].get("name", "default")) or manual_of(group, "default")
+            manual += [chosen] if chosen else []
     if groups:
         lines += ["groups:", *groups, ""]
     lines += [
         f"exit codes: {EXIT_CODES}",
         "",
-        "keys, with their defaults (of the default options; the other options' files stand beside them):",
+        "keys, with their defaults (of the default options; group=option --help shows another's):",
     ]
-    for path in files:
-        lines += ["", f"--- configs/{path.relative_to(CONFIG_DIR)}", path.read_text(encoding="utf-8").rstrip()]
+    for title, text in manual:
+        lines += ["", f"--- {title}", text]
     return "\n".join(lines).strip()

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,22 +26,70 @@ from yaml import MarkedYAMLError, YAMLError
 
 from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, ReadingConfig
-from linrnn.config.strings import quoted, unreadable
+from linrnn.config.strings import quoted, string_keys, unreadable
 from linrnn.config.yaml_lines import broken_yaml, place
 from linrnn.core.errors import ConfigError
 from linrnn.core.redaction import holds_secret, secrets
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
+_OFFERED: dict[tuple[str, str], tuple[Any, str]] = {}  # options without a YAML file: their values, what they are
+
+
+def offer(group: str, values: Any, about: str) -> None:
+    """Add an option to a group: `group=NAME` then has these values, and needs no YAML file.
+
+    Args:
+        values: a dataclass. Its `name` is the option's; every other field has a default and a meaning
+            (:func:`linrnn.config.schema.option`).
+        about: what the option is, for `--help`.
+    """
+    SCHEMAS[group][values.name] = type(values)
+    _OFFERED[group, values.name] = (values, about)
+    ConfigStore.instance().store(group=group, name=values.name, node=values)
+    string_keys.cache_clear()
+    _composed.cache_clear()
+
+
+def options_of(group: str) -> list[str]:
+    """The names that `group=NAME` takes, sorted."""
+    files = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
+    return sorted(files | {name for other, name in _OFFERED if other == group})
+
+
+def groups_of_options() -> list[str]:
+    """Every group that has options, sorted."""
+    return sorted({path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} | {group for group, _ in _OFFERED})
+
+
+def manual_of(group: str, option: str) -> tuple[str, str] | None:
+    """Where an option's keys are explained, and its keys with their values and comments; None: there is no such option.
+
+    An option without a YAML file gets the lines that such a file would have.
+    """
+    path = CONFIG_DIR / group / f"{option}.yaml"
+    if path.exists():
+        return f"configs/{path.relative_to(CONFIG_DIR)}", path.read_text(encoding="utf-8").rstrip()
+    if (group, option) not in _OFFERED:
+        return None
+    values, about = _OFFERED[group, option]
+    lines = [*textwrap.wrap(about, 120, initial_indent="# ", subsequent_indent="# "), f"name: {option}"]
+    for field in dataclasses.fields(values)[1:]:
+        value = OmegaConf.to_yaml({field.name: getattr(values, field.name)}).strip()
+        first, *more = textwrap.wrap(field.metadata["meaning"], 92)
+        lines += [f"{value:<27} # {first}", *(f"{'':<27} # {line}" for line in more)]
+    return f"{group}={option}", "\n".join(lines)
 
 
 @functools.cache
 def register_schemas() -> None:
-    """Put every dataclass into Hydra's store: `schema/<command>`, `schema/<group>`, `schema/<group>/<option>`."""
+    """Put every dataclass of the YAML files into Hydra's store: `schema/<command>`, `schema/<group>[/<option>]`."""
     store = ConfigStore.instance()
     for name, command in COMMANDS.items():
         store.store(group="schema", name=name, node=command, package="_global_")
     for group, options in SCHEMAS.items():
         for option, schema in options.items():
+            if (group, option) in _OFFERED:
+                continue
             where = ("schema", group) if option == "" else (f"schema/{group}", option)
             store.store(group=where[0], name=where[1], node=schema, package="_group_")
 
@@ -276,7 +325,7 @@ def validate(config: Any) -> None:
             _check_path(key, value)
         for number in value if isinstance(value, list) else [value]:
             _check_number(key, number)
-        if field.type == list[str] and (odd := [item for item in value if not isinstance(item, str)]):
+        if field.type in (list[str], "list[str]") and (odd := [item for item in value if not isinstance(item, str)]):
             raise ConfigError(
                 f"{key} holds {odd[0]}, which is no text", "write key=value, in quotes where it has a ':'"
             )
@@ -326,15 +375,14 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     text = " ".join(str(error).split())
     if missing := re.search(r"Could not find '(?:[\w/]*/)?([\w.-]+)/([^'/]*)'", text):
         group, option = missing.groups()
-        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+        options = options_of(group)
         return ConfigError(
             f"{group}={option}: there is no such {group}",
             f"nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
         )
     if unchosen := re.search(r"You must specify '(\w+)'", text):
         group = unchosen.group(1)
-        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
-        return ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options)}")
+        return ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options_of(group))}")
     if overlay := re.search(r"In '(\w+)/([\w.-]+)': ConfigKeyError.*? full_key: ([\w.]+)", text):
         group, option, key = overlay.groups()
         owner = key.split(".")[0]
@@ -372,7 +420,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
     names = {o: _key(o) for o in overrides}
-    groups = [o for o, name in names.items() if name != key and "." not in name and (CONFIG_DIR / name).is_dir()]
+    groups = [o for o, name in names.items() if name != key and "." not in name and options_of(name)]
     try:
         composed = OmegaConf.to_container(compose_config(groups, config_name))
     except ConfigError as error:

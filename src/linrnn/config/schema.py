@@ -1,6 +1,7 @@
-"""The typed configuration: every key, its type and its bounds. Values live in configs/*.yaml, and only there.
+"""The typed configuration: every key, its type and its bounds.
 
-A field made with :func:`at_least`, :func:`one_of` or :func:`between` carries its bound as metadata, which
+Defaults live in configs/*.yaml; those of a loss's options in the loss's file, with :func:`option`. A field made with
+:func:`at_least`, :func:`one_of` or :func:`between` carries its bound as metadata, which
 :func:`linrnn.config.validate` checks; a field without a default must be given by the YAML file.
 """
 
@@ -37,6 +38,19 @@ def output_path() -> Any:
 def one_of(*choices: Any) -> Any:
     """One of a closed set of values."""
     return field(metadata={"choices": choices})
+
+
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[Any, ...] = (),
+) -> Any:
+    """A key of a group that has no YAML file (`loss`): its default, its comment in `--help`, and its bounds."""
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
 # --------------------------------------------------------------------------------------------------- model x size
@@ -77,44 +91,9 @@ class SizeConfig:
 # ------------------------------------------------------------------------------------------------------------ loss
 @dataclass
 class LossConfig:
-    """A loss backend; subclasses add the options of that backend only."""
+    """A loss backend; its file adds the options of that backend in a subclass."""
 
     name: str = plain_name()
-
-
-@dataclass
-class LigerLossConfig(LossConfig):
-    accumulate: str = one_of("native", "fp32")
-
-
-@dataclass
-class FlaLossConfig(LossConfig):
-    num_chunks: int = at_least(1)
-
-
-@dataclass
-class TorchNativeLossConfig(LossConfig):
-    """`torch.nn.functional.linear_cross_entropy` (torch >= 2.13)."""
-
-    reduction: str = one_of("none", "sum")
-
-
-@dataclass
-class CceKahanLossConfig(LossConfig):
-    accumulate: str = one_of("kahan", "fp32", "bf16")
-    workspace_mib: int | None = at_least(1)
-
-
-@dataclass
-class CceFilterLossConfig(CceKahanLossConfig):
-    filter_eps: float = between(0, 1)
-    filter_unbiased: bool
-    filter_mass: float | None = between(0, 1)
-
-
-@dataclass
-class CceAppleLossConfig(LossConfig):
-    variant: str
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -484,19 +463,11 @@ COMMANDS: dict[str, type] = {
 }
 
 # Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".
+# The losses stand above this package: each adds its options itself (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"": ModelConfig},
     "size": {"": SizeConfig},
-    "loss": {
-        "standard": LossConfig,
-        "compiled": LossConfig,
-        "liger": LigerLossConfig,
-        "fla": FlaLossConfig,
-        "torch_native": TorchNativeLossConfig,
-        "cce_kahan": CceKahanLossConfig,
-        "cce_filter": CceFilterLossConfig,
-        "cce_apple": CceAppleLossConfig,
-    },
+    "loss": {},
     "data": {
         "markov": MarkovDataConfig,
         "stdlib": StdlibDataConfig,

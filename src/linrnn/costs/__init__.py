@@ -1,7 +1,7 @@
 """FLOPs, bytes and time of a training step from formulas: nothing is built or run.
 
-Formulas are registered by the names of models and losses. What they do not know is None, *unknown* to people: never
-another model's figure.
+Formulas are registered by the names of models and losses; those of a loss stand in its own file. What they do not know
+is None, *unknown* to people: never another model's figure.
 """
 
 from linrnn.costs.communication import Communication, communication, vocabulary_loss_bytes
@@ -9,14 +9,12 @@ from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_
 from linrnn.costs.flops import mfu, model_flops, model_flops_6n
 from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
 from linrnn.costs.layer_memory import recurrent_state_bytes
-from linrnn.costs.losses import FORMULAS_OF_LOSSES, loss_memory, loss_traffic
-from linrnn.costs.memory import MemoryEstimate, memory_estimate, training_state
-from linrnn.costs.traffic import optimizer_traffic
+from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
+from linrnn.costs.traffic import loss_traffic, optimizer_traffic
 
 __all__ = [
     "ASSUMED_CPU_SHARE",
     "ASSUMED_MFU",
-    "FORMULAS_OF_LOSSES",
     "Communication",
     "KernelFlops",
     "MemoryEstimate",

@@ -6,16 +6,9 @@ twice that to reduce them on all. Scalars, and what FSDP pads, are left out.
 
 from dataclasses import dataclass
 
-from linrnn.config.schema import (
-    CceFilterLossConfig,
-    CceKahanLossConfig,
-    FsdpConfig,
-    LossConfig,
-    ParallelConfig,
-    VocabConfig,
-)
-from linrnn.costs.cce import cce_scheme, filters
-from linrnn.costs.loss_memory import BF16, FP32
+from linrnn.config.schema import FsdpConfig, LossConfig, ParallelConfig, VocabConfig
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters
+from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
 
 ID = 8  # bytes of a token id or label

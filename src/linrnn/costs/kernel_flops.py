@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from linrnn.config.schema import LossConfig
 from linrnn.costs.flops import BACKWARD, forward_flops
-from linrnn.costs.loss_memory import BF16
-from linrnn.costs.losses import FORMULAS_OF_LOSSES
 from linrnn.costs.mixers import FLOPS_OF_MIXERS
+from linrnn.losses.formulas import BF16
+from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 
 

@@ -7,8 +7,8 @@ Read off FLA 0.6.0. Bytes a token; scalars of a token and head count where they 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from linrnn.costs.loss_memory import FP32
 from linrnn.costs.mixers import FLOPS_OF_MIXERS, chunk_length
+from linrnn.losses.formulas import FP32
 from linrnn.models.architecture import GLA_GATE_RANK, Architecture
 
 

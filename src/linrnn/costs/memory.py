@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from linrnn.config.schema import LossConfig
 from linrnn.costs.communication import ID, gathered_bytes
 from linrnn.costs.layer_memory import layer_memory
-from linrnn.costs.loss_memory import BF16, FP32
-from linrnn.costs.losses import FORMULAS_OF_LOSSES, loss_memory
+from linrnn.losses.formulas import BF16, FP32, Bytes
+from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 
 # PyTorch gives cuBLAS 4096 KiB x 8 on a Hopper GPU or later (aten/src/ATen/cuda/CublasHandlePool.cpp; NVIDIA advises as
@@ -104,6 +104,16 @@ def training_state(
     """
     parameters = (BF16 if precision == "bf16" else FP32) * arch.n_parameters // shard_ranks
     return {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters if optimizer else 0}
+
+
+def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
+    """The most that both passes of a loss hold beyond their inputs, bytes; None for a loss without formulas.
+
+    Args:
+        compute: bytes of an element of hidden states, weight and logits.
+    """
+    formulas = FORMULAS_OF_LOSSES.get(loss.name)
+    return None if formulas is None else formulas.memory(loss, n_tokens, d, vocab, compute)
 
 
 def memory_estimate(

@@ -12,6 +12,7 @@ from linrnn import costs
 from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
+from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.profiling.components import PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
@@ -273,7 +274,7 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
         rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
     columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
     loss = b.traffic["loss"]
-    unknown = "depends on the data" if b.run["loss"] in costs.FORMULAS_OF_LOSSES else "unknown: no formulas"
+    unknown = "depends on the data" if b.run["loss"] in FORMULAS_OF_LOSSES else "unknown: no formulas"
     cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
     traffic = [("loss", *cells), ("optimizer", "", _digits((b.traffic["optimizer"] or {})["total"] / 1e9))]
     by_formula = "HBM traffic by formula"

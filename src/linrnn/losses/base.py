@@ -1,14 +1,21 @@
-"""What every loss backend is: three tensors in, the summed loss and the number of tokens out."""
+"""What every loss backend is: three tensors in, the summed loss and the number of tokens out.
+
+The files of the losses import torch inside functions. A loss's options are part of every command line, and a wrong
+command line is answered before torch is imported.
+"""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
 
 IGNORE_INDEX = -100
 
@@ -32,8 +39,8 @@ class LossOutput:
 class LossBackend(ABC):
     """The last linear layer and cross-entropy as one differentiable function of hidden states and weight.
 
-    A subclass gives `check` and `compute`; its constructor, called after `check` has passed, may import its
-    library.
+    A subclass gives `compute`, and `check` where it cannot run everywhere. Its constructor, called after `check` has
+    passed, may import its library.
 
     Attributes:
         autocasts: under autocast, `compute` takes fp32 tensors, multiplies in autocast's dtype and returns gradients in
@@ -50,10 +57,12 @@ class LossBackend(ABC):
         self.config = config
         self.device = device
 
-    @classmethod
-    @abstractmethod
+    @classmethod  # noqa: B027  not abstract: most losses of plain torch need no check
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Raise UnsupportedError if this backend cannot run here; `dtype` is None while it is not known."""
+        """Raise UnsupportedError if this backend cannot run here; `dtype` is None while it is not known.
+
+        A backend without a check of its own runs wherever torch does.
+        """
 
     @abstractmethod
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,6 +86,8 @@ class LossBackend(ABC):
         Raises:
             ValueError: shapes, dtypes or devices that do not belong together.
         """
+        import torch
+
         _check_tensors(hidden_ND, weight_VD, labels_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             return self._output(hidden_ND, weight_VD, labels_N)
@@ -87,6 +98,8 @@ class LossBackend(ABC):
         A backend that `autocasts` does not round them to `dtype` on the way, others do. Arguments otherwise and errors
         as in a plain call.
         """
+        import torch
+
         if not self.autocasts:
             return self(hidden_ND.to(dtype), weight_VD.to(dtype), labels_N)
         _check_tensors(hidden_ND, weight_VD, labels_N)
@@ -99,6 +112,8 @@ class LossBackend(ABC):
 
 
 def _check_tensors(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> None:
+    import torch
+
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
         raise ValueError(f"hidden must be (N, D) and weight (V, D): {tuple(hidden_ND.shape)}, {tuple(weight_VD.shape)}")
     if labels_N.shape != hidden_ND.shape[:1] or labels_N.dtype != torch.int64:

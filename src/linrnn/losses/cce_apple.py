@@ -8,14 +8,17 @@ take bf16 and fp16 alone; all but `cce_exact` drop gradient entries below eps/32
 bf16).
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from linrnn.config.schema import CceAppleLossConfig, LossConfig
+from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.formulas import FP32, Bytes, LossFormulas
+from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import (
     require_cuda,
     require_package,
@@ -23,6 +26,11 @@ from linrnn.losses.requirements import (
     require_triton,
     version_of,
 )
+from linrnn.losses.standard import compiled_memory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _PACKAGE = "cut-cross-entropy"
 _ORIGINAL = "cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy"
@@ -40,8 +48,31 @@ def apple_variants() -> tuple[str, ...]:
     return tuple(member.name.lower() for member in import_module("cut_cross_entropy").LinearCrossEntropyImpl)
 
 
+@dataclass
+class CceAppleLossConfig(LossConfig):
+    variant: str = option(
+        "cce",
+        "cce (filtered) | torch_compile (runs on CPU) | with the original release also cce_exact, cce_kahan_full_c, …",
+    )
+
+
+def _memory(loss: CceAppleLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """torch_compile stores the logits; cce sums in the compute dtype, other variants in fp32, rounded one by one."""
+    hidden, weight = n_tokens * d, vocab * d
+    if loss.variant == _TORCH_VARIANT:
+        return compiled_memory(loss, n_tokens, d, vocab, compute)
+    if loss.variant == "cce":
+        return 0, (hidden + weight) * compute
+    return 0, (hidden + weight) * FP32 + weight * compute
+
+
+def _products(loss: CceAppleLossConfig, *_: int) -> int:
+    return 3 if loss.variant == _TORCH_VARIANT else 4
+
+
+@register_loss("cce_apple", options=CceAppleLossConfig, formulas=LossFormulas(_memory, None, _products))
 class CceApple(LossBackend):
-    """linear_cross_entropy(impl=variant) with a sum reduction."""
+    """Apple's Cut Cross-Entropy, whichever version is installed; `python scripts/doctor.py` lists its variants."""
 
     config: CceAppleLossConfig
 
@@ -51,6 +82,8 @@ class CceApple(LossBackend):
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        import torch
+
         assert isinstance(config, CceAppleLossConfig)
         variants, version = apple_variants(), version_of(_PACKAGE)
         what = f"loss=cce_apple loss.variant={config.variant}"
@@ -68,6 +101,8 @@ class CceApple(LossBackend):
             raise _no_fp32(what)
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
         needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
         if self.config.variant != _TORCH_VARIANT and needs_grad and hidden_ND.dtype == torch.float32:
             raise _no_fp32(f"loss=cce_apple loss.variant={self.config.variant}")

@@ -5,16 +5,55 @@ and the weight's gradient are fp32; logits are rounded to the compute dtype. Gra
 call, also under no_grad, so that validation costs as much as training.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from linrnn.config.schema import FlaLossConfig, LossConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from linrnn.config.schema import LossConfig, option
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.formulas import (
+    FP32,
+    Bytes,
+    LossFormulas,
+    ceil_division,
+    power_of_two_from,
+    traffic_in_chunks_of_tokens,
+)
+from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
+
+@dataclass
+class FlaLossConfig(LossConfig):
+    num_chunks: int = option(
+        8, "most chunks of tokens; more: less memory, smaller products (8: the library's default)", minimum=1
+    )
+
+
+def _memory(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """All in the forward pass; logits in fp32 beside the compute dtype; dC in fp32."""
+    hidden, weight = n_tokens * d, vocab * d
+    rows = power_of_two_from(ceil_division(n_tokens, min(loss.num_chunks, ceil_division(vocab, d))))
+    held = hidden * compute + weight * FP32 + 2 * rows * d * compute + rows * vocab * compute
+    return held + max(rows * vocab * FP32, weight * compute), (hidden + weight) * compute
+
+
+def _traffic(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    chunks = min(ceil_division(vocab, d), n_tokens, loss.num_chunks)
+    return traffic_in_chunks_of_tokens(chunks, True, n_tokens, d, vocab, compute)
+
+
+@register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory, _traffic, freed="inputs"))
 class Fla(LossBackend):
-    """At most `num_chunks` chunks over tokens; each rounds up to a power of two rows."""
+    """flash-linear-attention's fused linear cross-entropy (GPU only): gradients made in the forward pass.
+
+    At most `num_chunks` chunks over tokens; each rounds up to a power of two rows.
+    """
 
     def __init__(self, config: FlaLossConfig, device: torch.device) -> None:
         from fla.modules import FusedLinearCrossEntropyLoss

@@ -7,25 +7,70 @@ or in fp32 (`accumulate: fp32`, V x D x 4 bytes more). Each call waits for the d
 labels.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from linrnn.config.schema import LigerLossConfig, LossConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from linrnn.config.schema import LossConfig, option
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.formulas import (
+    FP32,
+    Bytes,
+    LossFormulas,
+    ceil_division,
+    power_of_two_from,
+    traffic_in_chunks_of_tokens,
+)
+from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
 
-_ACCUMULATE = {"native": None, "fp32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
+@dataclass
+class LigerLossConfig(LossConfig):
+    accumulate: str = option(
+        "native",
+        "sum of the weight's gradient over chunks: native (compute dtype, the library's default) | fp32",
+        choices=("native", "fp32"),
+    )
+
+
+def _memory(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """All in the forward pass, V / D chunks of tokens; the logits' gradient overwrites them."""
+    hidden, weight = n_tokens * d, vocab * d
+    gradients = (hidden + weight) * compute
+    rows = min(power_of_two_from(ceil_division(n_tokens, ceil_division(vocab, d))), n_tokens)
+    chunk = rows * vocab * compute
+    if loss.accumulate == "fp32":  # dC in fp32, rounded at the end
+        return max(hidden * compute + weight * FP32 + chunk, gradients + weight * FP32), gradients
+    return gradients + chunk, gradients
+
+
+def _traffic(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    chunks = min(ceil_division(vocab, d), n_tokens)
+    return traffic_in_chunks_of_tokens(chunks, loss.accumulate == "fp32", n_tokens, d, vocab, compute)
+
+
+@register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory, _traffic, freed="inputs"))
 class Liger(LossBackend):
-    """Chunks over tokens, sized so that a chunk's logits take about the memory of the hidden states."""
+    """Liger-Kernel's fused linear cross-entropy (GPU only): gradients made in the forward pass.
+
+    Chunks over tokens, sized so that a chunk's logits take about the memory of the hidden states.
+    """
 
     def __init__(self, config: LigerLossConfig, device: torch.device) -> None:
+        import torch
         from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
         super().__init__(config, device)
         self._loss = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=_ACCUMULATE[config.accumulate]
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            accum_dtype={"native": None, "fp32": torch.float32}[config.accumulate],
         )
 
     @classmethod
@@ -35,6 +80,8 @@ class Liger(LossBackend):
         require_package("liger_kernel.transformers", "liger-kernel", "loss=liger", "liger-kernel==0.8.5")
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
         if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
             # Liger makes the weight's gradient only together with that of the hidden states.
             hidden_ND = hidden_ND.detach().requires_grad_()

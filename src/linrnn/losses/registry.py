@@ -1,41 +1,56 @@
-"""Backends by name: `loss=<name>`."""
+"""Backends by name: a loss's file registers its class, and `loss=NAME` finds it."""
+
+from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
+from linrnn.config.compose import offer
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses.base import LossBackend
-from linrnn.losses.cce import CceFilter, CceKahan
-from linrnn.losses.cce_apple import CceApple
-from linrnn.losses.fla import Fla
-from linrnn.losses.liger import Liger
-from linrnn.losses.rivals import RIVALS
-from linrnn.losses.standard import Compiled, Standard
-from linrnn.losses.torch_native import TorchNative
+from linrnn.losses.formulas import LossFormulas
 
-_BACKENDS: dict[str, type[LossBackend]] = {
-    "standard": Standard,
-    "compiled": Compiled,
-    "liger": Liger,
-    "fla": Fla,
-    "torch_native": TorchNative,
-    "cce_kahan": CceKahan,
-    "cce_filter": CceFilter,
-    "cce_apple": CceApple,
-}
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_BACKENDS: dict[str, type[LossBackend]] = {}
+RIVALS: dict[str, type[LossBackend]] = {}  # what linrnn.losses.rivals adds: no run can choose them
+FORMULAS_OF_LOSSES: dict[str, LossFormulas] = {}
+
+
+def register_loss(
+    name: str, *, options: type[LossConfig] = LossConfig, formulas: LossFormulas | None = None
+) -> Callable[[type[LossBackend]], type[LossBackend]]:
+    """Class decorator: `loss=NAME` is this backend from now on. `--help` shows the first lines of its docstring.
+
+    Args:
+        options: a dataclass below LossConfig whose every field is a :func:`linrnn.config.schema.option`.
+        formulas: of memory, traffic and products. Without them forecasts say *unknown*: no other loss's formulas take
+            their place.
+
+    Raises:
+        ValueError: another module has registered this name.
+    """
+
+    def register(backend: type[LossBackend]) -> type[LossBackend]:
+        if name in _BACKENDS and _BACKENDS[name].__module__ != backend.__module__:
+            raise ValueError(f"loss={name} is registered already, by {_BACKENDS[name].__module__}")
+        offer("loss", options(name), " ".join((backend.__doc__ or "").split("\n\n")[0].split()))
+        _BACKENDS[name] = backend
+        FORMULAS_OF_LOSSES.pop(name, None)
+        if formulas is not None:
+            FORMULAS_OF_LOSSES[name] = formulas
+        return backend
+
+    return register
 
 
 def loss_names() -> tuple[str, ...]:
     """Every backend that a run can choose, whether it can run here or not."""
     return tuple(_BACKENDS)
-
-
-def rival_names() -> tuple[str, ...]:
-    """Backends without options that scripts/bench_loss.py knows beside those."""
-    return tuple(RIVALS)
 
 
 def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -1,5 +1,7 @@
 """What a backend may need from the machine: `require_*` raises UnsupportedError with a remedy, or returns."""
 
+from __future__ import annotations
+
 import importlib
 import os
 import shutil
@@ -7,10 +9,12 @@ import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from linrnn.core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def require_cuda(device: torch.device, what: str, alternative: str) -> None:

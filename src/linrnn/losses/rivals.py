@@ -16,6 +16,7 @@ from torch import Tensor
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.registry import RIVALS
 from linrnn.losses.requirements import require_cuda, require_own_kernels, require_package, require_torch_compile
 from linrnn.losses.standard import Compiled
 
@@ -132,10 +133,15 @@ class PaperVariant(LossBackend):
         return self._loss(hidden_ND, weight_VD, labels_N), {}
 
 
-RIVALS: dict[str, type[LossBackend]] = {
+RIVALS |= {
     "compiled_max_autotune": CompiledMaxAutotune,
     "compiled_auto_chunker": CompiledAutoChunker,
     "liger_sm90": LigerSm90,
     "quack": Quack,
     **{f"paper/{variant}": PaperVariant for variant in _PAPER_VARIANTS},
 }
+
+
+def rival_names() -> tuple[str, ...]:
+    """Backends without options that scripts/bench_loss.py knows beside those that a run can choose."""
+    return tuple(RIVALS)

@@ -4,45 +4,81 @@ Source: torch.nn.functional.linear and cross_entropy. Cost: N x V logits in the 
 eagerly, three times in fp32 (logits, log-softmax, gradient); 6 N D V FLOPs forward and backward.
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import LossBackend
+from linrnn.losses.formulas import BF16, FP32, Bytes, LossFormulas, logits_traffic
+from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_torch_compile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """Sum of -log softmax(hidden weightᵀ)[label]: the product in the inputs' dtype, the rest in fp32."""
+    import torch.nn.functional as F
+
     return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), labels_N, reduction="sum")
 
 
+def _memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """The logits in fp32 and log-softmax; then log-softmax and two fp32 gradients."""
+    logits = n_tokens * vocab
+    copy = compute if compute < FP32 else 0
+    gradients = (n_tokens + vocab) * d * compute
+    return logits * 2 * FP32, max(logits * 3 * FP32, logits * (copy + FP32) + gradients)
+
+
+def _traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """fp32 copy, log-softmax; the gradients of both and of the copy."""
+    product, logits = logits_traffic(n_tokens, d, vocab, compute)
+    fp32 = n_tokens * vocab * FP32
+    copy = logits + fp32 if compute == BF16 else 0
+    return product + copy + 2 * fp32, 4 * fp32 + copy + 2 * product
+
+
+def compiled_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """The logits are stored once; their gradient overwrites them."""
+    logits = n_tokens * vocab * compute
+    return logits, logits + (n_tokens + vocab) * d * compute
+
+
+def _compiled_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """Logits written, read for the sums; read and overwritten by their gradient."""
+    product, logits = logits_traffic(n_tokens, d, vocab, compute)
+    return product + logits, 2 * logits + 2 * product
+
+
+@register_loss("standard", formulas=LossFormulas(_memory, _traffic))
 class Standard(LossBackend):
-    """Eager torch with fp32 logits."""
+    """Eager torch: the logits are materialised and converted to fp32. The reference, and the hungriest."""
 
     capturable = True
-
-    @classmethod
-    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        """It runs wherever torch does."""
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N), {}
 
 
+@register_loss("compiled", formulas=LossFormulas(compiled_memory, _compiled_traffic, freed="hidden"))
 class Compiled(LossBackend):
-    """torch.compile of the same function, one graph per shape; it never falls back to eager silently."""
+    """torch.compile of the standard loss: the baseline of every verdict. On CPU it needs a C++ compiler.
+
+    One graph per shape; it never falls back to eager silently.
+    """
 
     capturable = True
     # A handful of kernels needs no pool of compiler processes.
     inductor_options: ClassVar[dict[str, Any]] = {"compile_threads": 1}
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
-        from torch._dynamo.exc import FailOnRecompileLimitHit  # a second to import: only here
+        import torch
+        from torch._dynamo.exc import FailOnRecompileLimitHit
 
         super().__init__(config, device)
         self._limit_hit = FailOnRecompileLimitHit
@@ -59,6 +95,8 @@ class Compiled(LossBackend):
         try:
             return self._compiled(hidden_ND, weight_VD, labels_N), {}
         except self._limit_hit as error:
+            import torch
+
             limit = torch._dynamo.config.recompile_limit
             raise UnsupportedError(
                 f"loss={self.config.name}: torch.compile has reached its limit of {limit} compiled shapes",

@@ -8,25 +8,61 @@ summed here in fp32, and recomputes the logits in the backward pass (4 products 
 always takes `none`, which costs nothing there. In fp32 both are exact.
 """
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from __future__ import annotations
 
-from linrnn.config.schema import LossConfig, TorchNativeLossConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.formulas import FP32, Bytes, LossFormulas, ceil_division, power_of_two_from
+from linrnn.losses.registry import register_loss
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
+@dataclass
+class TorchNativeLossConfig(LossConfig):
+    reduction: str = option(
+        "none",
+        "none (one loss per token; logits recomputed in the backward pass) | sum (faster; in bf16 the reported loss is "
+        "added up in bf16 and too low by several per cent, the gradients are not)",
+        choices=("none", "sum"),
+    )
+
+
+def _memory(loss: TorchNativeLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    """fp32 logits of a chunk of tokens; dC in the compute dtype."""
+    gradients = (n_tokens + vocab) * d * compute
+    rows = min(max(1, power_of_two_from(ceil_division(n_tokens, ceil_division(vocab, d))) // 2), n_tokens)
+    chunk = rows * vocab * FP32
+    with_gradients = gradients + chunk + rows * d * (FP32 + compute)
+    return (chunk, with_gradients) if loss.reduction == "none" else (with_gradients, gradients)
+
+
+def _products(loss: TorchNativeLossConfig, *_: int) -> int:
+    return 4 if loss.reduction == "none" else 3
+
+
+@register_loss("torch_native", options=TorchNativeLossConfig, formulas=LossFormulas(_memory, None, _products))
 class TorchNative(LossBackend):
-    """PyTorch's own chunked loss."""
+    """torch.nn.functional.linear_cross_entropy (torch >= 2.13), chunked over tokens as torch chooses."""
 
     def __init__(self, config: TorchNativeLossConfig, device: torch.device) -> None:
+        import torch
+
         super().__init__(config, device)
         self._reduction = config.reduction
         self._options = torch.nn.LinearCrossEntropyOptions()
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        import torch
+        import torch.nn.functional as F
+
         if not hasattr(F, "linear_cross_entropy") or not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             raise UnsupportedError(
                 f"loss=torch_native needs torch >= 2.13 (this is {torch.__version__})",
@@ -34,6 +70,9 @@ class TorchNative(LossBackend):
             )
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+        import torch.nn.functional as F
+
         reduction = self._reduction if torch.is_grad_enabled() else "none"
         loss = F.linear_cross_entropy(
             hidden_ND,

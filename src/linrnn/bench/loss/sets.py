@@ -12,7 +12,8 @@ from linrnn.bench.loss.trained import TrainedTensors
 from linrnn.config import load_config, nearest
 from linrnn.config.schema import BenchLossConfig, BenchLossSet, LossConfig
 from linrnn.core.errors import ConfigError
-from linrnn.losses import loss_names, rival_names
+from linrnn.losses import loss_names
+from linrnn.losses.rivals import rival_names
 from linrnn.training.runtime import resolve_device
 
 BASELINE, EAGER = "compiled", "standard"
