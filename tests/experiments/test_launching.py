@@ -41,6 +41,17 @@ def test_what_submitit_cannot_do_is_refused(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])
+def test_submitit_refuses_what_slurm_does_not_have(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a Slurm that is there by its commands' names alone."""
+    for name in ("srun", "sbatch", "squeue", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"Unknown argument '{key}' for executor 'slurm'"):
+        launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_slurm", f"hydra.launcher.{key}=x"], tmp_path)
+
+
 def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
@@ -56,7 +67,7 @@ def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path: Path, monkey
             return []
 
     monkeypatch.setattr(submitit, "AutoExecutor", Executor)
-    resources = ["partition=gpu", "mem_gb=80", "max_num_timeout=3"]
+    resources = ["partition=gpu", "mem_gb=80", "max_num_timeout=3", "setup=[module load cuda]", "exclusive=true"]
     launch(
         subprocess.check_call,
         [["a=1"]],
@@ -67,6 +78,8 @@ def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path: Path, monkey
         "cluster": "slurm",
         "slurm_max_num_timeout": 3,
         "slurm_partition": "gpu",
+        "slurm_setup": ["module load cuda"],
+        "slurm_exclusive": True,
         "mem_gb": 80,
         "timeout_min": 60,
         "name": "linrnn",

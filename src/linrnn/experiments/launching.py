@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from linrnn.config.safety import check_launcher
 from linrnn.core.errors import ConfigError
 
 LAUNCHER, RESOURCE = "hydra/launcher=", "hydra.launcher."  # what the overrides of a launcher begin with
@@ -73,9 +72,16 @@ def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The cluster that overrides choose, and the resources that they ask for.
 
     Raises:
-        ConfigError: they name no launcher, or a key that is none of its resources.
+        ConfigError: they name no launcher or an unknown one, a key of Hydra's that is none of a launcher, or, on this
+            machine, a resource of Slurm. Which resources Slurm has is submitit's to say.
     """
-    check_launcher(overrides)
+    for override in overrides:
+        if override.startswith(LAUNCHER) and override.removeprefix(LAUNCHER) not in CLUSTERS:
+            raise ConfigError(f"{override}: there is no such launcher", f"use {LAUNCHER}{' or '.join(CLUSTERS)}")
+        if not override.startswith((LAUNCHER, RESOURCE)):
+            raise ConfigError(
+                f"{override}: a sweep has no such key", f"of Hydra it takes {LAUNCHER}NAME and {RESOURCE}KEY=VALUE"
+            )
     names = [override.removeprefix(LAUNCHER) for override in overrides if override.startswith(LAUNCHER)]
     if not names:
         raise ConfigError(f"{overrides[0]}: resources of no launcher", f"add {LAUNCHER}submitit_slurm")
@@ -83,7 +89,7 @@ def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
     settings = [override.removeprefix(RESOURCE) for override in overrides if override.startswith(RESOURCE)]
     try:
         resources = {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in settings)}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
         raise ConfigError(f"{', '.join(settings)}: a value cannot be read", "write numbers and plain words") from error
     foreign = [key for key in resources if cluster == "local" and key not in SHARED]
     if foreign:
