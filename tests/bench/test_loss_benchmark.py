@@ -1,6 +1,7 @@
 """The benchmark's arithmetic, its problems' truth, its files, and whole runs at tiny shapes."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from linrnn.bench.loss.problems import (
     relative_error,
     truth_of,
 )
-from linrnn.bench.loss.report import table, write_report
+from linrnn.bench.loss.report import LEGEND, table, write_report
 from linrnn.bench.loss.rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, rows_for, slug, winners
 from linrnn.bench.loss.run import Entry, bootstrap_interval, record_times, report_set, run_benchmark
 from linrnn.bench.loss.sets import parse_loss
@@ -28,6 +29,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 from linrnn.study.notebook import bench_rows
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)
 
@@ -269,11 +271,16 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
     rows = [make_row("compiled", run="a", ratio_to_compiled=1.0), make_row("liger", run="b", ratio_to_compiled=2.0)]
     text = write_report(rows, runs, tmp_path, "mixed")[0].read_text()
     assert "| first call s | run |" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("| liger | - | 2.000"))
+    (line,) = (line for line in text.splitlines() if line.startswith("| liger | - | - | 2.000"))
     assert line.endswith("| 2 |")
     assert "2. `make b`" in text
     assert "None" not in text
     assert "| run |" not in write_report(rows[:1], runs, tmp_path, "one")[0].read_text()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "results" / "bench_loss").rglob("*.md")), ids=lambda page: page.stem)
+def test_a_committed_page_explains_its_columns_once(page):
+    assert page.read_text().count("\n".join(LEGEND)) == 1, "run python scripts/bench_loss.py measure=false"
 
 
 def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):

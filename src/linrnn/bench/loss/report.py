@@ -1,4 +1,4 @@
-"""The loss benchmark as people read it: tables with their plots, crossovers of sweeps."""
+"""The report of the loss benchmark: tables, plots and the crossovers of sweeps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +30,7 @@ def _error(error: float | None, ratio: float | None) -> str:
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "backend": lambda row: row.label,
+    "n": lambda row: str(row.rounds or "-"),
     "ms": lambda row: show(row.forward_backward_ms, ".2f"),
     "/ compiled": lambda row: show(row.ratio_to_compiled, ".3f"),
     "95 %": lambda row: _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high),
@@ -49,18 +50,33 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "same bits": lambda row: "-" if row.deterministic is None else ("yes" if row.deterministic else "no"),
     "first call s": lambda row: show(row.first_call_s, ".1f"),
 }
-_LEGEND = f"""ms: forward + backward, median; / compiled: its ratio to torch.compile's time, round by round, with a 95 %
-bootstrap interval (`compiled {AGAIN}` is the same function once more: its interval is the noise); / product,
-/ 3 products: to cuBLAS products N x D x V; graph ms: replay of a CUDA graph, where the inputs fit the L2 cache;
-forward ms: without gradients; backward ms: what follows the forward pass in forward + backward, / eager's: its ratio to
-that of `standard`; extra MiB: peak memory of a call beyond inputs and gradients, forward MiB: the same without
-gradients; errors are relative to fp64, in parentheses as a multiple of those of `{BAR}` (fp32 logits, softmax - onehot
-rounded to the products' dtype); dC err, sum: of dC added up over so many batches; same bits: two calls agree bit for
-bit; first call: compiling and tuning."""
+_MEANINGS = (
+    ("n", "rounds; times and ratios are medians over them"),
+    ("ms", "forward and backward pass"),
+    ("/ compiled", "time divided by torch.compile's time in the same round"),
+    ("95 %", f"bootstrap interval of that ratio; `compiled {AGAIN}` is the same function again and shows the noise"),
+    ("/ product, / 3 products", "time divided by that of one or three cuBLAS products N x D x V"),
+    ("graph ms", "replay of a CUDA graph; measured where the inputs fit the L2 cache"),
+    ("forward ms", "forward pass without gradients; the next column divides it by one product"),
+    ("backward ms", "the part of *ms* after the forward pass; the next column divides it by that of `standard`"),
+    ("extra MiB", "peak memory of a call beyond inputs and gradients"),
+    ("forward MiB", "the same without gradients"),
+    ("loss err, dE err, dC err", "errors relative to fp64: loss, gradient of the hidden states, gradient of the head"),
+    ("(in parentheses)", f"the error as a multiple of that of `{BAR}`"),
+    ("dC err, sum", "error of dC summed over that many batches"),
+    ("same bits", "whether two calls agree bit for bit"),
+    ("first call s", "seconds of the first call, which compiles and tunes kernels"),
+)
+LEGEND = (
+    "## Columns", "",
+    f"`{BAR}` has fp32 logits and rounds softmax - onehot to the products' dtype. Its errors are "
+    "those of rounding alone.", "",
+    *Table(("column", "meaning"), _MEANINGS, words=("column", "meaning")).markdown(), "",
+)  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
-    """Rows of one problem as aligned text; those that did not run stand below with the reason."""
+    """Rows of one problem as aligned text. Backends that did not run stand below with the reason."""
     ran = [row for row in rows if row.status == "ok"]
     cells = [list(_COLUMNS), *([column(row) for column in _COLUMNS.values()] for row in ran)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
@@ -75,9 +91,9 @@ def table(rows: list[Row]) -> str:
 def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Path, name: str) -> list[Path]:
     """Write <name>.md and <name>.png from rows of one device; returns their paths.
 
-    The plot is a sweep where the shapes differ in one of N, D and V and there are at least three, otherwise time
-    against memory; the latter is left out where no memory was measured, on a CPU. Where rows differ in `filter_eps`,
-    <name>_error.png has errors against time.
+    The plot shows a sweep where at least three shapes differ in one of N, D and V. Otherwise it shows time against
+    memory. A CPU has no memory figures, so that plot is left out there. Where rows differ in `filter_eps`,
+    <name>_error.png shows errors against time.
 
     Raises:
         DataError: there are no rows.
@@ -105,7 +121,7 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], title: str, axis
     lines = [f"# The loss layer alone: {title}", ""]
     for plot in plots:
         lines += [f"![{plot.removesuffix('.png')}]({plot})", ""]
-    lines += _overview(rows, axis)
+    lines += [*_overview(rows, axis), *LEGEND]
     origins = sorted({row.run for row in rows})
     columns = dict(_COLUMNS)
     if len(origins) > 1:
@@ -126,19 +142,19 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], title: str, axis
         lines += Table(list(columns), cells, words=list(columns)[:1]).markdown()
         refused = [f"* {row.label}: {row.status}. {row.reason}" for row in own if row.status != "ok"]
         lines += ["", *refused, *([""] if refused else [])]
-    lines += [_LEGEND, "", *_origin([runs[run] for run in origins if run in runs])]
+    lines += _origin([runs[run] for run in origins if run in runs])
     return "\n".join(lines)
 
 
 def _overview(rows: list[Row], axis: str | None) -> list[str]:
-    """A line per backend, a column per shape; below it, on a sweep, where each backend crosses torch.compile."""
+    """A line per backend and a column per shape. A sweep also says where each backend crosses torch.compile."""
     lines = []
     heads = {row.shape: f"{axis.upper()} = {getattr(row, axis):,}" if axis else row.shape for row in rows}
     for (gradients, logits), own in by_problem(rows).items():
         best, cells = winners(own), {(row.label, row.shape): row for row in own}
         lines += [
-            f"**{logits} logits, gradients {gradients}**: time / compiled's, MiB beyond inputs and gradients, "
-            "dE error, dC error; the fastest exact one in bold",
+            f"**{logits} logits, gradients {gradients}**. A cell holds time / compiled's, MiB beyond inputs and "
+            "gradients, error of dE, error of dC. The fastest exact backend is bold.",
             "",
         ]
         labels = dict.fromkeys(row.label for row in own)
