@@ -465,7 +465,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
         ("gradients=[fp64]", "fp64"),
         ("shapes=[mvee]", "mvee"),
         ("set=shape", "set=shape"),
-        ("logits=[trained]", "logits=.trained. are a trained model's"),
+        ("logits=[trained]", "logits=.trained. need a trained model"),
         ("data=markov", "data and logits"),
         ("checkpoint=nowhere", "shapes do not go with a checkpoint"),
     ],

@@ -1,5 +1,4 @@
-"""Plots of the loss benchmark: time against memory and against error, sweeps along one dimension, and the first
-picture of the README."""
+"""Plots of the loss benchmark: time against memory, time against error, sweeps, and the first picture of the README."""
 
 import math
 import re
@@ -23,8 +22,8 @@ from linrnn.core.plot_style import (
 AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
 RATIO = "time / torch.compile's"
-BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.4}  # a name
-# Where a point's name can stand: offset in points, horizontal and vertical alignment; the first that is free.
+BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.4}  # the box of a name
+# Places for a point's name: offset in points, horizontal and vertical alignment. The first free place is taken.
 BESIDE = (
     (0, -9, "center", "top"),
     (0, 9, "center", "bottom"),
@@ -41,13 +40,10 @@ MEMORY = "memory beyond inputs and gradients, MiB"
 
 
 def sweep_axis(rows: list[Row]) -> str | None:
-    """The one of n, d and v in which three or more shapes differ; None if they differ in several or are fewer."""
+    """The one of n, d and v that differs between three or more shapes; None if several differ or shapes are fewer."""
     shapes = {(row.n, row.d, row.v) for row in rows}
     differing = [axis for axis in AXES if len({getattr(row, axis) for row in rows}) > 1]
     return differing[0] if len(differing) == 1 and len(shapes) >= 3 else None
-
-
-# ----------------------------------------------------------------------------------------------------- markdown
 
 
 def filter_eps(row: Row) -> float | None:
@@ -65,7 +61,7 @@ def by_problem(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def series_of(rows: list[Row], axis: str, field: str) -> dict[str, list[tuple[int, float]]]:
-    """(size, value) by backend, ascending; sizes at which the value is missing are left out."""
+    """(size, value) by backend, ascending. Sizes without a value are left out."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: getattr(row, axis)):
         value = getattr(row, field)
@@ -75,9 +71,9 @@ def series_of(rows: list[Row], axis: str, field: str) -> dict[str, list[tuple[in
 
 
 def tradeoff_plot(rows: list[Row]) -> Any:
-    """Time relative to torch.compile against extra memory, down and to the left is better: a panel a problem.
+    """Time relative to torch.compile against extra memory, one panel a problem. Down and to the left is better.
 
-    Bars are 95 % intervals; settings of one rule are joined.
+    Bars are 95 % intervals. A line joins the settings of one rule.
     """
     own = [row for row in rows if _timed(row) and row.extra_mib is not None]
     kinds = list(by_problem(own))
@@ -105,8 +101,11 @@ def tradeoff_plot(rows: list[Row]) -> Any:
 
 
 def error_plot(rows: list[Row]) -> Any:
-    """Error of each gradient, and of dC summed over batches, against time: a column a problem; the settings of a rule
-    are joined, from the largest threshold to the smallest. Problems without one are not drawn."""
+    """Error of each gradient, and of dC summed over batches, against time: one column a problem.
+
+    A line joins the settings of a rule, from the largest threshold to the smallest. Problems without a threshold are
+    not drawn.
+    """
     fields = {"de_err": "error of dE", "dc_err": "error of dC", "dc_sum_err": "error of dC,\nsummed over batches"}
     fields = {field: label for field, label in fields.items() if any(getattr(row, field) is not None for row in rows)}
     problems = list(dict.fromkeys(row.problem for row in rows if filter_eps(row) is not None))
@@ -141,7 +140,7 @@ def error_plot(rows: list[Row]) -> Any:
 
 
 def sweep_plot(rows: list[Row], axis: str) -> Any:
-    """Time relative to torch.compile, and extra memory, along one dimension: a column per kind of problem."""
+    """Time relative to torch.compile, and extra memory, along one dimension: one column a kind of problem."""
     kinds = by_problem(rows)
     found = looks(row.label for row in rows if _timed(row))
     figure, grid = _grid(2, len(kinds), len(found), height=3.2)
@@ -181,7 +180,7 @@ def sweep_plot(rows: list[Row], axis: str) -> Any:
 def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
     """Time against memory of every loss on two shapes, each point named: the first picture of the README.
 
-    Filled: exact. Hollow: its gradients are not (Row.exact). Bars: 95 % intervals of the time's ratio.
+    Filled points have exact gradients (Row.exact), hollow points do not. Bars are 95 % intervals of the time's ratio.
     """
     own = [row for row in rows if _timed(row) and row.extra_mib is not None and row.backend != BAR]
     figure, [panels] = subplots(1, len(shapes), figsize=(WIDTH, 5.2), squeeze=False, sharex=True, sharey=True)
@@ -217,18 +216,18 @@ def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
 
 # -------------------------------------------------------------------------------------------------------- drawing
 def _timed(row: Row) -> bool:
-    """Whether it is a point: it has a time, and is not the baseline's second entry."""
+    """Whether the row is a point: it has a time and is not the second entry of the baseline."""
     return row.ratio_to_compiled is not None and not row.backend.endswith(AGAIN)
 
 
 def _grid(rows: int, columns: int, labels: int, height: float = 2.5) -> tuple[Any, Any]:
-    """Panels, and room below them for a legend of so many labels."""
+    """Panels, with room below them for a legend of `labels` labels."""
     size = (min(3.4 + 3.4 * columns, WIDTH), 1.4 + height * rows + 0.19 * -(-labels // 2))
     return subplots(rows, columns, figsize=size, squeeze=False)
 
 
 def _points(panel: Any, rows: Sequence[Row], xs: Sequence[float], look: Look, *, joined: bool = False) -> None:
-    """Ratios to torch.compile's time with their intervals; joined where they are settings of one rule."""
+    """Ratios to torch.compile's time with their intervals. A line joins the settings of one rule."""
     for row, x in zip(rows, xs, strict=True):
         _bar(panel, x, row, look)
     style = {**look.line, "linewidth": 1.3} if joined or len(rows) > 1 else look.point
@@ -242,7 +241,7 @@ def _bar(panel: Any, x: float, row: Row, look: Look) -> None:
 
 
 def _name_points(panel: Any, rows: Sequence[Row]) -> None:
-    """Each point's name beside it, where it hides no other name or point."""
+    """Each point's name beside the point, where it hides no other name or point."""
     renderer = panel.figure.canvas.get_renderer()
     points = {id(row): (_gib(row), row.ratio_to_compiled or 1) for row in rows}
     taken = [_around(panel.transData.transform(at)) for at in points.values()]
@@ -279,12 +278,12 @@ def _gib(row: Row) -> float:
 
 
 def _order(rows: Sequence[Row], row: Row, kinds: Sequence[tuple[str, str]]) -> tuple[int, int]:
-    """Of a problem's panel: shapes as they come, a shape's kinds beside each other."""
+    """Sorts panels: shapes as they come, the kinds of a shape beside each other."""
     return list(dict.fromkeys(one.shape for one in rows)).index(row.shape), kinds.index((row.gradients, row.logits))
 
 
 def _shape_in_words(row: Row) -> str:
-    """A shape's name, without the hashes of a run's, and its dimensions."""
+    """A shape's name, without the hash of a run, and its dimensions."""
     name = SHAPES.get(row.shape, "")
     if row.trained:
         model, _, rest = row.trained.split(" (")[0].partition(" ")
@@ -298,7 +297,7 @@ def _kind_in_words(row: Row) -> str:
 
 
 def _rules(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows by backend without its threshold, those of a rule in the order of their thresholds."""
+    """Rows by backend without its threshold. The rows of a rule follow the order of their thresholds."""
     rules: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: -(filter_eps(row) or 0)):
         rules.setdefault(" ".join(word for word in row.label.split() if "filter_eps=" not in word), []).append(row)
@@ -306,7 +305,7 @@ def _rules(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _round_ticks(axis: Any, values: list[float]) -> None:
-    """A few ticks of a logarithmic axis, at 1, 2 and 5 times powers of ten or fewer."""
+    """A few ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or fewer."""
     low, high = min(values), max(values)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for steps, each in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2)):
@@ -337,7 +336,7 @@ def _ratio_ticks(axis: Any, ratios: list[float | None]) -> None:
 
 
 def _powers_of_ten(axis: Any) -> None:
-    """Errors on a logarithmic axis, ticked at powers of ten and their halves in plain figures."""
+    """Errors on a logarithmic axis, ticked at 1, 2 and 5 times powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -346,7 +345,7 @@ def _powers_of_ten(axis: Any) -> None:
 
 
 def _finish(figure: Any, found: dict[str, Look], title: str, bars: str) -> None:
-    """Title, and below the panels the legend and what the bars are."""
+    """Write the title, and below the panels the legend and the meaning of the bars."""
     from matplotlib.lines import Line2D
 
     lines = {in_words(label): Line2D([], [], **look.point) for label, look in found.items()}

@@ -1,4 +1,4 @@
-"""Problems to measure loss backends on: shapes, synthetic tensors of two kinds, their fp64 truth, a bar for errors."""
+"""Problems for the loss benchmark: shapes, synthetic tensors of two kinds, their fp64 truth, a bar for errors."""
 
 import difflib
 import re
@@ -39,7 +39,7 @@ def parse_shape(text: str) -> Shape:
     """A name of SHAPES, or `NxDxV`.
 
     Raises:
-        ConfigError: neither; the nearest names are offered.
+        ConfigError: the text is neither. The message offers the nearest names.
     """
     if text in SHAPES:
         return SHAPES[text]
@@ -52,9 +52,9 @@ def parse_shape(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """The three tensors of a loss; hidden and weight are leaves that require gradients.
+    """The three tensors of a loss. Hidden states and weight are leaves that require gradients.
 
-    Their dtype is that of the gradients wanted; products are taken in `compute_dtype`, whose values the leaves hold.
+    The leaves have the dtype of the wanted gradients. Their values are rounded to `compute_dtype`, the products' dtype.
     """
 
     hidden_ND: Tensor
@@ -91,16 +91,17 @@ def make_problem(
 ) -> Problem:
     """Random tensors whose labels follow Zipf's law over a vocabulary in random order.
 
-    `flat` is an untrained model: hidden ~ N(0, 1), weight ~ N(0, 0.02²). `peaked` imitates a trained one: the
-    weight's rows (norm about 1) carry half of log p_v along a common direction, a hidden state carries twice
-    that direction, its label's row (7.5 times) and four random rows (6 times each). At the named shapes the
-    loss is then 2.4 to 3.5 nats and 100 to 220 entries of a row exceed 2^-12, as in small trained models. Values are
-    rounded to `dtype`; `gradient_dtype` (default: `dtype`) is that of the leaves. Batches share the weight.
+    `flat` is an untrained model: hidden ~ N(0, 1), weight ~ N(0, 0.02²). `peaked` imitates a trained one. Rows of its
+    weight have a norm of about 1 and carry half of log p_v along a common direction. A hidden state is the sum of twice
+    that direction, 7.5 times its label's row and 6 times each of four random rows. At the named shapes the loss is then
+    2.4 to 3.5 nats. Of a row, 100 to 220 entries exceed 2^-12, as in small trained models.
+
+    Values are rounded to `dtype`. The leaves have `gradient_dtype` (default: `dtype`). Batches share the weight.
     """
     random = torch.Generator(device).manual_seed(seed)
     order = torch.randperm(shape.v, generator=random, device=device)
     p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
-    # Summed on the CPU: a GPU adds in no fixed order, and a problem that is drawn again must have the same labels.
+    # The CPU adds in a fixed order and a GPU does not. A problem that is drawn again must have the same labels.
     below_V = p_V.double().cpu().cumsum(0).to(device)
 
     def normal(*size: int) -> Tensor:
@@ -139,19 +140,19 @@ class Solution:
 
 
 def truth_of(problem: Problem) -> Solution:
-    """All in fp64, from the problem's already rounded tensors."""
+    """The solution in fp64, from the problem's rounded tensors."""
     return _solve(problem, torch.float64, torch.float64)
 
 
 def bytes_of_truth(shape: Shape) -> int:
-    """The most that :func:`truth_of` holds beside its problem: weight, both gradients, three blocks of logits."""
+    """The most bytes that :func:`truth_of` holds beside its problem: weight, both gradients, three blocks of logits."""
     return 8 * (2 * shape.v * shape.d + shape.n * shape.d + 3 * min(_BLOCK_ROWS, shape.n) * shape.v)
 
 
 def fp32_logits_of(problem: Problem) -> Solution:
     """The bar for exactness: true fp32 logits, and (softmax - onehot) rounded to the compute dtype for two products.
 
-    Products are IEEE fp32 (no TF32) and gradients are rounded once, to the leaves' dtype.
+    Products are IEEE fp32 (no TF32). Gradients are rounded once, to the leaves' dtype.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -165,7 +166,7 @@ def fp32_logits_of(problem: Problem) -> Solution:
 
 @torch.no_grad()
 def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Solution:
-    """Everything in `dtype`, a block of rows at a time, but (softmax - onehot) rounded to `operand`."""
+    """The solution in `dtype`, a block of rows at a time. Only (softmax - onehot) is rounded to `operand`."""
     weight = problem.weight_VD.to(dtype)
     grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
     n = len(problem.labels_N)

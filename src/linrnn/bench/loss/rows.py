@@ -1,8 +1,8 @@
-"""What the loss benchmark measured, as files: one JSON list of rows per shape, and runs.jsonl with what made them.
+"""Files of the loss benchmark: a JSON list of rows for each shape, and runs.jsonl with the commands behind the rows.
 
-A directory holds the rows of one device. A run replaces the rows that it measures anew for the same set and leaves the
-others, so that runs of few backends or shapes add up. Ratios are taken within a run; times of different runs are not
-comparable.
+A directory holds the rows of one device. A run replaces the rows that it measures again for the same set. All other
+rows stay, so runs of few backends or shapes add up. Ratios are taken within a run. Times of different runs cannot be
+compared.
 """
 
 import json
@@ -17,10 +17,12 @@ import numpy as np
 from linrnn.core.errors import DataError
 from linrnn.core.json_files import read_json
 
-AGAIN = "(again)"  # marks the baseline's second entry: its ratio to the first is the noise
-BAR = "fp32_logits"  # the row of linrnn.bench.loss.problems.fp32_logits_of
-# Gradient errors up to this count as exact, by the products' dtype: rounding gives eager torch half of it in bf16, and
-# dropping entries below 2^-12 gives twice as much.
+# Marks the second entry of the baseline. Its ratio to the first entry is the noise.
+AGAIN = "(again)"
+# Names the row of linrnn.bench.loss.problems.fp32_logits_of.
+BAR = "fp32_logits"
+# Gradients with errors up to this count as exact, by the products' dtype. In bf16, rounding gives eager torch half of
+# this error. Dropping entries below 2^-12 gives twice as much.
 EXACT = {"bf16": 1e-2, "fp32": 1e-4}
 
 
@@ -28,8 +30,8 @@ EXACT = {"bf16": 1e-2, "fp32": 1e-4}
 class Row:
     """One backend on one problem.
 
-    Times are medians in ms over `rounds`, memory in MiB at the peak of one call, beyond inputs and gradients (null on a
-    CPU), errors relative to fp64 (Frobenius norm for gradients). Ratios are medians of the ratios taken round by round.
+    Times are medians over `rounds`, in ms. Memory is the peak of one call beyond inputs and gradients, in MiB (null on
+    a CPU). Errors are relative to fp64 (Frobenius norm for gradients). A ratio is the median of the rounds' ratios.
     """
 
     shape: str
@@ -40,10 +42,10 @@ class Row:
     gradients: str  # dtype of hidden states, weight and their gradients
     logits: str  # flat | peaked | trained
     backend: str
-    workspace_mib: float | None  # null: the backend's default, or it knows no workspace
-    trained: str = ""  # the model, its training and its data, where logits are a trained model's
-    run: str = ""  # of runs.jsonl
-    set: str = ""  # that it was measured for
+    workspace_mib: float | None  # null: the backend's default, or the backend has no workspace
+    trained: str = ""  # for a trained model's logits: the model, its training and its data.
+    run: str = ""  # id in runs.jsonl.
+    set: str = ""  # the set of the measurement.
     status: str = "started"  # ok | unsupported | out_of_memory | failed; started: killed before it was done
     reason: str = ""
     rounds: int = 0
@@ -87,7 +89,7 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Whether both gradients' errors are those of rounding. A filter's are not, however small."""
+        """Whether both gradients' errors are rounding errors. A filter's errors never are, however small."""
         name = self.backend.split()[0]
         if name == "cce_filter" or (name.startswith("paper/") and name != "paper/cce_exact"):
             return False
@@ -112,10 +114,10 @@ def rows_path(directory: Path, shape: str) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none if it does not exist.
+    """The rows of a file; empty if the file does not exist.
 
     Raises:
-        DataError: the file is damaged, or rows of another version.
+        DataError: the file is damaged, or another version wrote it.
     """
     if not path.exists():
         return []
@@ -128,7 +130,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def merge_rows(path: Path, measured: list[Row]) -> None:
-    """Put `measured` into the file in place of rows of the same problem, backend, workspace and set; others stay."""
+    """Replace rows of the same problem, backend, workspace and set by `measured`. All other rows stay."""
     rows = {(row.key, row.set): row for row in [*read_rows(path), *measured]}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows.values())
@@ -138,7 +140,7 @@ def merge_rows(path: Path, measured: list[Row]) -> None:
 
 
 def append_run(directory: Path, run: dict[str, Any]) -> None:
-    """Add to runs.jsonl what made rows: id, command, configuration, environment."""
+    """Add a run to runs.jsonl: id, command, configuration, environment."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "runs.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
@@ -158,12 +160,12 @@ def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------------------- reading
 def rows_for(name: str, rows: list[Row]) -> dict[tuple[Any, ...], Row]:
-    """One row of each problem, backend and workspace: that of set `name`, else the last run's of another set."""
+    """One row of each problem, backend and workspace: from set `name`, else from the last run of another set."""
     return {row.key: row for row in sorted(rows, key=lambda row: (row.set == name, row.run))}
 
 
 def winners(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
-    """The fastest exact backend of every problem; the baseline's second entry does not count."""
+    """The fastest exact backend of every problem. The second entry of the baseline does not count."""
     best: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
         if row.ratio_to_compiled is None or not row.exact or row.backend.endswith(AGAIN):
@@ -191,7 +193,7 @@ def crossovers(sizes: list[int], ratios: list[float]) -> list[Crossover]:
 
     Args:
         sizes: N or V, distinct and ascending.
-        ratios: of times, one per size; a ratio of exactly 1 counts as faster.
+        ratios: of times, one per size. A ratio of exactly 1 counts as faster.
     """
     logs, found = np.log(ratios), []
     for i in range(len(sizes) - 1):

@@ -1,10 +1,10 @@
 """The loss layer alone: all backends interleaved in one process, forward, forward + backward, memory and errors.
 
 A GPU's clock drifts by 10-15 % from day to day, so a time alone means little. Every round runs every entry and the
-products once, in shuffled order, on the same tensors; an entry's figure is the median over rounds of its time divided
-by torch.compile's (or the product's) in that round, with a bootstrap interval. torch.compile is entered twice under two
-names: a ratio inside the second one's interval is noise. Errors and memory are taken in passes of their own. Rows are
-written after every backend's errors, and again while the rounds go on, so that little is lost with the process.
+products once, in shuffled order, on the same tensors. In each round an entry's time is divided by that of torch.compile
+(or of the product). The entry's figure is the median of these ratios, with a bootstrap interval. torch.compile runs
+twice under two names: a ratio inside the interval of the second entry is noise. Errors and memory are measured in
+passes of their own. Rows are written after each backend's errors and again between rounds, so a crash loses little.
 """
 
 import datetime
@@ -47,14 +47,14 @@ from linrnn.training.preflight import check_memory
 from linrnn.training.runtime import resolve_device
 
 _MIB = 2**20
-_ROTATING_PROBLEMS = 4  # sets of inputs, where one of them would stay in the L2 cache
+_ROTATING_PROBLEMS = 4  # sets of inputs, used where one set would stay in the L2 cache
 _RESAMPLES = 2000
 _SAVE_EVERY = 10  # rounds
 
 
 @dataclass
 class Entry:
-    """A backend in the running, and its times in ms, one a round."""
+    """A backend, and its times in ms, one a round."""
 
     row: Row
     loss: LossBackend
@@ -129,10 +129,10 @@ def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
 
 
 def report_set(config: BenchLossConfig) -> list[Path]:
-    """Write table and plot of what was measured of the set, in this run or earlier; returns their paths.
+    """Write table and plot of the set from this run's rows and earlier ones; returns their paths.
 
     Raises:
-        DataError: nothing was, or a file is damaged.
+        DataError: nothing of the set was measured, or a file is damaged.
     """
     (name, chosen), directory = reported_set(config), results_directory(config)
     backends = [(BAR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
@@ -142,7 +142,7 @@ def report_set(config: BenchLossConfig) -> list[Path]:
         for setting in settings_of(config, chosen)
         for kind in chosen.logits
     ]
-    if config.checkpoint is not None:  # those that were measured earlier belong to the report, too
+    if config.checkpoint is not None:  # trained models that were measured earlier belong to the report, too
         gradients = [config.dtype if gradients == "same" else gradients for gradients in chosen.gradients]
         problems = [
             row.problem
@@ -176,9 +176,9 @@ class Bench:
     config: BenchLossConfig
     setting: Setting
     kind: str
-    batches: int  # for the error of their summed dC
+    batches: int  # for the error of dC summed over them
     losses: dict[str, LossConfig]
-    built: dict[str, LossBackend]  # those that the other problems of this setting have built
+    built: dict[str, LossBackend]  # what the other problems of this setting have built
     device: torch.device
     directory: Path
     run: str
@@ -219,7 +219,7 @@ class Bench:
         return self.rows
 
     def _bar(self, problem: Problem, truth: Solution, summed_VD: torch.Tensor | None) -> Row:
-        """The row of true fp32 logits: errors alone, its time means nothing."""
+        """The row of true fp32 logits. It has errors only, because its time means nothing."""
         row = self.setting.row(self.kind, BAR, self.run, of_set=self.config.set)
         self.rows.append(row)
         _compare(row, fp32_logits_of(problem), truth)
@@ -229,7 +229,7 @@ class Bench:
         return row
 
     def _sum_over_batches(self, gradient: Callable[[Problem], torch.Tensor]) -> torch.Tensor | None:
-        """Gradients of the weight, added up over the batches; None where there is but one."""
+        """Gradients of the weight, added up over the batches; None for a single batch."""
         if self.batches == 1:
             return None
         total = None
@@ -242,7 +242,7 @@ class Bench:
     def _record_sum(
         self, row: Row, gradient: Callable[[Problem], torch.Tensor], summed_VD: torch.Tensor | None
     ) -> None:
-        """The error of dC summed over batches: noise averages out in it, a bias does not."""
+        """The error of dC summed over batches. Noise averages out there, and a bias does not."""
         found = None if summed_VD is None else self._sum_over_batches(gradient)
         if found is not None and summed_VD is not None:
             row.batches, row.dc_sum_err = self.batches, relative_error(found, summed_VD)
@@ -299,7 +299,7 @@ class Bench:
         return next((entry for entry in self.entries if entry.row.backend == backend), None)
 
     def _graphs(self, entry: Entry, problems: list[Problem]) -> list[torch.cuda.CUDAGraph]:
-        """The step of each set of inputs as a CUDA graph, where launches may matter and the backend can be captured."""
+        """The step of each set of inputs as a CUDA graph; empty for large inputs and backends without capture."""
         if len(problems) == 1 or not entry.loss.capturable:
             return []
         try:
@@ -338,7 +338,7 @@ def _weight_gradient(loss: LossBackend, problem: Problem) -> torch.Tensor:
 
 
 def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> None:
-    """Warm up (compiling and tuning happen here), compare a call with the truth, and a second call with the first."""
+    """Warm up, compare a call with the truth, then a second call with the first. Kernels compile in the warm-up."""
     begin = time.perf_counter()
     for call in range(warmup):
         timing.step(loss, problem)
@@ -375,7 +375,7 @@ def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
 def record_times(
     entry: Entry, baseline: Entry | None, eager: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
 ) -> None:
-    """Medians and ratios of the rounds so far; ratios are taken round by round."""
+    """Medians and ratios of the rounds so far. Ratios are taken round by round."""
     row, total_ms = entry.row, np.array(entry.forward_backward_ms)
     row.rounds = len(total_ms)
     row.forward_ms = float(np.median(entry.forward_ms))

@@ -1,4 +1,4 @@
-"""What scripts/bench_loss.py measures: a set's shapes, dtypes, kinds of logits and backends, and where its rows lie."""
+"""What scripts/bench_loss.py measures: shapes, dtypes, kinds of logits and backends of a set, and its directory."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Setting:
-    """All problems that share shape and dtypes: the same compiled graphs serve them."""
+    """All problems that share shape and dtypes, and therefore the compiled graphs."""
 
     shape: Shape
     dtype: str
@@ -50,12 +50,12 @@ def row_backend(text: str, loss: LossConfig | None) -> tuple[str, float | None]:
 
 
 def chosen_set(config: BenchLossConfig) -> BenchLossSet:
-    """Shapes, backends, kinds of logits and batches: the set's, or those named on their own.
+    """Shapes, backends, kinds of logits and batches: the set's own, or the ones of the command line.
 
-    With a checkpoint there are no shapes: the model has one.
+    With a checkpoint the shape is the model's, so the list of shapes is empty.
 
     Raises:
-        ConfigError: there is no such set, kind of logits or dtype of gradients; or they do not go with a checkpoint.
+        ConfigError: the set, kind of logits or dtype of gradients is unknown, or does not go with a checkpoint.
     """
     if config.set not in config.sets:
         raise ConfigError(f"set={config.set}: there is no such set", f"choose from {', '.join(config.sets)}")
@@ -65,7 +65,7 @@ def chosen_set(config: BenchLossConfig) -> BenchLossSet:
         base = replace(base, shapes=[], logits=[TRAINED])
     elif config.data or TRAINED in (config.logits or []):
         raise ConfigError(
-            "data and logits=[trained] are a trained model's, and none is named", "add checkpoint=results/default/RUN"
+            "data and logits=[trained] need a trained model, and none is named", "add checkpoint=results/default/RUN"
         )
     chosen = BenchLossSet(
         shapes=base.shapes if config.shapes is None else config.shapes,
@@ -90,9 +90,9 @@ def _check_trained(config: BenchLossConfig) -> None:
 
 
 def reported_set(config: BenchLossConfig) -> tuple[str, BenchLossSet]:
-    """Name and content of the report: the set's own with what is named on the command line added to it.
+    """Name and content of the report: the set's own entries, then the ones of the command line.
 
-    Shapes that are not the set's have a report of their own, `custom`; so have trained models, `<set>_trained`.
+    Shapes outside the set get a report of their own, `custom`. Trained models get `<set>_trained`.
     """
     chosen, base = chosen_set(config), config.sets[config.set]
     own = set(chosen.shapes) <= set(base.shapes)
@@ -121,7 +121,7 @@ def parse_loss(text: str) -> LossConfig:
     """`name [option=value …]`, as in `liger accumulate=fp32`.
 
     Raises:
-        ConfigError: an unknown name or option; the nearest are offered.
+        ConfigError: an unknown name or option. The message offers the nearest ones.
     """
     name, *options = text.split()
     names = [*loss_names(), *rival_names()]
@@ -148,6 +148,6 @@ def settings_of(config: BenchLossConfig, chosen: BenchLossSet, trained: TrainedT
 
 
 def entries_of(chosen: BenchLossSet) -> dict[str, LossConfig]:
-    """Every loss by its text, the baseline first and twice."""
+    """Every loss by its text. The baseline comes first and twice."""
     texts = [BASELINE, f"{BASELINE} {AGAIN}", *chosen.backends]
     return {text: parse_loss(text.removesuffix(f" {AGAIN}")) for text in texts}

@@ -1,6 +1,7 @@
-"""One call of a loss, measured: times from an idle device (so that launches count), peak memory, clocks, CUDA graphs.
+"""Measures one call of a loss: its time from an idle device, its peak memory, clocks, CUDA graphs.
 
-The GPU's own events give times there, the host's clock on a CPU. Memory is measured on a GPU alone.
+Launches count, because the device is idle at first. On a GPU its own events give times, on a CPU the host's clock. A
+CPU has no memory figures.
 """
 
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from linrnn.bench.loss.problems import Problem, relative_error
 from linrnn.losses import LossBackend
 
-PRODUCT_ROWS = 4096  # of the hidden states in one cuBLAS call of `Products`
+PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of `Products`
 _GRAPH_WARMUP = 2
 _GRAPH_TOLERANCE = 1e-2  # between the gradients of a replay and of a call
 _CLOCKS = {
@@ -80,12 +81,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_ms(action: Callable[[], object], device: torch.device) -> float:
-    """How long `action` takes, from an idle device to an idle device."""
+    """How long `action` takes. The device is idle before and after."""
     return _times_ms([action], device)[0]
 
 
 def time_step_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
-    """How long :func:`step` takes from an idle device to an idle device, and its backward pass of that."""
+    """How long :func:`step` takes, and its backward pass alone. The device is idle before and after."""
     outputs: list[torch.Tensor] = []
     problem.clear_gradients()
     actions = [lambda: outputs.append(forward(loss, problem)), lambda: outputs[0].backward()]

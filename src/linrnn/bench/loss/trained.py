@@ -1,4 +1,4 @@
-"""Problems for loss backends from a trained model: its hidden states, its head and its validation split's labels."""
+"""Problems from a trained model: its hidden states, its head and the labels of its validation split."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,15 +14,18 @@ from linrnn.inference.load import Reading, open_reading
 from linrnn.losses import IGNORE_INDEX
 from linrnn.training.step import loss_inputs
 
-KIND = "trained"  # in the place of loss_problems.KINDS
+KIND = "trained"  # stands where bench.loss.problems.KINDS stand
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedTensors:
-    """What a model gave to its loss, on the CPU, for `batches` problems of `shape.n` labels one after another.
+    """The inputs that a model gave to its loss, on the CPU: `batches` problems of `shape.n` labels each.
 
-    hidden_ND: (batches N, D) and weight_VD: (V, D) in the dtype that the model computes in; labels_N: (batches N,).
-    origin: run, step, sizes and precision, for people.
+    Attributes:
+        origin: run, step, sizes and precision, for a reader.
+        hidden_ND: (batches N, D), in the model's compute dtype.
+        weight_VD: (V, D), in the same dtype.
+        labels_N: (batches N,).
     """
 
     shape: Shape
@@ -41,8 +44,8 @@ class TrainedTensors:
     ) -> Problem:
         """One batch as a problem, the vocabulary in an order that `seed` draws.
 
-        Tokenizers number frequent tokens first, which filters by tiles would profit from: labels and head are
-        permuted together, so that the loss stays the same. Dtypes as in `loss_problems.make_problem`.
+        Tokenizers number frequent tokens first, and a filter by tiles would profit from this. Labels and head are
+        permuted together, so the loss stays the same. Dtypes are those of `bench.loss.problems.make_problem`.
         """
         weight_VD, places_V = _permuted(self, seed, device)
         rows = slice(batch * self.shape.n, (batch + 1) * self.shape.n)
@@ -55,8 +58,9 @@ class TrainedTensors:
 
 @lru_cache(maxsize=1)
 def _permuted(trained: TrainedTensors, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The head (V, D) on `device` in an order that `seed` draws, and each entry's place in it (V,), on the CPU: the
-    same for all batches."""
+    """The head (V, D) on `device` in an order that `seed` draws, and each entry's place in that order (V,) on the CPU.
+
+    All batches share both."""
     order = torch.randperm(trained.shape.v, generator=torch.Generator().manual_seed(seed))
     return trained.weight_VD[order].to(device), order.argsort()
 

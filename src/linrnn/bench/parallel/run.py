@@ -1,7 +1,8 @@
 """Several GPUs against one, in one group of processes: the vocabulary-parallel loss, and whole training steps.
 
-Every figure of several GPUs has the same work on one beside it: done by all ranks at once, each for itself, in rounds
-that alternate with theirs (the loss), or just before (steps). Times are medians of the slowest rank's.
+Every figure of several GPUs stands beside the same work on one GPU. There all ranks work at once, each for itself. For
+the loss these rounds alternate with the rounds of all ranks together. For steps they come just before. Times are
+medians of the slowest rank's times.
 """
 
 import copy
@@ -44,7 +45,7 @@ LATENCY_CALLS = 20  # of a collective of one number a rank, between two looks at
 def measure_collective(
     ranks: DistributedRanks, operation: str, mib: int, config: BenchParallelConfig, device: torch.device
 ) -> CollectiveRow:
-    """One collective on a tensor of `mib`, fp32; of 0, one number a rank, which shows the latency."""
+    """One collective on an fp32 tensor of `mib` MiB. With 0 it is one number a rank and shows the latency."""
     world = ranks.world_size
     part = torch.ones(max(mib * MIB // FP32 // world, 1), device=device)
     whole = torch.ones(world * len(part), device=device)
@@ -68,7 +69,7 @@ def measure_collective(
 
 # ------------------------------------------------------------------------------------------------------- the loss
 def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device) -> LossRow:
-    """One shape, tokens and head spread evenly over the ranks."""
+    """The loss of one shape. The ranks share tokens and head evenly."""
     shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
     whole = _of_first(make_problem(shape, "peaked", dtype, device, config.seed))
     here = ranks.under(_parallel("vocab"))
@@ -111,7 +112,7 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig
 
 
 def _of_first(problem: Problem) -> Problem:
-    """Rank 0's tensors on every rank, so that nothing in which GPUs could differ decides what is compared."""
+    """Rank 0's tensors on every rank, because GPUs may draw different ones."""
     for tensor in (problem.hidden_ND, problem.weight_VD, problem.labels_N):
         dist.broadcast(tensor.detach(), 0)
     return problem
@@ -122,7 +123,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torch.device) -> float:
-    """ms of the rank that takes longest, all beginning together."""
+    """Time in ms of the slowest rank. All ranks begin together."""
     ranks.total(0)
     return ranks.largest(time_ms(action, device))[0]
 
@@ -131,12 +132,12 @@ def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torc
 def measure_steps(
     ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, say: Callable[[str], None]
 ) -> Iterator[StepRow]:
-    """A model (`gla/350m`) alone and under every way to spread it, weak and strong."""
+    """Steps of a model (`gla/350m`) on one GPU, and with every way to spread it, weak and strong."""
     model_name, size = name.split("/")
     run: Config = load_config([f"model={model_name}", f"size={size}", "loss=cce_kahan"])
     arch = resolve(run.model, run.size, config.vocab_size or run.size.vocab_size or 32000)
     precision = resolve_precision(run.trainer.precision, device)
-    with device:  # where weights are drawn faster than on a CPU; their values change no time
+    with device:  # draws weights faster than a CPU; their values change no time
         model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
     alone: StepRow | None = None
     plans = [("none", "alone", config.batch_size)]
@@ -173,7 +174,7 @@ def _measure_mode(
     """Steps of a copy of `model`."""
     precision = resolve_precision(run.trainer.precision, device)
     parallel = _parallel(mode)
-    beside = sum(parameter.nbytes for parameter in model.parameters())  # of what stays while its copy trains
+    beside = sum(parameter.nbytes for parameter in model.parameters())  # the model itself, while its copy trains
     model = copy.deepcopy(model)
     spread = Ranks() if mode == "none" else ranks.under(parallel)
     replica = spread.spread(model, compute_dtype(precision))
@@ -195,8 +196,8 @@ def _measure_mode(
     for _ in range(config.warmup):
         train_step()
     synchronize(device)
-    # Nobody waits for DDP's reductions by their handles, so that ProcessGroupNCCL holds the gradients of the row before
-    # until its watchdog has seen the last of them end and it is called again.
+    # DDP does not wait for its reductions by their handles. ProcessGroupNCCL therefore holds the gradients of the row
+    # before. It releases them at its next call after its watchdog has seen the last reduction end.
     dist.all_reduce(torch.zeros((), device=device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -220,10 +221,10 @@ def _measure_mode(
 
 # -------------------------------------------------------------------------------------------------------- the whole
 def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> list[Path]:
-    """Measure; on rank 0 every row goes into the run's file, and then all runs' onto the pages, which are returned.
+    """Measure. Rank 0 writes every row into the run's file, then the pages of all runs, and returns the pages' paths.
 
     Raises:
-        ConfigError: one process, or a batch that the ranks cannot share.
+        ConfigError: there is one process only, or the ranks cannot share the batch evenly.
     """
     if not isinstance(ranks, DistributedRanks):
         raise ConfigError("one process has nobody to share with", "use torchrun --nproc-per-node=N, N of 2 or more")
