@@ -21,10 +21,11 @@ from linrnn.core.machine import GIB, available_memory, free_disk
 from linrnn.data import prepare
 from linrnn.data.cache import KEPT_SECONDS, sweep
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
-from linrnn.models import architecture
+from linrnn.models import architecture, build_model, fla_models, open_pretrained
 from linrnn.models.architecture import resolve
 from linrnn.training import preflight
 from linrnn.training.plan import Plan, make_training_plan
+from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 
@@ -258,6 +259,27 @@ def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
             assert unknown is None
         assert costs.model_flops(arch, 1, 64) is not None, "MFU does not depend on the loss"
         _says_unknown(plan, arch, monkeypatch, capsys)
+
+
+def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
+    fifth_model: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLA's own kernels of it would end in an error of Triton's."""
+    monkeypatch.setattr("linrnn.models.support.MODELS", (*architecture.MODELS, fifth_model))
+    config = load_config(small("trainer.max_steps=2"))
+    mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
+    config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
+    refusal = r"model=retnet has no CPU form.*\n.*run it on a GPU machine, choose model=gla or model=gated_deltanet"
+    for begin in (make_training_plan, Trainer):  # a dry run needs the plan alone
+        with pytest.raises(UnsupportedError, match=refusal):
+            begin(config)
+    assert not (tmp_path / "results").exists()
+    with pytest.raises(UnsupportedError, match=refusal):
+        build_model(resolve(config.model, config.size, 512), device="cpu")
+    (tmp_path / "config.json").write_text('{"model_type": "retnet"}')
+    monkeypatch.setitem(fla_models.CLASSES, fifth_model, "RetNet")
+    with pytest.raises(UnsupportedError, match=refusal):
+        open_pretrained(tmp_path, torch.device("cpu"))
 
 
 def _says_unknown(

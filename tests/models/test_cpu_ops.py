@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from linrnn.core.errors import UnsupportedError
 from linrnn.models import cpu_ops
+from linrnn.models.architecture import MODELS
 from linrnn.models.cpu_ops import chunked, layers, mixers
 
 HEADS, KEYS, VALUES = 2, 8, 12
@@ -224,6 +225,10 @@ def test_every_replaced_name_exists_in_fla() -> None:
     for (module, name), replacement in cpu_ops.REPLACEMENTS.items():
         assert callable(getattr(importlib.import_module(module), name)), f"{module}.{name}"
         assert callable(replacement)
+
+
+def test_every_model_has_a_cpu_form() -> None:
+    assert tuple(cpu_ops.MIXERS) == MODELS
 
 
 def test_install_is_idempotent_and_leaves_other_devices_to_fla() -> None:

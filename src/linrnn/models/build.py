@@ -29,10 +29,13 @@ def build_model(
 
     Raises:
         ConfigError: another dtype.
+        UnsupportedError: the model has no CPU form, and `device` is a CPU.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
     device = torch.device(device)
+    if device.type == "cpu":
+        cpu_ops.check_model(arch.model)
     if arch.model == "transformer":
         install_sdpa()
     config = fla_config(arch)

@@ -19,6 +19,7 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
 
     Raises:
         ConfigError: it is none of the architectures here.
+        UnsupportedError: the model has no CPU form, and `device` is a CPU.
         DataError: it has no safetensors, lacks parameters, is damaged, or differs from the checksums beside it.
     """
     check_checksums(directory)
@@ -28,6 +29,8 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
         raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
     if name not in CLASSES:
         raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(CLASSES)}")
+    if device.type == "cpu":
+        cpu_ops.check_model(name)
     model_class, _ = fla_classes(name)
     if name == "transformer":
         install_sdpa()

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from linrnn.config.schema import ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.models import cpu_ops
 from linrnn.models.architecture import MODELS
 from linrnn.models.chunk_size import KERNELS
 
@@ -22,8 +23,8 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
 
     Raises:
         ConfigError: an unknown model, or a chunk size that its kernel does not take.
-        UnsupportedError: FLA missing or of another version, no such device, or a Triton with known wrong
-            results.
+        UnsupportedError: FLA missing or of another version, no such device, no CPU form of the model, or a Triton with
+            known wrong results.
     """
     if model.name not in MODELS:
         raise ConfigError(f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}")
@@ -42,7 +43,9 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
         )
     if device.type == "cuda":
         _check_cuda(model)
-    elif device.type != "cpu":
+    elif device.type == "cpu":
+        cpu_ops.check_model(model.name)
+    else:
         raise UnsupportedError(f"device {device.type} is not supported", "use device=cpu or device=cuda")
 
 

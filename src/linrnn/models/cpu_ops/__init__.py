@@ -10,26 +10,55 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from linrnn.core.errors import UnsupportedError
 from linrnn.models.cpu_ops import layers, mixers
 
-__all__ = ["REPLACEMENTS", "install"]
+__all__ = ["MIXERS", "REPLACEMENTS", "check_model", "install"]
 
-# Where FLA looks the function up: what stands in for it on the CPU.
-REPLACEMENTS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
-    ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
-    ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,
-    ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
-    ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
-    ("fla.layers.kda", "chunk_kda"): mixers.gated_delta_rule,
-    ("fla.layers.kda", "fused_recurrent_kda"): mixers.gated_delta_rule,
+Replacements = dict[tuple[str, str], Callable[..., Any]]
+# Where FLA looks a function up: what stands in for it on the CPU. Of each model's mixer; a model that is not here needs
+# a GPU. The attention of the Transformer is torch's own (linrnn.models.attention).
+MIXERS: dict[str, Replacements] = {
+    "gla": {
+        ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
+        ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
+    },
+    "gated_deltanet": {
+        ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,
+        ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
+        ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
+    },
+    "kda": {
+        ("fla.layers.kda", "chunk_kda"): mixers.gated_delta_rule,
+        ("fla.layers.kda", "fused_recurrent_kda"): mixers.gated_delta_rule,
+    },
+    "transformer": {
+        ("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding,
+    },
+}
+# Of layers that several models have.
+SHARED: Replacements = {
     ("fla.modules.causal_conv1d.ops", "causal_conv1d"): layers.causal_conv1d,
     ("fla.modules.causal_conv1d.ops", "causal_conv1d_update"): layers.causal_conv1d_update,
     ("fla.modules.norm.layernorm", "rms_norm"): layers.rms_norm,
     ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"): layers.rms_norm_gated,
     ("fla.modules.mlp", "swiglu_linear"): layers.swiglu_linear,
-    ("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding,
 }
+REPLACEMENTS: Replacements = {key: value for part in (*MIXERS.values(), SHARED) for key, value in part.items()}
+
+
+def check_model(model: str) -> None:
+    """Refuse on a CPU a model whose mixer has no version here.
+
+    Raises:
+        UnsupportedError: FLA has Triton kernels alone for it.
+    """
+    if model not in MIXERS:
+        raise UnsupportedError(
+            f"model={model} has no CPU form: FLA has Triton kernels alone for its mixer, which need an NVIDIA GPU",
+            f"run it on a GPU machine, choose model={' or model='.join(MIXERS)}, or write its plain-torch version "
+            "(docs/extending.md, Add a model)",
+        )
 
 
 def install() -> None:
