@@ -92,7 +92,10 @@ def test_a_working_directory_that_was_deleted(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: the working directory is there no more", "  -> cd to one that is"]
+    assert done.stderr.splitlines() == [
+        "error: the working directory was deleted",
+        "  -> cd to a directory that exists",
+    ]
 
 
 @pytest.mark.parametrize(

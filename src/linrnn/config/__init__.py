@@ -1,4 +1,4 @@
-"""Typed configuration: schema (types, bounds), compose (Hydra -> dataclasses), cli (entry), naming, steps."""
+"""The typed configuration: its types and bounds, its composition with Hydra, the command line, and names of runs."""
 
 from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_config, to_yaml
 from linrnn.config.naming import identity, run_name, settings

@@ -1,6 +1,6 @@
-"""The command-line entry that every script shares: Hydra overrides in, exit code out, errors in two lines.
+"""The command line that all scripts share. Input: Hydra overrides. Output: an exit code, and errors in two lines.
 
-`HYDRA_FULL_ERROR=1` shows Python's traceback with any error.
+`HYDRA_FULL_ERROR=1` also prints Python's traceback.
 """
 
 import dataclasses
@@ -37,9 +37,10 @@ _HELP_FLAGS = {"--help", "-h"}
 def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
     """Parse `sys.argv` as Hydra overrides of `configs/<config_name>.yaml`, call `main(config)`, exit with its code.
 
-    Every :class:`LinrnnError` ends in one line of cause, one of remedy and its exit code; so do a full disk and a
-    file that may not be written. Anything else is a bug: one line, exit code 1. Hydra composes the configuration and
-    does no more: it makes no directory, sets no variable and calls nothing that a configuration names.
+    A :class:`LinrnnError`, a full disk or a file that may not be written prints one line of cause and one of remedy.
+    The exit
+    code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes the
+    configuration. It makes no directory, sets no variable and calls nothing that a configuration names.
     """
     arguments = sys.argv[1:]
 
@@ -51,7 +52,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             return None
         refuse_flags(arguments)
         config = load_config(arguments, config_name)
-        if config_name != "train":  # which commands share that only read
+        if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
         return main(config)
 
@@ -60,7 +61,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
 
 
 def run_plain(main: Callable[[], None], description: str) -> None:
-    """As :func:`run`, for a command without any key: an argument other than `--help` is refused."""
+    """As :func:`run`, for a command that takes no arguments. Any argument but `--help` is an error."""
     arguments = sys.argv[1:]
 
     def call() -> None:
@@ -78,8 +79,8 @@ def run_plain(main: Callable[[], None], description: str) -> None:
 def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_name: str, description: str) -> None:
     """As :func:`run`, for a command that makes training runs: `main(config, run_overrides, launcher_overrides)`.
 
-    Overrides of keys that `configs/<config_name>.yaml` has are the command's own; those of `hydra…` go to a launcher;
-    all others are handed on, to be overrides of every run.
+    Overrides of keys in `configs/<config_name>.yaml` set the command's own configuration. Overrides of `hydra…` go to a
+    launcher. All remaining overrides apply to every run.
     """
     arguments = sys.argv[1:]
 
@@ -100,7 +101,11 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
 
 
 def refuse_flags(arguments: Sequence[str]) -> None:
-    """Raises ConfigError: one of Hydra's own options, which load files from elsewhere, unpickle or start many jobs."""
+    """Reject Hydra's own options: they load files from elsewhere, unpickle, or start many jobs.
+
+    Raises:
+        ConfigError: an argument begins with `-`.
+    """
     if flags := [argument for argument in arguments if argument.startswith("-")]:
         raise ConfigError(
             f"{flags[0]}: there is no such option", "give overrides alone (--help); scripts/sweep.py runs many"
@@ -108,7 +113,7 @@ def refuse_flags(arguments: Sequence[str]) -> None:
 
 
 def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str], list[str]]:
-    """Overrides of the command's own keys, of Hydra's, and of the runs that it makes."""
+    """Split overrides into those of the command's own keys, those of Hydra, and those of the runs that it makes."""
     own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
     parts: tuple[list[str], list[str], list[str]] = ([], [], [])
     for override in overrides:
@@ -130,7 +135,7 @@ def _guarded(action: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         say("interrupted", sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # nobody reads on, as with `| head`
+    except BrokenPipeError:  # the reader is gone, as with `| head`
         drop_output(sys.stdout)
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -143,11 +148,11 @@ def _check_working_directory() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise ConfigError("the working directory is there no more", "cd to one that is") from error
+        raise ConfigError("the working directory was deleted", "cd to a directory that exists") from error
 
 
 def _known(error: Exception) -> LinrnnError | None:
-    """The machine's limits behind an exception: output, storage or memory; None where it is a bug."""
+    """The error for a limit of the machine (output, storage or memory) behind an exception; None if it is a bug."""
     if isinstance(error, OSError) and output_error(error):
         return StorageError(f"standard output cannot be written ({error.strerror})", "free space or send it elsewhere")
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
@@ -182,12 +187,12 @@ def _traceback() -> None:
 
 
 def one_line(text: str) -> str:
-    """Printable, in one line, without a secret of the environment."""
+    """`text` in one line, with printable characters only and without secrets of the environment."""
     return "".join(c if c.isprintable() else " " for c in scrub(text).strip())
 
 
 def _first_options(config_name: str) -> list[str]:
-    """An option for every group that the command line must choose."""
+    """The first option of every group that the command line must choose."""
     groups = re.findall(
         r"^  - (\w+): \?\?\?", (CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"), re.MULTILINE
     )

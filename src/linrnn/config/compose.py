@@ -97,11 +97,12 @@ def register_schemas() -> None:
 def compose_config(overrides: Sequence[str], config_name: str = "train") -> DictConfig:
     """Compose `configs/<config_name>.yaml` with Hydra overrides.
 
-    Hydra first puts together the chosen options and then sets single keys. The first step takes a hundred times as
-    long as the second. It is therefore made once for each choice of options.
+    Hydra first puts together the chosen options, then sets single keys. The first step takes a hundred times as long as
+    the
+    second, so its result is cached for each choice of options.
 
     Raises:
-        ConfigError: an unknown group option, key or value; the nearest valid names are offered.
+        ConfigError: a group option, key or value is unknown. The error offers the nearest valid names.
     """
     check_overrides(overrides)
     lines = quoted(overrides, config_name)
@@ -115,18 +116,18 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
             [o for o, sets in zip(parsed, single, strict=True) if sets], composed
         )
         return composed
-    except AssertionError as error:  # OmegaConf's, of a key below a group that is null
+    except AssertionError as error:  # OmegaConf raises it for a key below a group that is null
         raise ConfigError(
             f"{' '.join(lines)}: a key of a group that is not chosen", "choose it first: data=markov, say"
         ) from error
     except MarkedYAMLError as error:
         raise broken_yaml(error) from error
-    except (YAMLError, UnicodeDecodeError) as error:  # characters that YAML or UTF-8 have no place for
+    except (YAMLError, UnicodeDecodeError) as error:  # a character that YAML or UTF-8 forbids
         files = " or ".join(f"configs/{o.replace('=', '/')}.yaml" for o in lines if _key(o) in SCHEMAS)
         raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {_first_line(error)}", "mend it") from error
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
         raise _explain(error, lines, config_name) from error
-    except OSError as error:  # Hydra looks for the option's file (an unknown option's is a HydraException, above)
+    except OSError as error:  # Hydra looks for the option's file (an unknown option is a HydraException, above)
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise ConfigError(
@@ -134,7 +135,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         ) from error
 
 
-@functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s, and a report asks hundreds of times for the same three
+@functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s; a report asks for the same three hundreds of times
 def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> DictConfig:
     register_schemas()
     GlobalHydra.instance().clear()
@@ -146,10 +147,11 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> D
 
 
 def _told_apart(options: list[str], config_name: str) -> tuple[str, ...]:
-    """The options that make a difference, in one order, so that equal choices are composed once.
+    """The options that differ from the defaults, sorted, so that equal choices are composed once.
 
-    The menu's own options make none. An experiment, a group that is named twice and anything but `group=option` are
-    Hydra's to judge: such options stay as they are.
+    Hydra must judge an experiment, a group that is named twice, and anything but `group=option`. If there is one of
+    them,
+    all options stay as they are.
     """
     menu = options_of_menu(config_name)
     groups = [option.partition("=")[0] for option in options]
@@ -159,7 +161,7 @@ def _told_apart(options: list[str], config_name: str) -> tuple[str, ...]:
 
 
 def options_of_menu(config_name: str = "train") -> dict[str, str]:
-    """The groups of a command and the option that each has by default; empty where Hydra will find no file."""
+    """The groups of a command and the default option of each. Empty if the command's file cannot be read."""
     return _read_menu(config_name, CONFIG_DIR)
 
 
@@ -174,14 +176,14 @@ def _read_menu(config_name: str, config_dir: Path) -> dict[str, str]:
 
 
 def _sets_a_key(override: str, config_name: str) -> bool:
-    """Whether an override sets a key; one that chooses an option, or may choose one, does not."""
+    """Whether an override sets a key. One that chooses an option, or may choose one, does not."""
     key = _key(override)
     keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])} - {*SCHEMAS, "experiment"}
     return "." in key or key in keys
 
 
 def to_config(composed: DictConfig) -> Any:
-    """Convert once to dataclasses and check every bound.
+    """Convert a composed configuration to dataclasses and check every bound.
 
     Raises:
         ConfigError: a mandatory value is missing, a type is wrong or a bound is violated.
@@ -202,7 +204,7 @@ def to_config(composed: DictConfig) -> Any:
 
 
 def _expand_home(config: Any) -> None:
-    """Put the home directory in place of `~` in every path: shells do not, behind `key=`."""
+    """Replace `~` by the home directory in every path. Shells do not do so behind `key=`."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -214,10 +216,10 @@ def _expand_home(config: Any) -> None:
 
 
 def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> Any:
-    """The typed configuration that a command line with these overrides would run.
+    """The typed configuration for a command line with these overrides.
 
     Raises:
-        ConfigError: it cannot be composed, or is out of bounds.
+        ConfigError: the configuration cannot be composed, or a value is out of bounds.
     """
     if not issubclass(COMMANDS[config_name], ReadingConfig):
         return to_config(compose_config(overrides, config_name))
@@ -228,10 +230,10 @@ def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> An
 
 
 def data_for(run: DataConfig, overrides: Sequence[str]) -> DataConfig:
-    """The data to read with a model that a run trained on `run`.
+    """The data for a model from a run that trained on `run`.
 
-    It is the run's own, but for the keys that `overrides` (of the group `data`) name; where prepared data is kept is a
-    matter of the machine, not of the run: that is the default's. `data=NAME` chooses other data, with its defaults.
+    It is the run's own data, changed by `overrides` of the group `data`. Only `cache_dir` is always the default: it
+    belongs to the machine, not to the run. `data=NAME` chooses other data, with its defaults.
 
     Raises:
         ConfigError: an override is unknown or out of bounds.
@@ -250,7 +252,7 @@ def read_config(path: Path) -> Config:
     """The configuration that a run wrote as config.yaml.
 
     Raises:
-        ConfigError: the file is missing, is no configuration, or was written by a version with other keys.
+        ConfigError: the file is missing, is not a configuration, or comes from a version with other keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -274,7 +276,7 @@ def to_yaml(config: Any) -> str:
 
 
 def _added(config: Any, prefix: str = "") -> Iterator[str]:
-    """The keys of nested dataclasses that are no fields: OmegaConf lets `+key=value` add them."""
+    """Attributes of nested dataclasses that are not fields. OmegaConf lets `+key=value` add them."""
     names = {field.name for field in dataclasses.fields(config)}
     for name, value in vars(config).items():
         if name not in names:
@@ -307,10 +309,10 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
 
 
 def validate(config: Any) -> None:
-    """Check the bounds that the schema's fields carry.
+    """Check the bounds in the metadata of the schema's fields.
 
     Raises:
-        ConfigError: names the key, its value and what is allowed.
+        ConfigError: a value is out of bounds. The error names the key, its value and what is allowed.
     """
     found = secrets()
     for key, field, value in fields_of(config):
@@ -357,7 +359,7 @@ def _check_number(key: str, value: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------- error messages
 def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
-    """The `count` valid names most like `name`; those containing it or contained in it come first; all if few."""
+    """The `count` valid names most like `name`; a name that contains it or is contained in it comes first."""
     ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
     return ranked[:count]
 
@@ -418,7 +420,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
 
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:
-    """Offer the keys of the configuration as it is without the overrides that cannot be applied."""
+    """The error for an unknown key, with the nearest keys of the configuration without the failing overrides."""
     names = {o: _key(o) for o in overrides}
     groups = [o for o, name in names.items() if name != key and "." not in name and options_of(name)]
     try:

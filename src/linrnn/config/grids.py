@@ -1,4 +1,4 @@
-"""From a sweep's grids and the command line to the overrides of every point."""
+"""Turn a sweep's grids and the command line into the overrides of every point."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,26 +14,28 @@ from linrnn.config.strings import quoted, quoted_choices, unreadable
 from linrnn.core.errors import ConfigError
 
 HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
-MAX_VALUES = 1000  # of one key
+MAX_VALUES = 1000  # for one key
 
 
 def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of every point, in the order of the grids; a point that two grids have comes once.
+    """The overrides of every point, in the order of the grids. A point that two grids share comes once.
 
     Args:
-        overrides: of the command line; they beat the sweep's values. `key=a,b` crosses all of both with the grids
-            that do not set `key`, and replaces the values of those that do; `experiment=null` drops the sweep's.
+        overrides: from the command line; they beat the sweep's values. `key=a,b` replaces the values of grids that set
+            `key`, and crosses both values with every other grid. `experiment=null` drops the sweep's experiment.
 
-    A grid that sets keys below a group (`loss.accumulate`) takes those of the command line's options of that group that
-    it has itself: with `loss=standard` the grid of `loss=cce_kahan loss.accumulate=…` has no point.
+    A grid may set keys below a group (`loss.accumulate`). It then takes only those of the command line's options of
+    that
+    group that it has itself. With `loss=standard`, for example, the grid of `loss=cce_kahan loss.accumulate=…` has no
+    point.
 
     Raises:
-        ConfigError: an override that cannot be read, or no point is left.
+        ConfigError: an override cannot be read, or no point is left.
     """
     chosen = dict(map(_choices, _parse(quoted_choices(overrides, "train"))))
     shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
     if chosen.get("experiment") == ["experiment=null"]:
-        del chosen["experiment"]  # the sweep's own is gone; Hydra has no override for none
+        del chosen["experiment"]  # the sweep's own is dropped above; Hydra has no override that means "none"
     points: dict[tuple[str, ...], None] = {}
     for grid in sweep.grids:
         axes = {key: [f"{key}={override_value(value)}" for value in values] for key, values in grid.items()}
@@ -57,10 +59,10 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _choices(override: Override) -> tuple[str, list[str]]:
-    """The key of an override, and an override for each of its values.
+    """The key of an override, and one override for each of its values.
 
     Raises:
-        ConfigError: the values cannot be enumerated (`interval(0,1)`), or there are more than MAX_VALUES.
+        ConfigError: the values cannot be listed (`interval(0,1)`), or there are more than MAX_VALUES.
     """
     line = str(override.input_line)
     if not override.is_sweep_override():
@@ -76,7 +78,7 @@ def _choices(override: Override) -> tuple[str, list[str]]:
 
 
 def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What the command line chooses, without the options of a group for which the grid's own options do not stand."""
+    """What the command line chooses, without the options of a group that the grid, which sets keys below it, lacks."""
     roots = {key.split(".")[0] for key in grid if "." in key} & chosen.keys() & grid.keys()
     own = {root: {f"{root}={override_value(value)}" for value in grid[root]} for root in roots}
     return {key: [one for one in values if one in own.get(key, values)] for key, values in chosen.items()}

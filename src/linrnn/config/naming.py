@@ -1,4 +1,4 @@
-"""A run's name and identity, derived from its configuration alone."""
+"""A run's name and identity. Both follow from its configuration alone."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from linrnn.config.compose import compose_config, leaves, options_of_menu
 from linrnn.config.schema import Config
 from linrnn.config.steps import horizon, sequences_per_step
 
-# Keys that say how a run is watched and kept, and where it stops: they decide nothing of what it computes until then.
-# A resumed run may change them, and its origin records their values; they are no part of its name or identity.
+# Operational keys say how a run is watched, stored and ended. They do not change what it computes until its end.
+# A resumed run may change them. They are not part of a run's name or identity; `origin` in its summary records them.
 OPERATIONAL = (
     "trainer.max_steps",
     "trainer.max_tokens",
@@ -55,12 +55,12 @@ _MAX_LENGTH = 80
 
 
 def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
-    """Every key that is part of a run's identity, with its value; the schedule's end as the step that it comes to.
+    """Every key of a run's identity with its value. The schedule's end is given as a step.
 
-    A distributed run is one by the sequences of its steps, however they are cut over ranks and micro-steps.
+    A distributed run is identified by the sequences of its steps, however they are split over ranks and micro-steps.
 
     Raises:
-        ConfigError: the configuration has no end, or its schedule ends before it (:func:`linrnn.config.steps.horizon`).
+        ConfigError: the run has no end, or its schedule ends before it (:func:`linrnn.config.steps.horizon`).
     """
     values = {key: value for key, value in _leaves(config) if not _is_operational(key)}
     values[HORIZON] = horizon(config, world_size)
@@ -71,7 +71,7 @@ def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every operational key with its value: what two processes of one run may differ in."""
+    """Every operational key with its value. Two processes of one run may differ in these."""
     return {key: value for key, value in _leaves(config) if _is_operational(key)}
 
 
@@ -84,10 +84,10 @@ def _is_operational(key: str) -> bool:
 
 
 def run_name(config: Config, world_size: int = 1) -> str:
-    """`model-size-loss`, every non-default choice, the seed: deterministic and complete.
+    """`model-size-loss`, every choice that is not the default, and the seed.
 
-    Beyond 80 characters as many choices as fit are named; a short hash of all choices stands for the rest, which the
-    summary lists.
+    A name has at most 80 characters. If the choices do not fit, a short hash of all of them replaces the last ones; the
+    summary lists them all.
     """
     if config.run_name:
         return config.run_name
@@ -113,13 +113,13 @@ def run_name(config: Config, world_size: int = 1) -> str:
 
 
 def defaults_of(config: Config) -> dict[str, Any]:
-    """Every key with its default, for the options that a configuration has."""
+    """Every key with its default value, under the options that a configuration chose."""
     return _defaults(*(f"{group}={getattr(config, group).name}" for group in _GROUPS))
 
 
 @functools.cache
 def _defaults(*options: str) -> dict[str, Any]:
-    """Every key with its default, for these options of the groups."""
+    """Every key with its default value, under these options of the groups."""
     values = dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(options)))))
     if values[HORIZON] is None:
         values[HORIZON] = values["trainer.max_steps"]

@@ -1,4 +1,4 @@
-"""Whether a command will be able to write where its configuration says: asked before anything is built."""
+"""Check, before anything is built, that a command can write where its configuration says."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ from linrnn.core.errors import StorageError
 
 
 def check_outputs(config: Any) -> None:
-    """Look at every directory that the command writes to; nothing is made.
+    """Check every directory that the command writes to. Nothing is created.
 
     Raises:
-        StorageError: one is a file, lies below a file, or may not be written.
+        StorageError: a path is a file, lies below a file, or may not be written.
     """
     for key, field, value in fields_of(config):
         if field.metadata.get("path") == "written" and value is not None:

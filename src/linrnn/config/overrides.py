@@ -1,4 +1,4 @@
-"""From a configuration back to the command line that makes it."""
+"""Turn a configuration back into the command line that makes it."""
 
 import dataclasses
 from typing import Any, cast
@@ -23,7 +23,7 @@ def overrides_of(config: Config) -> list[str]:
 
 
 def _defaults(groups: list[str]) -> dict[str, Any]:
-    """Every key with its default, for these options of groups; a key that must be given has "???"."""
+    """Every key with its default value, under these options of groups. A key without a default has "???"."""
     return dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(groups)))))
 
 
@@ -39,14 +39,14 @@ def override_value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """As :func:`override_value`, of a string that is not to be read as `null` or as quoted already."""
+    """As :func:`override_value`, but a string never reads as `null` or as already quoted."""
     if isinstance(value, str) and (value.lower() == "null" or value[:1] in "'\""):
         return _item(value)
     return override_value(value)
 
 
 def _item(value: Any) -> str:
-    """An entry of a list or mapping: strings in quotes, since nothing else tells them from numbers."""
+    """An entry of a list or mapping. Strings are quoted, because only quotes tell them from numbers."""
     if isinstance(value, str):
         return QuotedString(text=value, quote=Quote.single).with_quotes()
     return override_value(value)

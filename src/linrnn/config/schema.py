@@ -21,17 +21,17 @@ def between(minimum: float, maximum: float) -> Any:
 
 
 def plain_name() -> Any:
-    """A word that may be part of a file's name, and of nothing else: no separators, no leading dot."""
+    """A word that is safe as part of a file's name: no separators, no leading dot."""
     return field(metadata={"pattern": r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"})
 
 
 def input_path() -> Any:
-    """A file or directory (or several), in characters that can be printed."""
+    """A file or directory (or several). Every character must be printable."""
     return field(metadata={"path": "read"})
 
 
 def output_path() -> Any:
-    """As :func:`input_path`; the command makes this directory, or writes to it."""
+    """As :func:`input_path`, for a directory that the command creates or writes to."""
     return field(metadata={"path": "written"})
 
 
@@ -56,7 +56,7 @@ def option(
 # --------------------------------------------------------------------------------------------------- model x size
 @dataclass
 class ModelConfig:
-    """The sequence mixer. Dimensions come from `size`; only the mixer's own options stand here."""
+    """The sequence mixer and its own options. Dimensions come from `size`."""
 
     name: str = plain_name()
     chunk_size: int | None = at_least(1)
@@ -64,7 +64,7 @@ class ModelConfig:
 
 @dataclass
 class MixerDims:
-    """Heads of one mixer at one size; dimensions are per head."""
+    """Heads of one mixer at one size. Dimensions are per head."""
 
     num_heads: int = at_least(1)
     head_k_dim: int = at_least(1)
@@ -73,10 +73,10 @@ class MixerDims:
 
 @dataclass
 class SizeConfig:
-    """Dimensions shared by the four architectures, and each mixer's heads.
+    """Dimensions that the four architectures share, and each mixer's heads.
 
-    Every layer of every architecture has about `layer_parameters_per_d2 * hidden_size**2` parameters: the mixer takes
-    what it needs, the SwiGLU MLP's width fills the rest (see `linrnn.models.architecture`).
+    A layer of any architecture has about `layer_parameters_per_d2 * hidden_size**2` parameters. The mixer takes what it
+    needs; the width of the SwiGLU MLP is chosen to fill the rest (see `linrnn.models.architecture`).
     """
 
     name: str = plain_name()
@@ -99,10 +99,10 @@ class LossConfig:
 # ------------------------------------------------------------------------------------------------------------ data
 @dataclass
 class DataConfig:
-    """What every data source has in common."""
+    """Keys that every data source has."""
 
     name: str = plain_name()
-    cache_dir: str = input_path()  # also: one that is complete may be read-only
+    cache_dir: str = input_path()  # not output_path: a complete cache may be read-only
     verify: bool
     reset_at_document: bool
 
@@ -120,9 +120,9 @@ class MarkovDataConfig(DataConfig):
 
 @dataclass
 class TokenizedDataConfig(DataConfig):
-    """Text that a tokenizer turns into shards once."""
+    """Text that a tokenizer turns into shards, once."""
 
-    # A Hugging Face tokenizers JSON (also .xz), a hub name, or null: a byte-level BPE is trained on this data.
+    # A Hugging Face tokenizers JSON (also .xz) or a hub name. With null, a byte-level BPE is trained on this data.
     tokenizer: str | None = input_path()
     tokenizer_vocab_size: int = at_least(257)
     max_tokens: int | None = at_least(1)
@@ -131,12 +131,12 @@ class TokenizedDataConfig(DataConfig):
 
 @dataclass
 class StdlibDataConfig(TokenizedDataConfig):
-    """The Python interpreter's own library as text."""
+    """The source code of Python's standard library as text."""
 
 
 @dataclass
 class TextDataConfig(TokenizedDataConfig):
-    """Local files: .txt, .jsonl, .parquet, each also .xz, .gz or .zst."""
+    """Local files: .txt, .jsonl or .parquet, each also compressed (.xz, .gz, .zst)."""
 
     path: str = input_path()
     valid_path: str | None = input_path()
@@ -174,7 +174,7 @@ class OptimizerConfig:
     decay_fraction: float = between(0, 1)
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm == math.inf:  # PyTorch's word for a norm that is measured and not clipped
+        if self.max_grad_norm == math.inf:  # in PyTorch: measure the norm, do not clip
             self.max_grad_norm = None
 
 
@@ -217,37 +217,37 @@ class LoggerConfig:
 
 @dataclass
 class ParallelConfig:
-    """How one run is spread over processes; subclasses add the options of a way to do so."""
+    """How one run is spread over processes. Subclasses add the options of each method."""
 
     name: str = plain_name()
 
     def data_ranks(self, world_size: int) -> int:
-        """How many times `trainer.batch_size` sequences `world_size` processes read in a micro-step."""
+        """How many different batches of `trainer.batch_size` sequences `world_size` processes read in a micro-step."""
         return world_size
 
 
 @dataclass
 class DistributedConfig(ParallelConfig):
-    """What all ways to spread a run over processes have in common."""
+    """Keys that every distributed method has."""
 
     timeout_seconds: float = between(1, 1e8)
 
 
 @dataclass
 class DdpConfig(DistributedConfig):
-    """A replica of the model on every rank, gradients summed (torch's DistributedDataParallel)."""
+    """Every rank has a replica of the model; gradients are summed (torch's DistributedDataParallel)."""
 
 
 @dataclass
 class FsdpConfig(DistributedConfig):
-    """Parameters, gradients and optimizer state cut over ranks, blocks gathered as they are needed (torch's FSDP2)."""
+    """Parameters, gradients and optimizer state are sharded; blocks are gathered when needed (torch's FSDP2)."""
 
     shard_ranks: int | None = at_least(1)
 
 
 @dataclass
 class VocabConfig(FsdpConfig):
-    """The same, and every rank keeps its rows of embedding and head: the loss is computed where they are."""
+    """As FSDP, but every rank keeps its vocabulary rows of embedding and head. The loss is computed on these rows."""
 
     def data_ranks(self, world_size: int) -> int:
         return world_size // (self.shard_ranks or world_size)
@@ -255,7 +255,7 @@ class VocabConfig(FsdpConfig):
 
 @dataclass
 class Config:
-    """The whole of a run. Keys are explained in configs/train.yaml and the files that it names."""
+    """The configuration of a run. configs/train.yaml and the files that it names explain the keys."""
 
     model: ModelConfig
     size: SizeConfig
@@ -278,9 +278,9 @@ class Config:
 
 @dataclass
 class SweepConfig:
-    """A sweep: grids of values, each crossed in full, in the order in which their points are run.
+    """A sweep: a list of grids, whose points run in this order.
 
-    A grid maps keys or groups to values; a key's values are crossed with every other key's.
+    A grid maps keys or groups to lists of values. Its points are all combinations of these values.
     """
 
     name: str = plain_name()
@@ -322,8 +322,12 @@ class BreakdownConfig:
 
 @dataclass
 class ReadingConfig:
-    """A command that reads runs' models. `data` holds what the command line says of the group of this name: it is
-    applied to each run's own data (`linrnn.config.data_for`), which is not known before the run is opened."""
+    """A command that reads the models of runs.
+
+    `data` holds the overrides of the group `data`. They change each run's own data (`linrnn.config.data_for`), which is
+    known
+    only once the run is opened.
+    """
 
     data: list[str]
 
@@ -338,7 +342,7 @@ class EvaluateConfig(ReadingConfig):
     batch_size: int | None = at_least(1)
     seq_len: int | None = at_least(2)
     device: str = one_of("auto", "cpu", "cuda")
-    loss: LossConfig | None = None  # a group that is chosen or not, not a value of evaluate.yaml
+    loss: LossConfig | None = None  # an optional group; evaluate.yaml gives it no value
 
 
 @dataclass
@@ -447,7 +451,7 @@ class BenchParallelConfig:
     part: str | None
 
 
-# Commands: configs/<name>.yaml and what it may contain.
+# Commands: the schema of each configs/<name>.yaml.
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,

@@ -1,22 +1,22 @@
-"""How long a run is: arithmetic on its configuration alone."""
+"""The length of a run, computed from its configuration alone."""
 
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError
 
 
 def sequences_per_step(config: Config, world_size: int = 1) -> int:
-    """Sequences of one optimizer step, all ranks and micro-steps."""
+    """Sequences in one optimizer step, over all ranks and micro-steps."""
     trainer = config.trainer
     return trainer.batch_size * trainer.accumulation_steps * config.parallel.data_ranks(world_size)
 
 
 def tokens_per_step(config: Config, world_size: int = 1) -> int:
-    """Tokens of one optimizer step, all ranks and micro-steps, ignored labels included."""
+    """Tokens in one optimizer step, over all ranks and micro-steps. Ignored labels count."""
     return sequences_per_step(config, world_size) * config.trainer.seq_len
 
 
 def last_step(config: Config, world_size: int = 1) -> int:
-    """Optimizer steps until the earlier of `max_steps` and `max_tokens`; a last, partial step is left out.
+    """The number of optimizer steps: the lower of `max_steps` and what `max_tokens` allows, without a partial step.
 
     Raises:
         ConfigError: there is no limit, or `max_tokens` is less than one step takes.
@@ -41,7 +41,7 @@ def horizon(config: Config, world_size: int = 1) -> int:
     """The step at which the learning-rate schedule ends: `optimizer.schedule_steps`, or the run's last step.
 
     Raises:
-        ConfigError: as :func:`last_step`, or the run goes beyond the schedule's end and the schedule is not constant.
+        ConfigError: as :func:`last_step`, or the run outlasts a schedule that is not constant.
     """
     last, schedule_steps = last_step(config, world_size), config.optimizer.schedule_steps
     if schedule_steps is None:

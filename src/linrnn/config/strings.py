@@ -1,7 +1,8 @@
-"""Values of string keys: what stands behind `=` is the value, whatever Hydra's grammar would make of it.
+"""Quote the values of string keys, so that Hydra takes them literally.
 
-Hydra reads values as numbers, lists, mappings and functions. A path such as `it's [mine], 50%` is none of these, and
-`1e5` would become 100000.0. Values of keys that hold a string are therefore quoted before Hydra reads them.
+Hydra reads values as numbers, lists, mappings and functions. It cannot read a path such as `it's [mine], 50%`, and
+would
+turn `1e5` into 100000.0. Values of keys that hold a string are therefore quoted before Hydra reads them.
 """
 
 import dataclasses
@@ -22,31 +23,31 @@ HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the sh
 HOW_TO_WRITE = "write overrides as key=value or group=option"
 _PLAIN = re.compile(
     r"(?!(?:true|false|null|inf|nan)$)[A-Z_a-z][\w./-]*", re.ASCII | re.IGNORECASE
-)  # a word to Hydra, too
+)  # Hydra reads it as a word, too
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
 def quoted(overrides: Sequence[str], config_name: str) -> list[str]:
-    """Overrides of one configuration, each value of a string key in Hydra's quotes.
+    """Overrides of one configuration, with every value of a string key in Hydra's quotes.
 
-    Plain words, what the user has quoted, and `null` stay as they are.
+    Plain words, values that the user quoted, and `null` stay as they are.
     """
     keys = string_keys(config_name)
     return [_quote(override) if _key(override) in keys else override for override in overrides]
 
 
 def quoted_choices(overrides: Sequence[str], config_name: str) -> list[str]:
-    """As :func:`quoted`, for a command line on which `key=a,b` stands for two runs.
+    """As :func:`quoted`, for a command line on which `key=a,b` means two runs.
 
     Raises:
-        ConfigError: a value with a comma is no list of values as it stands.
+        ConfigError: a value with a comma cannot be read as a list of values.
     """
     keys = string_keys(config_name)
     return [_quote_choice(override) if _key(override) in keys else override for override in overrides]
 
 
 def unreadable(error: OverrideParseException, how_to_write: str = HOW_TO_WRITE) -> ConfigError:
-    """Hydra's grammar has no place for an override: what the user may have meant, and how to write it."""
+    """The error for an override that Hydra's grammar cannot read. It says how to write the override."""
     override = error.override
     key, _, value = override.partition("=")
     if value.startswith(("[", "{")):
@@ -56,7 +57,7 @@ def unreadable(error: OverrideParseException, how_to_write: str = HOW_TO_WRITE) 
 
 @functools.cache
 def string_keys(config_name: str) -> frozenset[str]:
-    """Every key of a command, and of every option of the groups, that holds a string or null."""
+    """Every key that holds a string or null, in a command's configuration and in all options of the groups."""
     groups = (_strings(schema, f"{group}.") for group, options in SCHEMAS.items() for schema in options.values())
     return frozenset(key for keys in (_strings(COMMANDS[config_name], ""), *groups) for key in keys)
 
@@ -74,7 +75,7 @@ def _strings(schema: type, prefix: str) -> Iterator[str]:
 
 
 def _key(override: str) -> str:
-    """The key whose value an override sets; empty where it sets none (`~key`)."""
+    """The key that an override sets; empty if it sets none (`~key`)."""
     key, equals, _ = override.partition("=")
     return key.lstrip("+") if equals else ""
 

@@ -1,4 +1,4 @@
-"""Where in a YAML file a mistake stands: file and line, for error messages."""
+"""Find the file and line of a mistake in a YAML file, for error messages."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from linrnn.core.errors import ConfigError
 
 
 def broken_yaml(error: yaml.MarkedYAMLError) -> ConfigError:
-    """The error of a file that is no YAML, naming its line."""
+    """The error for a file that is not valid YAML. It names the line."""
     mark = error.problem_mark or error.context_mark
     where = f"{shown(Path(mark.name))}, line {mark.line + 1}" if mark else "a YAML file"
     words = (error.context if error.problem_mark is None else None, error.problem)
@@ -16,10 +16,10 @@ def broken_yaml(error: yaml.MarkedYAMLError) -> ConfigError:
 
 
 def place(path: Path, key: str) -> str:
-    """`file, line n` of a key in a YAML file; the file alone where the key is not found.
+    """`file, line n` of a key in a YAML file; only the file if the key is not found.
 
     Args:
-        key: as OmegaConf gives it, from the file's top level: `grids[0].model[1]`.
+        key: as OmegaConf names it, from the file's top level: `grids[0].model[1]`.
     """
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
@@ -45,7 +45,7 @@ def _child(node: yaml.Node | None, word: str) -> tuple[int, yaml.Node] | None:
 
 
 def shown(path: Path) -> str:
-    """A path as messages show it: one of the repository's own from `configs/` on."""
+    """A path for messages. A path of the repository's own configuration starts at `configs/`."""
     if "configs" in path.parts:
         path = Path(*path.parts[path.parts.index("configs") :])
     return str(path)

@@ -1,1 +1,1 @@
-"""What every package uses: errors, output, files, locks, signals, the machine."""
+"""Helpers that every package uses: errors, output, files, locks, signals, and what the machine has free."""

@@ -1,4 +1,4 @@
-"""Checksums of files; those beside an exported model are in the format of `sha256sum`, and checked on loading."""
+"""Checksums of an exported model's files, in the format of `sha256sum`. Loading the model checks them."""
 
 import hashlib
 from pathlib import Path
@@ -9,10 +9,10 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_checksums(directory: Path) -> None:
-    """Record every file of a directory.
+    """Write SHA256SUMS, which holds a checksum for every file of a directory.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: SHA256SUMS cannot be written.
     """
     files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != CHECKSUMS)
     lines = [f"{sha256(path)}  {path.name}\n" for path in files]
@@ -20,10 +20,10 @@ def write_checksums(directory: Path) -> None:
 
 
 def check_checksums(directory: Path) -> None:
-    """Compare the files of a directory with what was recorded; a directory without checksums is taken as it is.
+    """Compare the files of a directory with SHA256SUMS. A directory without SHA256SUMS passes the check.
 
     Raises:
-        DataError: a file is missing or was changed, or the record cannot be read.
+        DataError: a file is missing or has changed, or SHA256SUMS cannot be read.
     """
     record = directory / CHECKSUMS
     if not record.is_file():
@@ -43,6 +43,6 @@ def check_checksums(directory: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hex."""
+    """The SHA-256 checksum of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

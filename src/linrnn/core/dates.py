@@ -1,8 +1,8 @@
-"""Dates for people. Durations never come from here: the clock on the wall may jump."""
+"""Dates for people. Never compute a duration from them: the system clock may jump."""
 
 from datetime import UTC, datetime
 
 
 def utc_now() -> str:
-    """The time of day: ISO 8601, UTC, to the second."""
+    """The current date and time: ISO 8601, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Errors a user can act on: one line of cause, one line of remedy, and the exit code the command ends with."""
+"""Errors that a user can act on. Each has one line of cause, one line of remedy, and an exit code for the command."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class LinrnnError(Exception):
     """Base of every error that is shown without a traceback.
 
     Args:
-        cause: what is wrong, in one line, naming the offending value.
+        cause: what is wrong, in one line. It names the offending value.
         remedy: what to do about it, in one line.
     """
 
@@ -24,12 +24,16 @@ class LinrnnError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cause, self.remedy)  # so that it comes whole out of another process
+        return type(self), (self.cause, self.remedy)  # pickle keeps both parts when another process raised the error
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is an allocator's: of the GPU, of a library on it, or of the CPU; or a size is beyond all
-    memory, which NumPy and PyTorch say in words of their own."""
+    """Whether an exception says that memory ran out.
+
+    It may come from the allocator of the GPU, of the CPU, or of a library on the GPU. NumPy and PyTorch have other
+    words
+    for a size beyond any memory; those count too.
+    """
     words = (
         "CUBLAS_STATUS_ALLOC_FAILED",
         "DefaultCPUAllocator",
@@ -58,7 +62,7 @@ class DataError(LinrnnError):
 
 
 class UnsupportedError(LinrnnError):
-    """Something that cannot run with this hardware or these library versions."""
+    """This hardware or these library versions cannot run what was asked for."""
 
     exit_code = 4
 
@@ -94,7 +98,7 @@ class InterruptedRun(LinrnnError):
 
 
 class RankFailedError(LinrnnError):
-    """Another process of a distributed run has failed; the exit code is that one's."""
+    """Another process of a distributed run failed. The exit code is that process's."""
 
     def __init__(self, cause: str, remedy: str, exit_code: int = 1) -> None:
         super().__init__(cause, remedy)
@@ -105,7 +109,7 @@ class RankFailedError(LinrnnError):
 
 
 class SweepFailure(LinrnnError):
-    """Points of a sweep failed; the exit code is theirs if they agree, else 1."""
+    """Points of a sweep failed. The exit code is the points' own if all failed with the same one, else 1."""
 
     def __init__(self, cause: str, remedy: str, exit_code: int) -> None:
         super().__init__(cause, remedy)

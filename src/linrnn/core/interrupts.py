@@ -1,6 +1,6 @@
-"""Signals that end a run after its current step; a second one ends the run at once.
+"""Signals that end a run. The first one ends it after the current step, a second one at once.
 
-Ctrl-C, SIGTERM, SIGUSR1 (Slurm, ahead of a job's end), SIGHUP (a dropped connection) and SIGQUIT.
+The signals are Ctrl-C, SIGTERM, SIGUSR1 (Slurm sends it before a job's end), SIGHUP (a dropped connection) and SIGQUIT.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ _STDOUT = 1
 
 
 def heeded() -> list[signal.Signals]:
-    """The :data:`SIGNALS` that end a run here: SIGHUP is none of them where it is ignored already (`nohup`)."""
+    """The :data:`SIGNALS` that end a run in this process. SIGHUP is left out where it is ignored already (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 class StopRequest:
-    """A context in which the :data:`SIGNALS` set `signal_number` instead of killing the process.
+    """A context in which the first of the :data:`SIGNALS` sets `signal_number` and does not kill the process.
 
     Raises:
-        KeyboardInterrupt: inside the context, at a second signal.
+        KeyboardInterrupt: a second signal came inside the context.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,6 @@ class StopRequest:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
-        # Not by print: the signal may have come in the middle of a print, whose buffer refuses a second writer.
+        # print() would fail here: the signal may have interrupted a print, and its buffer refuses a second writer.
         with contextlib.suppress(OSError):
             os.write(_STDOUT, b"stopping after this step, with a checkpoint (again: at once, without one)\n")

@@ -1,4 +1,4 @@
-"""JSON files that earlier processes wrote, read back: one that is broken is named."""
+"""Read JSON files that earlier processes wrote. The error for a broken file names the file."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from linrnn.core.errors import DataError
 
 
 def read_json(path: Path, remedy: str = "move the file away, or fetch it again") -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
-        DataError: it is missing, cut short, no JSON, or nested too deeply.
+        DataError: the file is missing, cut short, not JSON, or nested too deeply.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -20,10 +20,10 @@ def read_json(path: Path, remedy: str = "move the file away, or fetch it again")
 
 
 def read_object(path: Path, keys: tuple[str, ...] = (), remedy: str = "move the file away, or fetch it again") -> Any:
-    """A JSON object that has `keys`.
+    """The JSON object of a file; it must have all `keys`.
 
     Raises:
-        DataError: as :func:`read_json`, or it is no object, or lacks one of `keys`.
+        DataError: as :func:`read_json`, or the content is not an object, or one of `keys` is missing.
     """
     content = read_json(path, remedy)
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""A directory that one process at a time may write to, and that anyone may ask about without getting in its way."""
+"""A lock on a directory: one process at a time may write there. Any process may test the lock without disturbing it."""
 
 import contextlib
 import fcntl
@@ -7,16 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 SIGN = ".lock"
-_owned: set[tuple[int, int]] = set()  # device and inode of the signs that this process holds
+_owned: set[tuple[int, int]] = set()  # device and inode of every `.lock` file that this process has locked
 
 
 class DirectoryLock:
-    """An exclusive lock on a directory; the system releases it when the process ends, however it ends.
+    """An exclusive lock on a directory. The system releases it when the process ends, in whatever way it ends.
 
-    Two locks stand behind it. `flock` on the directory itself decides who has it, also within one process. A POSIX
-    record lock on the file `.lock` below is for those who only ask: `lockf` can test such a lock without taking it,
-    so that no question ever refuses an owner. It holds between the machines of a network file system as well. A
-    process does not see its own record locks, and loses one when it closes the file: it keeps a list of them.
+    Two locks are taken:
+
+    * `flock` on the directory decides which object has the lock, also between two objects of one process.
+    * A POSIX record lock on the file `.lock` in the directory lets others ask. `lockf` can test a record lock without
+      taking it, so a test never makes an owner's attempt fail. It also works between the machines of a network file
+      system.
+
+    A process cannot see its own record locks, and it loses one when it closes the file. `_owned` therefore lists them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -24,7 +28,7 @@ class DirectoryLock:
         self._descriptors: list[int] = []
 
     def take(self) -> bool:
-        """Whether it is now this object's; the directory must be there.
+        """Try to take the lock; return whether this object now has it. The directory must exist.
 
         Raises:
             OSError: the directory cannot be opened or written.
@@ -44,14 +48,14 @@ class DirectoryLock:
         return True
 
     def release(self) -> None:
-        """Let others have it; releasing twice is harmless."""
+        """Release the lock. Releasing twice is harmless."""
         if self._descriptors:
             _owned.discard(_file(self._descriptors[0]))
         while self._descriptors:
             os.close(self._descriptors.pop(0))
 
     def taken(self) -> bool:
-        """Whether a process, this one included, has it. Nothing is locked by asking."""
+        """Whether any process, this one included, has the lock. Asking locks nothing."""
         try:
             if _file(self._directory / SIGN) in _owned:
                 return True
@@ -70,7 +74,7 @@ def _file(which: Path | int) -> tuple[int, int]:
 
 
 def _locked(ask: Callable[[], None]) -> bool:
-    """Whether a request to lock was granted; systems refuse it in one of two ways."""
+    """Whether the system granted a lock. Systems refuse in one of two ways."""
     try:
         ask()
     except (BlockingIOError, PermissionError):

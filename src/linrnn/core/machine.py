@@ -1,4 +1,4 @@
-"""What this machine has free: memory for a process, and disk. None stands for what cannot be known."""
+"""Free memory and free disk of this machine. None means that the figure cannot be known."""
 
 import os
 import re
@@ -6,15 +6,17 @@ import shutil
 from pathlib import Path
 
 GIB = 2**30
-NO_LIMIT = 1 << 60  # cgroup v1 writes a number about 2^63 where there is no limit
+NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 to say that there is no limit
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process and its children can still take without swapping.
 
-    The kernel's estimate (`MemAvailable`, which counts caches that it can drop), or what the cgroups of this process
-    leave of their limits, whichever is less: a container has less than its machine. Where there is no /proc/meminfo
-    (macOS): the machine's physical memory.
+    It is the smaller of two figures: the kernel's estimate (`MemAvailable`, which counts caches that can be dropped),
+    and
+    what the limits of this process's cgroups leave. A container has less than its machine. Without /proc/meminfo
+    (macOS)
+    the first figure is the machine's physical memory.
 
     Args:
         root: where /proc and /sys are mounted.
@@ -23,7 +25,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_disk(path: Path) -> int:
-    """Bytes that this user can still write under `path`, which need not exist yet."""
+    """Bytes that this user can still write under `path`. The path need not exist yet."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -46,7 +48,7 @@ def _of_machine(root: Path) -> int | None:
 
 
 def _left_by_cgroups(root: Path) -> list[int]:
-    """Bytes left by every limit from this process's cgroups up to their roots (version 1's memory controller, 2)."""
+    """Bytes that each memory limit leaves, from this process's cgroups up to their roots (cgroup versions 1 and 2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -67,9 +69,9 @@ def _left_by_cgroups(root: Path) -> list[int]:
 
 
 def _left(directory: Path, limit: str, used: str, inactive: str) -> int | None:
-    """The limit less what is used; file pages that were not read lately can be dropped and do not count as used."""
+    """The limit minus the use. File pages that were not read lately can be dropped, so they do not count as used."""
     try:
-        most = int((directory / limit).read_text(encoding="utf-8"))  # version 2 writes "max" where there is none
+        most = int((directory / limit).read_text(encoding="utf-8"))  # version 2 writes "max" for no limit
         taken = int((directory / used).read_text(encoding="utf-8"))
         droppable = re.search(
             rf"^{inactive} (\d+)$", (directory / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE

@@ -1,4 +1,4 @@
-"""What commands print: a run outlives its reader, its terminal's alphabet and the disk that its output goes to."""
+"""What commands print. A closed pipe, a full disk or a terminal with few characters must not end a run."""
 
 import contextlib
 import io
@@ -8,10 +8,13 @@ from typing import TextIO
 
 
 def open_streams() -> None:
-    """Make the standard streams fit to print to.
+    """Make the standard streams safe to print to.
 
-    A stream that the caller has closed (`>&-`) goes nowhere: without it, the next file that is opened would take its
-    number, and receive what libraries print. What the terminal's encoding lacks is printed as an escape (`\\xe9`).
+    A stream that the caller closed (`>&-`) is opened on /dev/null. Otherwise the next opened file would take its
+    number,
+    and what libraries print would land in that file. Characters that the terminal's encoding lacks are printed as
+    escapes
+    (`\\xe9`).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -25,13 +28,14 @@ def open_streams() -> None:
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     """Print a line, to standard output by default.
 
-    Where nobody reads on (`| head`, or a `| tee` that Ctrl-C ended) or the disk is full, the line is dropped with all
-    that follows.
+    If the reader is gone (`| head`, or a `| tee` that Ctrl-C ended) or the disk is full, this line and all later ones
+    are
+    dropped.
     """
     stream = stream or sys.stdout
     try:
         print(text, file=stream, end=end, flush=True)
-    except RuntimeError:  # a signal's handler speaks in the middle of a print: past the buffer
+    except RuntimeError:  # a signal handler interrupted a print: write past the buffer
         with contextlib.suppress(OSError):
             os.write(stream.fileno(), f"{text}{end}".encode(errors="backslashreplace"))
     except OSError as error:
@@ -41,14 +45,14 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def drop_output(stream: TextIO) -> None:
-    """From now on nothing that is written to `stream` goes anywhere, what it still holds included."""
+    """Discard what `stream` still buffers and everything that is written to it from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def output_error(error: BaseException) -> bool:
-    """Whether `error` is standard output's, which is dropped then; known by trying once more."""
+    """Whether `error` came from standard output; if so, standard output is dropped. A second write finds out."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     try:

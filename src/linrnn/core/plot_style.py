@@ -1,7 +1,9 @@
-"""How every plot of the project looks: one colour and one marker a loss, sizes, legends, and files.
+"""The style of every plot: colours, markers, sizes, legends and files.
 
-The colours are Okabe and Ito's, which readers with any colour vision tell apart. `compiled`, the baseline, is grey. The
-same loss with other options keeps its colour and marker; the filling of the marker and the dash of the line change.
+Each loss has one colour and one marker. The colours are Okabe and Ito's, which readers with any colour vision tell
+apart; `compiled`, the baseline, is grey. A loss with other options keeps its colour and marker, and gets another
+filling
+of the marker and another dash of the line.
 """
 
 import math
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of a loss: colour, marker, and what it is where its name does not say so.
+# For each loss: colour, marker, and a description if the name does not say what it is.
 LOSSES = {
     "standard": ("#000000", "X", "eager PyTorch"),
     "compiled": ("#8C8C8C", "s", "torch.compile"),
@@ -24,14 +26,14 @@ LOSSES = {
     "paper": ("#882255", "d", "presets of the CCE paper"),
     "fp32_logits": ("#7A5C3E", "p", "fp32 logits"),
 }
-SIZES = {"s": 9.5, "X": 9}  # of markers, points: a baseline can be seen behind a loss that equals it
-OTHER = ("#44AA99", "8", "")  # a loss that only the benchmark knows
+SIZES = {"s": 9.5, "X": 9}  # marker sizes in points: a baseline stays visible behind a loss with the same value
+OTHER = ("#44AA99", "8", "")  # for a loss that only the benchmark knows
 FILLINGS = ("full", "none", "left", "bottom", "right", "top")
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of what is no loss: models, say
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # for curves of other things, e.g. models
 MODELS = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "kda": "KDA", "transformer": "Transformer"}
 GREY, PALE = "#666666", "#E4E4E4"
-WIDTH = 10.0  # inches, of the widest figure: a forge shows it at about 900 pixels
+WIDTH = 10.0  # inches; the widest figure. Git hosts show it at about 900 pixels
 _LOOKS: Any = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -46,7 +48,7 @@ _LOOKS: Any = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#EBEBEB",
-    "svg.fonttype": "none",  # text stays text: small files, which can be searched
+    "svg.fonttype": "none",  # text stays text: files are small and can be searched
     "svg.hashsalt": "linrnn",  # the same figure gives the same file
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
@@ -55,7 +57,7 @@ _LOOKS: Any = {
 
 @dataclass(frozen=True)
 class Look:
-    """How one loss, with one choice of its options, is drawn."""
+    """How one loss with one choice of options is drawn."""
 
     colour: str
     marker: str
@@ -64,19 +66,19 @@ class Look:
 
     @property
     def line(self) -> dict[str, Any]:
-        """What pyplot's `plot` takes for a line with markers."""
+        """Arguments of pyplot's `plot` for a line with markers."""
         return {**self.point, "linestyle": self.dash}
 
     @property
     def point(self) -> dict[str, Any]:
-        """What pyplot's `plot` takes for markers alone."""
+        """Arguments of pyplot's `plot` for markers alone."""
         size = SIZES.get(self.marker, 7)
         filled = {"fillstyle": self.filling, "markerfacecoloralt": "white", "markersize": size}
         return {"color": self.colour, "marker": self.marker, "linestyle": "none", "zorder": 10 - size / 2, **filled}
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """A look for each label: a loss's name, and its options behind it."""
+    """A look for each label. A label is a loss's name, followed by its options."""
     labels = list(dict.fromkeys(labels))
     seen: dict[str, list[str]] = {}
     for label in labels:
@@ -84,19 +86,19 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
     found = {}
     for loss, variants in seen.items():
         colour, marker, _ = LOSSES.get(loss, OTHER)
-        # The loss as it comes is the filled one, whatever stands first.
+        # The loss without options gets the filled marker, whatever the order of the labels.
         for i, label in enumerate(sorted(variants, key=lambda label: label != loss)):
             found[label] = Look(colour, marker, FILLINGS[i % len(FILLINGS)], DASHES[i % len(DASHES)])
     return {label: found[label] for label in labels}
 
 
 def loss_of(label: str) -> str:
-    """The loss that a label begins with; presets of the paper are one."""
+    """The loss that a label begins with. All presets of the paper count as one loss."""
     return label.split()[0].split("/")[0]
 
 
 def in_words(label: str) -> str:
-    """A loss's label as a legend shows it: with what the loss is, where its name does not say so."""
+    """A loss's label for a legend. It describes the loss if the name does not say what it is."""
     loss, _, options = label.partition(" ")
     words = LOSSES.get(loss, OTHER)[2]
     told = f"{loss} ({words})" if words and words.lower() != loss else loss
@@ -105,13 +107,13 @@ def in_words(label: str) -> str:
 
 
 def power(value: float) -> str:
-    """2^k where that is exact, else the number."""
+    """`value` as 2^k if that is exact, else as a decimal."""
     exponent = math.log2(value)
     return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
 
 
 def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -> str:
-    """A model's name as people write it, the name of its size, and its parameters."""
+    """A model's name as people write it, with the name of its size and the number of its parameters."""
     words = f"{MODELS.get(name, name)} {size}".strip()
     if not n_parameters:
         return words
@@ -122,7 +124,8 @@ def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -
 
 
 def subplots(*arguments: Any, **options: Any) -> Any:
-    """pyplot's `subplots` in the project's style; figures of a notebook are shown in its cells, others are files."""
+    """pyplot's `subplots` in the project's style. A notebook shows its figures in cells; elsewhere they are only
+    files."""
     import matplotlib
 
     if "inline" not in matplotlib.get_backend():
@@ -134,7 +137,7 @@ def subplots(*arguments: Any, **options: Any) -> Any:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a PNG, and an SVG beside it; let go of the figure; return the PNG's path."""
+    """Write a PNG and an SVG beside it, close the figure, and return the PNG's path."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ def save(figure: Any, path: Path) -> Path:
 
 
 def legend_below(figure: Any, lines: Mapping[str, Any], note: str = "") -> None:
-    """The legend of all panels below them, a note below the legend, and room for both and for the figure's title."""
+    """Put one legend for all panels below them, and a note below the legend. Leaves room for both and for the title."""
     width, height = figure.get_size_inches()
     columns = max(min(len(lines), int(width * 13 // (max(map(len, lines), default=1) + 6)), 6), 1)
     legend, below = 0.185 * -(-len(lines) // columns) + 0.08, 0.17 * len(note.splitlines()) + 0.05 * bool(note)

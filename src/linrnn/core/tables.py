@@ -1,4 +1,4 @@
-"""Tables of results: the one place that writes Markdown tables, and how a number stands in a cell."""
+"""Tables of results. All Markdown tables are written here, and so are the numbers in their cells."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """A table, before it is Markdown or HTML.
+    """A table, before it becomes Markdown or HTML.
 
     Attributes:
         columns: the headings.
-        rows: one cell a column; a cell is shown as `str` shows it.
-        words: the columns that hold words. Words stand left and numbers stand right.
+        rows: one cell for each column; a cell is shown as `str` shows it.
+        words: the columns that hold words. They are aligned left, columns of numbers right.
     """
 
     columns: Sequence[str]
@@ -19,7 +19,7 @@ class Table:
     words: Collection[str] = ()
 
     def markdown(self) -> list[str]:
-        """Its lines. A bar in a cell is escaped, so that no text can break a row."""
+        """The lines of the Markdown table. A bar in a cell is escaped, so that no text can break a row."""
         rule = "|".join("---" if column in self.words else "--:" for column in self.columns)
         return [_line(self.columns), f"|{rule}|", *map(_line, self.rows)]
 
@@ -30,7 +30,7 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def show(value: float | None, form: str, unit: float = 1.0) -> str:
-    """A number in multiples of `unit`, formatted; `-` where there is none."""
+    """A number in multiples of `unit`, formatted; `-` for None."""
     if value is None:
         return "-"
     return f"{value:{form}}" if unit == 1.0 else f"{value / unit:{form}}"

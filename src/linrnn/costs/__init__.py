@@ -1,4 +1,4 @@
-"""FLOPs, bytes and time of a training step from formulas: nothing is built or run.
+"""FLOPs, bytes and time of a training step from formulas. Nothing is built or run.
 
 Formulas are registered by the names of models and losses; those of a loss stand in its own file. What they do not know
 is None, *unknown* to people: never another model's figure.

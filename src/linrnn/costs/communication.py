@@ -1,7 +1,7 @@
-"""What the ranks of a run send each other in a step, from formulas.
+"""Bytes that the ranks of a run send each other in a step, from formulas.
 
-Collectives in rings: of S bytes in all, W ranks each send (W − 1) / W · S to gather or to reduce and scatter them,
-twice that to reduce them on all. Scalars, and what FSDP pads, are left out.
+Collectives run in rings. To gather S bytes, or to reduce and scatter them, each of W ranks sends (W − 1) / W · S. An
+all-reduce takes twice that. Scalars and FSDP's padding are left out.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
 
 ID = 8  # bytes of a token id or label
-AGREEMENT = 1024  # bytes: what every rank says of its arguments
-# Whether FLA's kernels need some of a model's parameters in fp32: FSDP then gathers its blocks in fp32 under autocast.
+AGREEMENT = 1024  # bytes in which every rank describes its arguments
+# Whether FLA's kernels need some of a model's parameters in fp32. FSDP then gathers its blocks in fp32 under autocast.
 KEEPS_FP32 = {"gla": False, "gated_deltanet": True, "kda": True, "transformer": False}
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that each rank sends in an optimizer step, by part.
+    """Bytes that each rank sends in an optimizer step, by component.
 
     Attributes:
-        within: among the ranks that hold one model between them (of DDP: all).
-        across: among those that hold the same part of it (HSDP), in the last micro-step.
+        within: between ranks that share one model (with DDP: all ranks).
+        across: between ranks that hold the same shard of it (HSDP), in the last micro-step.
     """
 
     within: dict[str, int]
@@ -35,7 +35,7 @@ class Communication:
 
 
 def gathered_bytes(model: str, precision: str) -> int | None:
-    """Bytes of an element in which FSDP gathers the blocks' weights; None where nothing is known of the model."""
+    """Bytes per element in which FSDP gathers the blocks' weights; None for an unknown model."""
     if precision != "bf16_autocast":
         return BF16 if precision == "bf16" else FP32
     return {True: FP32, False: BF16, None: None}[KEEPS_FP32.get(model)]
@@ -52,13 +52,13 @@ def communication(
     loss: LossConfig,
     micro_steps: int = 1,
 ) -> Communication | None:
-    """What each of `world_size` ranks sends in a step of `micro_steps`, of `sequences` of its own each.
+    """Bytes that each of `world_size` ranks sends in a step of `micro_steps`, each of `sequences` per rank.
 
-    None for a model, or with VocabConfig a loss, that the formulas do not know.
+    None if the formulas do not know the model, or with VocabConfig the loss.
 
     Args:
-        loss: counts with VocabConfig alone.
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
+        loss: matters only with VocabConfig.
     """
     kept = BF16 if precision == "bf16" else FP32
     compute = FP32 if precision == "fp32" else BF16
@@ -79,7 +79,7 @@ def communication(
         "embedding and head": matrices * _reduced_on_all(kept * matrix // ranks, replicas),
     }
     if isinstance(parallel, VocabConfig):
-        tokens = ranks * sequences * seq_len  # of all ranks of the group
+        tokens = ranks * sequences * seq_len  # over all ranks of the group
         hidden = tokens * arch.hidden_size
         within["embedding"] = _gathered(tokens * ID + 2 * hidden * kept, ranks)  # vectors and their gradients
         loss_bytes = vocabulary_loss_bytes(loss, tokens, arch.hidden_size, arch.vocab_size, compute, ranks)
@@ -93,13 +93,14 @@ def communication(
 
 
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
-    """Of the vocabulary-parallel loss over `tokens` of all ranks: labels, hidden states of `compute` bytes an element,
-    their gradients in fp32, two numbers of every rank for every token, and every rank's line about its arguments.
+    """Bytes that each rank sends for the vocabulary-parallel loss over the `tokens` of all ranks; None: unknown.
 
-    Where logits are made again, the gradient of every token's loss as well. A filter's statistics are sums over the
-    ranks of what was kept and what was dropped of every token; so is what `filter_mass` is compared with. The unbiased
-    rule ranks all entries by their logit from the mean hidden state.
-    None for a loss without formulas.
+    Always sent: labels, hidden states (`compute` bytes an element), their gradients in fp32, two numbers per rank and
+    token,
+    and every rank's description of its arguments. If logits are recomputed: also the gradient of every token's loss. A
+    filter adds sums over ranks of what was kept and dropped for every token, and of the mass compared with
+    `filter_mass`.
+    The unbiased rule ranks all entries by their logit from the mean hidden state, so it adds these logits.
     """
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None

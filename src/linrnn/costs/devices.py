@@ -1,17 +1,16 @@
-"""Peak rates of GPUs from their datasheets, and the time that a number of FLOPs should take."""
+"""Peak rates of GPUs from their datasheets, and the expected time of a number of FLOPs."""
 
 import re
 
-# Share of the peak that a 1.2 B model reached on an H200 at 16,384 tokens per step (GLA, bf16 autocast,
-# torch.compile'd loss: 0.41). Small models reach much less: their kernels are short.
+# Share of the peak that a 1.2 B model reached on an H200 (0.41 for GLA with bf16 autocast, compiled loss and 16,384
+# tokens per step). Small models reach much less, because their kernels are short.
 ASSUMED_MFU = 0.4
-# Share of a large matrix product's rate that whole steps reached on one CPU core (smoke: 0.33 for KDA to 0.62
-# for the Transformer; mve: 0.76 to 0.80).
+# Share of a large matrix product's rate that whole steps reached on one CPU core. Size smoke: 0.33 (KDA) to 0.62
+# (Transformer). Size mve: 0.76 to 0.80.
 ASSUMED_CPU_SHARE = 0.5
 
-# Dense (no sparsity) FLOP/s with fp32 accumulation: words that a device's name must have -> (bf16, fp32
-# without TF32). First match wins. From NVIDIA's datasheets and architecture white papers; sparse figures
-# there are halved.
+# Words that a device's name must have -> dense FLOP/s with fp32 accumulation (bf16, fp32 without TF32). The first match
+# wins. Source: NVIDIA's datasheets and architecture white papers; their sparse figures are halved.
 _PEAKS: tuple[tuple[tuple[str, ...], tuple[float, float]], ...] = (
     (("B200",), (2250e12, 75e12)),  # HGX B200: 36 PFLOP/s sparse for eight
     (("GH200",), (989e12, 67e12)),  # GH200 datasheet
@@ -27,15 +26,15 @@ _PEAKS: tuple[tuple[tuple[str, ...], tuple[float, float]], ...] = (
     (("4090",), (165e12, 82.6e12)),  # Ada architecture white paper, appendix A
     (("3090",), (71e12, 35.6e12)),  # Ampere GA102 white paper, appendix A
 )
-# A slice of a GPU, or another chip under the same number.
+# A name with one of these words is a slice of a GPU, or another chip with the same number.
 _NOT_THAT_DEVICE = {"MIG", "LAPTOP", "TI", "D", "SUPER"}
 
 
 def peak_flops_per_second(device_name: str, precision: str) -> float | None:
-    """Dense peak of one device, FLOP/s; None for CPUs and devices that are not in the table (MFU: null).
+    """Dense peak of one device in FLOP/s; None for CPUs and devices that are not in the table (MFU is then null).
 
     Args:
-        device_name: as `torch.cuda.get_device_name()` gives it.
+        device_name: as `torch.cuda.get_device_name()` returns it.
         precision: fp32 | bf16_autocast | bf16.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
@@ -48,7 +47,7 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
 
 def time_estimate(hardware_flops: float, flops_per_second: float | None, share: float = ASSUMED_MFU) -> float | None:
-    """Seconds that `hardware_flops` take at `share` of the peak; None where the peak is unknown."""
+    """Seconds that `hardware_flops` take at `share` of the peak; None if the peak is unknown."""
     if flops_per_second is None:
         return None
     return hardware_flops / (flops_per_second * share)

@@ -1,35 +1,39 @@
-"""FLOPs of a model from its definition, and MFU: figures that no kernel, chunk size or loss backend changes.
+"""FLOPs of a model from its definition, and MFU. No kernel, chunk size or loss backend changes these figures.
 
-**The convention of `mfu`** (model FLOPs utilisation; Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B:
-observed tokens/s over those of a device that runs at its peak, "without rematerialization"):
+**`mfu`** is model FLOPs utilisation: observed tokens/s divided by those of a device that runs at its peak, "without
+rematerialization" (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Its convention:
 
-* Every matrix product that the model's definition needs counts, an (m, k) by (k, n) product as 2mkn: projections, token
-  mixing, MLP, and the logits of every token.
-* A training step counts 3 times its forward pass: the backward pass of a product is two products of its size. What a
-  kernel or activation checkpointing computes a second time does not count.
+* Every matrix product that the model's definition needs counts: projections, token mixing, MLP, and the logits of every
+  token. An (m, k) by (k, n) product counts 2mkn.
+* A training step counts 3 times its forward pass, since the backward pass of a product is two products of its size.
+  What a kernel or activation checkpointing computes again does not count.
 * Causal attention counts the T (T + 1) / 2 pairs of query and key that the definition needs, not T².
-* A linear RNN counts its recurrence: the update of the state and the reading of it, for each token and head with keys
-  of K and values of V dimensions. The chunked form computes more, which is a kernel's way.
+* A linear RNN counts its recurrence: updating and reading the state, for each token and head with keys of K and values
+  of V dimensions. The additional work of the chunked form does not count.
 * Elementwise work, norms, decays and the short convolutions (4 taps a channel) do not count.
 * Sequences count as one document: `data.reset_at_document` does not change the figure.
 
-**`mfu_6n`** counts as the field does (PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commit 01c01c88:
-`get_nparams_and_active_nparams`, `quadratic_attention_flops_per_token`, `delta_rule_flops_per_token`): 6 FLOPs a token
-for each parameter, norms and convolutions included, without the embedding's table unless that is the output head as
-well; attention with all T² pairs; the recurrence as above.
+**`mfu_6n`** counts as the field does:
 
-What a kernel really computes is in :mod:`linrnn.costs.kernel_flops`.
+* 6 FLOPs a token for each parameter, including norms and convolutions. An embedding table counts only if it is also the
+  output head.
+* Attention with all T² pairs, and the recurrence as above.
+
+Sources of `mfu_6n`: PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commit 01c01c88
+(`get_nparams_and_active_nparams`, `quadratic_attention_flops_per_token`, `delta_rule_flops_per_token`).
+
+:mod:`linrnn.costs.kernel_flops` has what a kernel really computes.
 """
 
 from linrnn.costs.devices import peak_flops_per_second
 from linrnn.costs.mixers import FLOPS_OF_MIXERS
 from linrnn.models.architecture import Architecture
 
-BACKWARD = 2  # products of the backward pass for each of the forward pass
+BACKWARD = 2  # products of the backward pass for each product of the forward pass
 
 
 def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[str, int] | None:
-    """FLOPs of a forward pass by component, by the definition; None for a model without formulas.
+    """FLOPs of a forward pass by component, by the model's definition; None for a model without formulas.
 
     The components are mixer_projections, mixer_scan (the recurrence, or attention), mlp and vocabulary.
     """
@@ -45,16 +49,16 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
 
 
 def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
-    """FLOPs of a training step over `n_sequences` of `seq_len` tokens, as `mfu` counts; None: unknown."""
+    """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu`; None: unknown."""
     forward = forward_flops(arch, n_sequences, seq_len)
     return None if forward is None else (1 + BACKWARD) * sum(forward.values())
 
 
 def model_flops_6n(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
-    """The same as `mfu_6n` counts; None: unknown."""
+    """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu_6n`; None: unknown."""
     if (mixer := FLOPS_OF_MIXERS.get(arch.model)) is None:
         return None
-    parameters = arch.body_parameters + arch.embedding_parameters  # the head's; a table of its own is only read
+    parameters = arch.body_parameters + arch.embedding_parameters  # the head's; an untied embedding is only read
     mixing = arch.num_layers * arch.num_heads * mixer.usual(arch, seq_len)
     return n_sequences * seq_len * (6 * parameters + (1 + BACKWARD) * mixing)
 
@@ -68,11 +72,11 @@ def mfu(
     precision: str,
     n_devices: int = 1,
 ) -> dict[str, float | None]:
-    """`mfu` and `mfu_6n`: shares of the peak of all devices; None where speed, peak or the model's FLOPs are unknown.
+    """`mfu` and `mfu_6n`: shares of the peak of all devices; None if speed, peak or the model's FLOPs are unknown.
 
     Args:
-        tokens_per_second: of all devices together, ignored labels included.
-        device_name: as `torch.cuda.get_device_name()` gives it.
+        tokens_per_second: of all devices, including ignored labels.
+        device_name: as `torch.cuda.get_device_name()` returns it.
         precision: fp32 | bf16_autocast | bf16.
     """
     peak = peak_flops_per_second(device_name, precision)

@@ -1,6 +1,8 @@
-"""FLOPs that the device computes in a training step, by component: what its time depends on.
+"""FLOPs that the device computes in a training step, by component. Its time depends on them.
 
-More than the model's definition asks for (:mod:`linrnn.costs.flops`): chunked kernels, recomputation.
+They exceed the FLOPs of the model's definition (:mod:`linrnn.costs.flops`): kernels work in chunks, and some results
+are
+computed twice.
 """
 
 from dataclasses import dataclass
@@ -21,9 +23,9 @@ class KernelFlops:
 
     Attributes:
         forward: the products of the forward pass.
-        backward: twice those: the gradients of both factors.
-        recomputed: what is computed a second time to save memory (activation checkpointing, a loss layer that
-            remakes its logits, kernels that remake their states or scores).
+        backward: twice the forward pass, for the gradients of both factors.
+        recomputed: computed again to save memory: activation checkpointing, a loss layer that recomputes its logits,
+            kernels that recompute their states or scores.
     """
 
     forward: dict[str, int]
@@ -32,7 +34,7 @@ class KernelFlops:
 
     @property
     def total(self) -> int:
-        """All that the device computes."""
+        """All FLOPs that the device computes."""
         return sum(sum(part.values()) for part in (self.forward, self.backward, self.recomputed))
 
 
@@ -51,7 +53,7 @@ def kernel_flops(
     Args:
         loss: decides whether the backward pass computes the logits again.
         activation_checkpointing: none | full (every block's forward pass is computed again).
-        compute: bytes of an element of hidden states and head.
+        compute: bytes per element of hidden states and head.
     """
     forward = forward_flops(arch, n_sequences, seq_len)
     mixer, formulas = FLOPS_OF_MIXERS.get(arch.model), FORMULAS_OF_LOSSES.get(loss.name)

@@ -1,9 +1,12 @@
 """GPU memory of a training step from formulas: what is allocated when, by component.
 
 The formulas count the tensors that FLA's blocks save for the backward pass, those that a loss backend holds at once,
-and cuBLAS's workspaces. They describe the GPU kernels: the torch fallbacks that run on CPU hold more. Not counted:
-CUDA's context and libraries outside PyTorch's allocator, what the allocator rounds up (blocks of up to 1 MiB more than
-was asked for: up to 0.8 % of the committed runs' peaks), fragmentation, the savings of torch.compile'd blocks.
+and
+cuBLAS's workspaces. They describe the GPU kernels; the torch fallbacks on CPU hold more. Not counted:
+
+* CUDA's context, and libraries outside PyTorch's allocator.
+* What the allocator rounds up (at most 1 MiB a block; up to 0.8 % of the committed runs' peaks), and fragmentation.
+* The savings of torch.compile'd blocks.
 """
 
 from dataclasses import dataclass
@@ -15,8 +18,8 @@ from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 
-# PyTorch gives cuBLAS 4096 KiB x 8 on a Hopper GPU or later (aten/src/ATen/cuda/CublasHandlePool.cpp; NVIDIA advises as
-# much under cublasSetWorkspace; before Hopper it is 8.1 MiB), one to each thread that multiplies: forward, backward.
+# PyTorch gives cuBLAS 4096 KiB x 8 on Hopper and later (aten/src/ATen/cuda/CublasHandlePool.cpp), as NVIDIA advises for
+# cublasSetWorkspace; before Hopper 8.1 MiB. Two threads multiply, forward and backward, each with its own workspace.
 WORKSPACES = 2 * 32 * 2**20
 
 
@@ -28,24 +31,25 @@ class MemoryEstimate:
         parameters: in the dtype that they are kept in.
         gradients: of all parameters, at the end of the backward pass.
         optimizer: AdamW's two moments.
-        workspaces: cuBLAS's, always there.
-        weight_copies: the blocks' weights in the compute dtype, under autocast; with activation checkpointing none, nor
-            where FSDP gathers them in that dtype.
-        mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and
-            the norms with the residual stream and the batch; with activation checkpointing, `residual` is the
-            blocks' inputs and the others are 0.
-        loss_inputs: what the loss gets: hidden states, and the head where it is a copy. Gone once the loss layer's
-            backward pass is through.
-        recomputed_block: with activation checkpointing, the activations of the one block that is computed
-            again, and its weights' copies.
-        block_backward: what the backward pass of one block needs beside its saved activations; with FSDP its weights
-            and the next one's, gathered.
-        loss_forward, loss_backward: the most that the loss layer's passes hold beyond their inputs, less those of them
-            that the backward pass has let go of by then.
-        at_loss, at_head, at_blocks, at_embedding: the most that is held in the loss layer; while the head's gradient
-            is cast to the parameter's dtype; in the backward pass of the last block (the first in that pass) or
-            of the first one (beside nearly all gradients); and in the embedding's, with all gradients that the
-            update finds.
+        workspaces: cuBLAS's, always allocated.
+        weight_copies: the blocks' weights in the compute dtype, under autocast. There are none with activation
+            checkpointing, or if FSDP gathers the weights in that dtype.
+        mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and the norms with
+            the residual stream and the batch. With activation checkpointing `residual` is the blocks' inputs, and
+            `mixer` and `mlp` are 0.
+        loss_inputs: the loss's inputs: hidden states, and the head if it is a copy. Freed after the loss layer's
+            backward pass.
+        recomputed_block: with activation checkpointing, the activations of the one block that is recomputed, and its
+            copies of weights.
+        block_backward: what the backward pass of one block holds beyond its saved activations. With FSDP this includes
+            its gathered weights and those of the next block.
+        loss_forward, loss_backward: the peaks of the loss layer's passes beyond their inputs, minus inputs that the
+            backward pass has freed by then.
+        at_loss: the peak in the loss layer.
+        at_head: the peak while the head's gradient is cast to the parameter's dtype.
+        at_blocks: the peak in the backward pass of the last block (which comes first), or of the first block (when
+            nearly all gradients exist).
+        at_embedding: the peak in the embedding's backward pass, with all gradients that the update will use.
     """
 
     parameters: int
@@ -72,7 +76,7 @@ class MemoryEstimate:
         return max(self.at_loss, self.at_head, self.at_blocks, self.at_embedding)
 
     def components(self) -> dict[str, int]:
-        """Bytes by component under the names that measured memory has, activations in parts as well."""
+        """Bytes by component, under the names of measured memory. Activations are also listed in parts."""
         activations = {
             "activations/workspaces": self.workspaces,
             "activations/weight_copies": self.weight_copies,
@@ -96,11 +100,11 @@ class MemoryEstimate:
 def training_state(
     arch: Architecture, precision: str, *, shard_ranks: int = 1, optimizer: bool = True
 ) -> dict[str, int]:
-    """Bytes of parameters, gradients and AdamW's two moments of each rank: known of every model, whatever its mixer.
+    """Bytes per rank of parameters, gradients and AdamW's two moments. These are known for every model.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
-        shard_ranks: ranks that hold one model between them.
+        shard_ranks: number of ranks that share one model.
     """
     parameters = (BF16 if precision == "bf16" else FP32) * arch.n_parameters // shard_ranks
     return {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters if optimizer else 0}
@@ -131,19 +135,18 @@ def memory_estimate(
 ) -> MemoryEstimate | None:
     """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens.
 
-    None for a model or a loss without formulas.
+    None for a model or a loss without formulas. With more than one micro-step, the gradients of the first exist at the
+    peak
+    of the next. With one, gradients appear while activations are freed.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
         activation_checkpointing: none | full.
         optimizer: False for forward and backward passes alone.
-        shard_ranks: ranks that hold one model between them (FSDP2); of this one's memory.
-        by_vocabulary: whether each keeps its rows of embedding and head, for the tokens of all of them.
+        shard_ranks: number of ranks that share one model (FSDP2). The estimate is one rank's memory.
+        by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
 
-    With more than one micro-step the gradients of the first are there when the next one peaks. With one,
-    they come into being while the activations go.
-
-    The function is long because it is one account: what a moment of the step holds depends on nearly all other terms.
+    The function is long because it is one account: what a step holds at any moment depends on nearly all terms.
     """
     tokens = batch_size * seq_len
     kept = BF16 if precision == "bf16" else FP32
@@ -166,7 +169,7 @@ def memory_estimate(
     copies = 0 if checkpointed else layers * weights.block
 
     block_saves = tokens * (layer.mixer + layer.mlp + 2 * layer.norm)
-    block_input = tokens * kept * d  # which its first norm saves
+    block_input = tokens * kept * d  # saved by the block's first norm
     final_norm = tokens * layer.norm
     batch = 2 * ID * tokens
     if checkpointed:
@@ -179,8 +182,8 @@ def memory_estimate(
             "mlp": layers * tokens * layer.mlp,
             "residual": layers * tokens * 2 * layer.norm + final_norm + batch,
         }
-    # The MLP's backward pass, with the gradient of one projection, and its copy if it was computed again just now; the
-    # mixer's, which finds the gradients of all three in the place of copies of two.
+    # The MLP's backward pass holds the gradient of one projection, and its copy if that was just recomputed. During the
+    # mixer's backward pass the gradients of all three projections exist, and the copies of two are freed.
     projection = d * arch.intermediate_size
     mlp_weights = compute * projection * (2 if checkpointed and weights.block else 1)
     mlp_gradients = 0 if earlier_gradients else 3 * kept * projection // shard_ranks
@@ -193,26 +196,27 @@ def memory_estimate(
     loss_forward, loss_backward = of_loss
     hidden = tokens * d * compute
     loss_inputs = hidden + weights.head
-    # Of its inputs, which nobody else holds: the compiled loss lets go of hidden states before it makes their gradient;
-    # two losses have the gradients alone by then.
+    # Only the loss holds its inputs. The compiled loss frees the hidden states before it computes their gradient. Two
+    # losses (liger, fla) hold only gradients by then.
     loss_backward -= {"nothing": 0, "hidden": hidden, "inputs": loss_inputs}[FORMULAS_OF_LOSSES[loss.name].freed]
-    if by_vocabulary:  # the gathered hidden states; their gradient in fp32, before it is cut
+    if by_vocabulary:  # the gathered hidden states; their gradient in fp32 before it is scattered
         gathered_hidden = loss_tokens * d * compute
         loss_forward += gathered_hidden
         loss_backward += gathered_hidden + loss_tokens * d * (FP32 - compute)
 
-    # The gradient of embedding or head: FSDP's is whole and in fp32 until it is cut.
+    # The gradient of embedding or head. With FSDP it is whole and in fp32 until it is scattered.
     whole = sharded and not by_vocabulary
     matrix_gradient = (FP32 if whole else kept) * rows * d
     matrix_kept = kept * arch.embedding_parameters // shard_ranks
-    added_at_once = bool(earlier_gradients) and not sharded  # to the one that is there
-    waiting = 0 if added_at_once and not tied else matrix_kept  # a tied matrix's as the head, for the embedding's
+    added_at_once = bool(earlier_gradients) and not sharded  # to the gradient of earlier micro-steps
+    # The head's gradient waits here; if tied, until the embedding's is added to it.
+    waiting = 0 if added_at_once and not tied else matrix_kept
     new_gradients = 1 if sharded else int(tied) + int(added_at_once)
 
     always = parameters + state + WORKSPACES
     held = always + earlier_gradients + copies + sum(saved.values())
     last_block = held - final_norm + waiting + recomputed
-    # In the first block all gradients are there but its own and an untied embedding's.
+    # In the first block all gradients exist but its own and an untied embedding's.
     to_come = kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + (0 if tied else matrix_kept)
     gradients = parameters + waiting if earlier_gradients else parameters - to_come
     first_block = always + gradients + batch + block_saves + weights.block
@@ -237,9 +241,13 @@ def memory_estimate(
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bytes of weights beside the parameters: copies of a block's in the compute dtype, as long as its backward pass
-    needs them; blocks that FSDP has gathered, none while the loss is computed; the head as the loss takes it, where it
-    is not the parameter."""
+    """Bytes of weights in addition to the parameters.
+
+    Attributes:
+        block: copies of one block's weights in the compute dtype, held until its backward pass is over.
+        gathered: blocks that FSDP has gathered; none while the loss is computed.
+        head: the head as the loss takes it, if that is not the parameter.
+    """
 
     block: int
     gathered: int
@@ -250,13 +258,13 @@ def _weights(
     arch: Architecture, precision: str, compute: int, shard_ranks: int, by_vocabulary: bool
 ) -> _Weights | None:
     autocast = precision == "bf16_autocast"
-    # Of the MLP's three projections two: the last one's is made again in the backward pass.
+    # Two of the MLP's three projections have copies: the backward pass makes the last one's again.
     copied = arch.mixer_parameters + 2 * arch.hidden_size * arch.intermediate_size
     block = compute * copied if autocast else 0
     head = compute * arch.embedding_parameters
     if shard_ranks == 1:
         return _Weights(block, 0, head if autocast else 0)
-    # A block gathered while another is computed. Where it is gathered in fp32, autocast's copies stay.
+    # One block is gathered while another is computed. If blocks are gathered in fp32, autocast's copies stay.
     if (dtype := gathered_bytes(arch.model, precision)) is None:
         return None
     gathered = 2 * dtype * (arch.mixer_parameters + arch.mlp_parameters)

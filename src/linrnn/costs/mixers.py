@@ -1,10 +1,11 @@
-"""FLOPs of each model's token mixing, by the definition and as the kernels compute them.
+"""FLOPs of each model's token mixing, by the model's definition and as the kernels compute them.
 
-A new model gets an entry in `FLOPS_OF_MIXERS`. Without one its FLOPs, MFU and time are unknown: no other model's
-formula takes the place of its own.
+A new model needs an entry in `FLOPS_OF_MIXERS`. Without one its FLOPs, MFU and time are unknown; another model's
+formula
+is never used.
 
-Counts are FLOPs of the forward pass for one token and one head. K and V are a head's key and value dimensions, T is
-the sequence's length, C the tokens of a chunk.
+Counts are FLOPs of the forward pass for one token and one head. K and V are a head's key and value dimensions, T is the
+length of the sequence, and C is the number of tokens in a chunk.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,19 @@ from dataclasses import dataclass
 
 from linrnn.models.architecture import GLA_GATE_RANK, Architecture
 
-DEFAULT_CHUNK = 64  # tokens per chunk of FLA's kernels where `model.chunk_size` is null
+DEFAULT_CHUNK = 64  # tokens per chunk of FLA's kernels if `model.chunk_size` is null
 
 
 @dataclass(frozen=True)
 class MixerFlops:
-    """Formulas of one model; those of a token and head take (architecture, sequence length).
+    """Formulas of one model. Those for one token and head take (architecture, sequence length).
 
     Attributes:
         projections: (inputs, outputs) of every linear layer of one mixer, as FLA builds them.
-        definition: products of the recurrence, or of attention over the pairs that causality leaves.
-        usual: the same as :mod:`linrnn.costs.flops` counts for `mfu_6n`.
-        kernel: products that FLA's chunked kernel computes, or flash attention.
-        kernel_again: those that the kernel's backward pass computes a second time.
+        definition: products of the recurrence, or of attention over the causal pairs.
+        usual: the same, counted as :mod:`linrnn.costs.flops` does for `mfu_6n`.
+        kernel: products that FLA's chunked kernel or flash attention computes.
+        kernel_again: products that the kernel's backward pass recomputes.
     """
 
     projections: Callable[[Architecture], list[tuple[int, int]]]
@@ -63,64 +64,68 @@ def _kda_projections(arch: Architecture) -> list[tuple[int, int]]:
 
 # ------------------------------------------------------------------------------------------------- by the definition
 def _linear_attention(arch: Architecture, seq_len: int) -> int:
-    """The state's update k vᵀ and its reading qᵀ S (Yang et al. 2024, arXiv:2312.06635, equation 3): 2 x 2KV."""
+    """Updating the state, k vᵀ, and reading it, qᵀ S (Yang et al. 2024, arXiv:2312.06635, equation 3): 2 x 2KV."""
     return 4 * arch.head_k_dim * arch.head_v_dim
 
 
 def _delta_rule(arch: Architecture, seq_len: int) -> int:
-    """Also what the state holds for the key, kᵀ S (Yang et al. 2024, arXiv:2412.06464, equation 10): 3 x 2KV."""
+    """Also reading the state for the key, kᵀ S (Yang et al. 2024, arXiv:2412.06464, equation 10): 3 x 2KV."""
     return 6 * arch.head_k_dim * arch.head_v_dim
 
 
 def _causal_attention(arch: Architecture, seq_len: int) -> int:
-    """q kᵀ and the product with the values over (T + 1) / 2 keys on average: (T + 1) (K + V)."""
+    """q kᵀ and the product with the values, over (T + 1) / 2 keys on average: (T + 1) (K + V)."""
     return (seq_len + 1) * (arch.head_k_dim + arch.head_v_dim)
 
 
 def _full_attention(arch: Architecture, seq_len: int) -> int:
-    """The same over all T keys."""
+    """q kᵀ and the product with the values, over all T keys."""
     return 2 * seq_len * (arch.head_k_dim + arch.head_v_dim)
 
 
 # ----------------------------------------------------------------------------------------------------- by the kernels
 def _gla_kernel(arch: Architecture, seq_len: int) -> int:
-    """Chunks (Yang et al. 2024, arXiv:2312.06635, section 4): scores q kᵀ (2CK) times values (2CV) within a chunk, the
-    state's update kᵀ v (2KV) and reading q S (2KV).
+    """The chunked form of GLA (Yang et al. 2024, arXiv:2312.06635, section 4).
 
-    Products of a chunk count as the dense C x C tiles that the kernels multiply.
+    Within a chunk: scores q kᵀ (2CK) times values (2CV). Between chunks: updating the state, kᵀ v (2KV), and reading
+    it, q S
+    (2KV). Products of a chunk count as the dense C x C tiles that the kernels multiply.
     """
     k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
     return 2 * chunk_length(arch, seq_len) * (k_dim + v_dim) + 4 * k_dim * v_dim
 
 
 def _gla_kernel_again(arch: Architecture, seq_len: int) -> int:
-    """The state's updates."""
+    """Recomputed: the updates of the state."""
     return 2 * arch.head_k_dim * arch.head_v_dim
 
 
 def _delta_rule_kernel(arch: Architecture, seq_len: int) -> int:
     """The WY form (Yang et al. 2024, arXiv:2406.06484, section 3; arXiv:2412.06464; Kimi Team 2025, arXiv:2510.26692).
 
-    k kᵀ and q kᵀ (4CK), the inverse of a unit lower-triangular C x C matrix (C² / 3), that times keys and values
-    (2CK + 2CV), w S, the update kᵀ u and q S (6KV), scores times u (2CV).
+    * k kᵀ and q kᵀ: 4CK.
+    * The inverse of a unit lower-triangular C x C matrix: C² / 3.
+    * The inverse times keys and values: 2CK + 2CV.
+    * w S, the update kᵀ u and q S: 6KV.
+    * Scores times u: 2CV.
     """
     k_dim, v_dim, chunk = arch.head_k_dim, arch.head_v_dim, chunk_length(arch, seq_len)
     return 2 * chunk * (3 * k_dim + 2 * v_dim) + 6 * k_dim * v_dim + chunk**2 // 3
 
 
 def _delta_rule_kernel_again(arch: Architecture, seq_len: int) -> int:
-    """The state's updates, w, u and w S."""
+    """Recomputed: the updates of the state, w, u and w S."""
     k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
     return 2 * chunk_length(arch, seq_len) * (k_dim + v_dim) + 4 * k_dim * v_dim
 
 
 def _flash_attention(arch: Architecture, seq_len: int) -> int:
-    """Half of the T x T scores and of their product with the values."""
+    """Half of the T x T scores, and half of their product with the values."""
     return seq_len * (arch.head_k_dim + arch.head_v_dim)
 
 
 def _flash_attention_again(arch: Architecture, seq_len: int) -> int:
-    """q kᵀ (Dao 2023, arXiv:2307.08691, section 3.1)."""
+    """Recomputed: q kᵀ (Dao 2023, arXiv:2307.08691, section 3.1)."""
     return seq_len * arch.head_k_dim
 
 

@@ -1,4 +1,4 @@
-"""HBM traffic of a training step from formulas: every operand read once, every result written once.
+"""HBM traffic of a training step from formulas. Every operand is read once and every result written once.
 
 Caches can save nothing of it where tensors are larger than they are, and tiles that are read again cost more: the
 figures are what a perfect kernel of each scheme moves. Scalars per token are left out.
@@ -19,5 +19,5 @@ def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: i
 
 
 def optimizer_traffic(arch: Architecture, precision: str) -> int:
-    """AdamW: parameter, gradient and two moments read, all but the gradient written."""
+    """AdamW reads parameter, gradient and two moments, and writes all but the gradient."""
     return 7 * arch.n_parameters * (BF16 if precision == "bf16" else FP32)

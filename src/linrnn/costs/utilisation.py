@@ -1,4 +1,4 @@
-"""MFU of a committed or finished run, computed again from its summary: from its dimensions, tokens/s and GPU."""
+"""MFU of a committed or finished run, computed from its summary: dimensions, tokens/s and GPU."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,9 +12,9 @@ from linrnn.models.architecture import Architecture, resolve
 
 
 def mfu_of_summary(summary: Mapping[str, Any]) -> dict[str, float | None]:
-    """`mfu` and `mfu_6n` by the convention of :mod:`linrnn.costs.flops`, whatever convention the run knew.
+    """`mfu` and `mfu_6n` by today's convention (:mod:`linrnn.costs.flops`), whatever convention the run used.
 
-    Both are None without a speed, for a GPU of unknown peak, and where the dimensions are not those of the size.
+    Both are None without a speed, for a GPU of unknown peak, and if the dimensions are not those of the size.
 
     Args:
         summary: a run's summary.json, or a row of a committed runs.json.
@@ -33,9 +33,9 @@ def mfu_of_summary(summary: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def architecture_of(row: Mapping[str, Any]) -> Architecture | None:
-    """Dimensions of a row with `model`, `size` and `vocab_size`; `n_parameters`, where given, must agree.
+    """The architecture of a row with `model`, `size` and `vocab_size`. A given `n_parameters` must agree.
 
-    None where it does not, whether embeddings are tied or not, and where the model or the size is not known any more.
+    None if it agrees with neither tied nor untied embeddings, or if the model or the size no longer exists.
     """
     if row["vocab_size"] is None:
         return None
@@ -47,7 +47,7 @@ def architecture_of(row: Mapping[str, Any]) -> Architecture | None:
 
 @lru_cache
 def _candidates(model: str, size: str, vocab_size: int) -> tuple[Architecture, ...]:
-    """With the size's own choice of tied or untied embeddings first."""
+    """The architectures with tied and untied embeddings; the size's own choice comes first."""
     try:
         config = load_config([f"model={model}", f"size={size}"])
         other = replace(config.size, tie_embeddings=not config.size.tie_embeddings)

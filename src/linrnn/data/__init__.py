@@ -1,4 +1,4 @@
-"""Data: text to token shards once (`prepare`), shards to batches (`BatchLoader`, `BatchesOnce`)."""
+"""Data: `prepare` turns text into token shards once; `BatchLoader` and `BatchesOnce` read batches from the shards."""
 
 from linrnn.data.batches import Batch, BatchesOnce, BatchLoader, check_validation
 from linrnn.data.prepare import PreparedData, prepare

@@ -1,11 +1,11 @@
-"""From a long sequence of tokens to batches of blocks; labels are shifted here and nowhere else.
+"""Turn a long sequence of tokens into batches of blocks. Labels are shifted here and nowhere else.
 
-Block k holds tokens [kT, kT + T]; its inputs are the first T, its labels the last T, so every token but the
-very first is predicted once an epoch (a tail shorter than T is left out in training). An epoch visits every
-block once, in an order that depends on the seed and the epoch's number alone. Epochs follow one another
-without a gap: the global order is one endless sequence of rows, and step i of `world_size` ranks with B rows
-each takes rows [i·W·B, (i + 1)·W·B), rank r those at r, r + W, r + 2W, … A run is therefore continued from
-one number, with any number of ranks.
+Block k holds tokens [kT, kT + T]. Its inputs are the first T tokens, its labels the last T. So an epoch predicts every
+token once, except the very first (and, in training, a tail shorter than T).
+
+An epoch visits every block once, in an order that depends only on the seed and the epoch's number. All epochs together
+form one endless sequence of rows. With B rows on each of W ranks, step i takes rows [i·W·B, (i + 1)·W·B), and rank r
+those at r, r + W, r + 2W, … A run is therefore continued from one number, on any number of ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,16 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on.
+    """The inputs and labels of a step.
 
     Attributes:
-        input_ids: (B, T) int64; (1, B·T) when state is reset at document ends.
+        input_ids: (B, T) int64, or (1, B·T) when state is reset at document ends.
         labels: same shape, int64: the next token, or -100 where nothing is predicted.
-        cu_seqlens: int32 (sequences + 1,) boundaries in the flattened inputs, from 0 to B·T, where state and
-            attention start anew: every row and every document; None when they cross document ends.
-        n_tokens: labels that count (are not -100).
-        n_bytes: UTF-8 bytes of text that these stand for; None where that was not asked for or is not known.
+        cu_seqlens: int32 (sequences + 1,), boundaries in the flattened inputs from 0 to B·T. State and attention start
+            anew
+            at each: every row and every document. None if state and attention cross document ends.
+        n_tokens: number of labels that are not -100.
+        n_bytes: UTF-8 bytes of text that these labels stand for; None if not requested or not known.
     """
 
     input_ids: torch.Tensor
@@ -43,7 +44,7 @@ class Batch:
 
 
 class BatchLoader:
-    """An endless, exactly resumable iterator of training batches.
+    """An endless iterator over training batches that can be resumed exactly.
 
     Args:
         shards: the tokens.
@@ -51,8 +52,9 @@ class BatchLoader:
         batch_size: B, rows per rank and batch.
         seed: decides the order.
         rank, world_size: this rank's share of every step.
-        reset_at_document: flatten the rows and mark document borders (see `Batch`); a document's first token
-            is then never predicted from the document before it.
+        reset_at_document: flatten the rows and mark document borders (see `Batch`). A document's first token is then
+            never
+            predicted from the document before it.
         shuffle: False visits the blocks in their own order.
 
     Raises:
@@ -82,7 +84,7 @@ class BatchLoader:
         self._shards, self._seq_len, self._batch_size, self._seed = shards, seq_len, batch_size, seed
         self._rank, self._world_size = rank, world_size
         self._reset, self._shuffle = reset_at_document, shuffle
-        self._rows_done = 0  # of the global order, all ranks together
+        self._rows_done = 0  # in the global order, over all ranks
         self._order: tuple[int, np.ndarray] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -96,7 +98,7 @@ class BatchLoader:
         return make_batch(self._shards, starts, self._seq_len, reset_at_document=self._reset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands: epoch and global rows taken so far, and what they are rows of."""
+        """The position: the epoch, the rows taken so far over all ranks, and the identity of these rows."""
         return {"epoch": self._rows_done // self.n_blocks, "rows": self._rows_done, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,7 +116,7 @@ class BatchLoader:
         self._rows_done = state["rows"]
 
     def go_on_after(self, state: dict[str, Any]) -> bool:
-        """Begin after the rows that another run has taken, where they come in the same order; whether they do."""
+        """Start after the rows that another run has taken, if its order is the same. Return whether it is."""
         same = all(state.get(key) == here for key, here in self._identity().items())
         if same:
             self._rows_done = state["rows"]
@@ -140,7 +142,7 @@ class BatchLoader:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
-            # NumPy freezes RandomState's stream for good; a newer Generator's may change between versions.
+            # NumPy never changes RandomState's stream. A Generator's may change between versions.
             source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, epoch])))
             self._order = (epoch, source.permutation(self.n_blocks))
         return self._order[1]
@@ -158,10 +160,9 @@ def make_batch(
     """The batch of the blocks that begin at tokens `starts`.
 
     Args:
-        starts: (B,) first input token of each row; a row that begins at or beyond `stop` - 1 predicts
-            nothing.
-        stop: end of the tokens to use (exclusive); what lies beyond is padded with 0 and label -100.
-        token_bytes: what tokens stand for, where the labels' bytes are to be counted.
+        starts: (B,) first input token of each row. A row that begins at or beyond `stop` - 1 predicts nothing.
+        stop: end of the tokens to use (exclusive). What lies beyond is padded with 0 and has label -100.
+        token_bytes: the bytes of each token; give it to count the labels' bytes.
     """
     stop = shards.n_tokens if stop is None else stop
     n_rows = len(starts)
@@ -176,7 +177,7 @@ def make_batch(
     if reset_at_document or token_bytes is not None:
         rows, ends = _document_ends(shards.document_ends, starts, starts + lengths)
     if reset_at_document:
-        labels[rows, ends - 1] = IGNORED  # would predict the next document's first token
+        labels[rows, ends - 1] = IGNORED  # the label here is the next document's first token
         boundaries = np.concatenate([np.arange(n_rows + 1) * seq_len, rows * seq_len + ends])
         cu_seqlens = torch.from_numpy(np.unique(boundaries).astype(np.int32))
         inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
@@ -192,7 +193,7 @@ def make_batch(
 
 
 def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Document ends strictly between starts and stops: their rows, and their places from the start."""
+    """Document ends strictly between starts and stops: the row of each, and its distance from the row's start."""
     first = np.searchsorted(ends, starts, side="right")
     counts = np.maximum(np.searchsorted(ends, stops, side="left") - first, 0)
     rows = np.repeat(np.arange(len(starts)), counts)
@@ -201,10 +202,10 @@ def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> t
 
 
 def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_document: bool) -> None:
-    """Refuse a text of which `BatchesOnce` would give no label.
+    """Reject a text for which `BatchesOnce` would have no label.
 
     Raises:
-        DataError: it is too short, or it has documents of one token alone, whose first tokens are never predicted.
+        DataError: the text is too short, or all its documents have one token (a first token is never predicted).
     """
     stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
     if stop < 2:
@@ -221,17 +222,16 @@ def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_docum
 
 
 class BatchesOnce(Sequence[Batch]):
-    """A validation pass: each token but the first is predicted exactly once, in order, the same at every
-    call. A batch is built when it is asked for.
+    """The batches of a validation pass: each token but the first is predicted exactly once, in order.
 
-    All batches have the full shape; what is missing from the last one has label -100.
+    A batch is built when it is asked for. All batches have the full shape; padding of the last one has label -100.
 
     Args:
-        max_tokens: bounds the labels; None: all.
-        token_bytes: what tokens stand for, where the labels' bytes are to be counted.
+        max_tokens: upper bound on the number of labels; None for all.
+        token_bytes: the bytes of each token; give it to count the labels' bytes.
 
     Raises:
-        DataError: there is not one label.
+        DataError: there is no label at all.
     """
 
     def __init__(

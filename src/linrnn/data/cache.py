@@ -1,7 +1,7 @@
-"""`data.cache_dir`: a prepared data set is written there once, by one process, and swept clean of what others left.
+"""`data.cache_dir`: one process writes a prepared data set there, once, and removes what killed processes left.
 
-Work in progress lies under `<directory>.partial` and holds the lock `<directory>.lock`. The system releases a lock when
-its process ends, however it ends, so that a lock that can be taken belongs to nobody.
+Work in progress lies in `<directory>.partial`, under the lock `<directory>.lock`. The system releases a lock when its
+process ends, in whatever way it ends. A lock that can be taken therefore belongs to nobody.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from linrnn.data.shards import FORMAT_VERSION, META, read_meta, storage_errors, 
 from linrnn.data.tokenise import RECORD
 
 LOCK, PARTIAL = ".lock", ".partial"
-KEPT_SECONDS = 7 * 24 * 3600  # an interrupted tokenisation is kept so long for the same command to continue
+KEPT_SECONDS = 7 * 24 * 3600  # how long an interrupted tokenisation waits for the same command to continue it
 
 
 def write_once(
@@ -34,11 +34,11 @@ def write_once(
     write_shards: Callable[[Path], dict[str, Any]],
     progress: ProgressCallback | None,
 ) -> tuple[Path, dict[str, Any]]:
-    """The directory for `recipe` and its meta.json; written by one process alone if it is not there.
+    """The directory for `recipe` and the content of its meta.json. If it does not exist, one process writes it.
 
     Args:
-        check_room: refuses, given the cache directory, to write more than fits.
-        write_shards: writes into a directory, and returns the splits of meta.json.
+        check_room: raises if the data does not fit on the disk of the given cache directory.
+        write_shards: writes into a directory, and returns the splits for meta.json.
     """
     directory = Path(config.cache_dir).expanduser() / f"{config.name}-{key_of([FORMAT_VERSION, recipe])}"
     if not directory.is_dir():
@@ -50,7 +50,7 @@ def write_once(
                     check_room(directory.parent)
                 with storage_errors(partial):
                     partial.mkdir(exist_ok=True)
-                if not (partial / META).is_file():  # it is the last file to be written
+                if not (partial / META).is_file():  # meta.json is written last
                     meta = {"format": FORMAT_VERSION, **recipe, "splits": write_shards(partial)}
                     with storage_errors(partial):
                         write_meta(partial, meta)
@@ -62,15 +62,15 @@ def write_once(
 
 
 def check_disk(directory: Path, n_bytes: int, what: str, remedy: str) -> None:
-    """Refuse to write more than the disk has free, before the first byte.
+    """Raise if the disk has too little free space, before the first byte is written.
 
     Args:
-        directory: where; it need not exist.
+        directory: where the data will be written; it need not exist.
         n_bytes: the least that will be written.
-        what: that needs them, the beginning of a sentence.
+        what: what needs the space; the message begins with it.
 
     Raises:
-        StorageError: the disk has less.
+        StorageError: the disk has less than `n_bytes` free.
     """
     there = free_disk(directory)
     if n_bytes > there:
@@ -83,10 +83,10 @@ def check_disk(directory: Path, n_bytes: int, what: str, remedy: str) -> None:
 def sweep(cache: Path, progress: ProgressCallback | None) -> None:
     """Remove what killed preparations left in `cache`: locks, and partial directories that nobody can continue.
 
-    Nothing that a living process holds is touched. A tokenisation that can be continued stays for `KEPT_SECONDS`.
+    Whatever a living process holds is left alone. A tokenisation that can be continued stays for `KEPT_SECONDS`.
     """
     for path in sorted(cache.glob(f"*{LOCK}")) + sorted(cache.glob(f"*{PARTIAL}")):
-        with suppress(OSError, StorageError):  # another process sweeps at the same time, or they are another user's
+        with suppress(OSError, StorageError):  # another process removes it now, or it belongs to another user
             target = path.with_name(path.name.removesuffix(LOCK).removesuffix(PARTIAL))
             if (lock := _try_lock(target)) is None:
                 continue
@@ -100,16 +100,17 @@ def sweep(cache: Path, progress: ProgressCallback | None) -> None:
 
 
 def _continues(partial: Path) -> bool:
-    """Whether the same command would continue it: it has a record of what is done, or all but its last rename."""
+    """Whether the same command would continue `partial`: it holds a progress record, or only the last rename is
+    missing."""
     records = [path for path in (partial / RECORD, partial / META) if path.is_file()]
     return bool(records) and time.time() - max(path.stat().st_mtime for path in records) < KEPT_SECONDS
 
 
 @contextmanager
 def locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
-    """Hold the lock of `path`, whose file is gone afterwards.
+    """Hold the lock of `path`; its file is removed afterwards.
 
-    A process that waited for a lock finds its file removed, and takes the one that is there now.
+    A process that waited for a lock finds the lock's file removed. It then takes the current file.
     """
     with storage_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ def locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
             progress(Progress("waiting for another process that prepares it", finished=True))
             said = True
         with storage_errors(path.parent), _open(path) as other:
-            fcntl.flock(other, fcntl.LOCK_EX)  # waits; the next turn takes the file that is there then
+            fcntl.flock(other, fcntl.LOCK_EX)  # only waits: the next round of the loop takes the current file
     with lock:
         try:
             yield
@@ -147,7 +148,7 @@ def _open(path: Path) -> TextIOWrapper:
 
 
 def _is_there(path: Path, lock: TextIOWrapper) -> bool:
-    """Whether the lock's name still stands for the file that is held."""
+    """Whether the lock's name still leads to the file that is held."""
     try:
         return path.with_name(path.name + LOCK).stat().st_ino == os.fstat(lock.fileno()).st_ino
     except FileNotFoundError:
@@ -155,12 +156,12 @@ def _is_there(path: Path, lock: TextIOWrapper) -> bool:
 
 
 def _unlink(path: Path, lock: TextIOWrapper) -> None:
-    """Remove a lock that is held."""
+    """Remove the file of a lock that is held."""
     if _is_there(path, lock):
         with suppress(OSError):
             path.with_name(path.name + LOCK).unlink()
 
 
 def key_of(content: Any) -> str:
-    """A short hash of what decides which tokens come out."""
+    """A short hash of `content`: everything that decides which tokens are written."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

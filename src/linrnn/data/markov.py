@@ -1,18 +1,18 @@
 """Generated text of known entropy: a Markov chain over tokens, cut into documents.
 
-Token 0 ends a document. A document starts with a token drawn from a Zipf distribution; every further token is
-0 with probability p, else one of the `branching` successors of the token before it, the k-th of them with
-probability q_k ∝ 1/k. Successors are drawn by Zipf weight too, so that the tokens' frequencies are skewed as
-in text, and the ranks are shuffled over the ids, so that the order of the vocabulary says nothing about
-frequency.
+Token 0 ends a document. A document's first token comes from a Zipf distribution. Every further token is 0 with
+probability p. Otherwise it is one of the `branching` successors of the previous token: the k-th with probability
+q_k ∝ 1/k. Successors are drawn by Zipf weight too, so token frequencies are skewed as in text. Zipf ranks are shuffled
+over the ids, so an id says nothing about its frequency.
 
-The entropy rate is exact. With h(p) the entropy of a coin, a token after any other than 0 has entropy
-h(p) + (1 - p) H(q), whichever it follows; after 0 it has H(Zipf). A share p / (1 + p) of all tokens is 0
-(each is preceded by another token, a share p of those is followed by it). Hence, in nats per token,
+The entropy rate is exact. Let h(p) be the entropy of a coin. After any token but 0, the next token has entropy
+h(p) + (1 - p) H(q). After 0 it has H(Zipf). A share p / (1 + p) of all tokens is 0, because each 0 follows another
+token
+and a share p of those is followed by 0. Hence, in nats per token,
 
     H = [H(Zipf) · p + h(p) + (1 - p) H(q)] / (1 + p),
 
-and h(p) + (1 - p) H(q) where the first token of a document is not predicted (`reset_at_document`).
+and h(p) + (1 - p) H(q) if documents' first tokens are not predicted (`reset_at_document`).
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ _DOCUMENTS_AT_A_TIME = 8192
 
 
 class MarkovChain:
-    """The chain that a configuration describes; the same `data_seed` gives the same chain and the same text.
+    """The Markov chain of a configuration. The same `data_seed` gives the same chain and the same text.
 
     Attributes:
         vocab_size: V.
         successors: (V, branching) int64; row 0 is unused.
         successor_probabilities: (branching,) q, the same for every token.
-        start_probabilities: (V,) of a document's first token.
+        start_probabilities: (V,), for a document's first token.
     """
 
     def __init__(self, config: MarkovDataConfig) -> None:
@@ -45,7 +45,7 @@ class MarkovChain:
                 f"set data.branching below {self.vocab_size - 1} or raise data.vocab_size",
             )
         self._seed = config.data_seed
-        # RandomState, because NumPy freezes its stream: the text is the same with every version.
+        # NumPy never changes RandomState's stream, so every NumPy version generates the same text.
         random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, 0])))
         self.start_probabilities = np.zeros(self.vocab_size)
         self.start_probabilities[1 + random.permutation(self.vocab_size - 1)] = _zipf(self.vocab_size - 1)
@@ -59,7 +59,7 @@ class MarkovChain:
                 self.successors[again, k] = self._draw_starts(random, len(again))
 
     def entropy_rate(self, *, reset_at_document: bool) -> float:
-        """The lowest mean loss in nats per predicted token that any model can reach."""
+        """The lowest mean loss that any model can reach, in nats per predicted token."""
         p = END_PROBABILITY
         coin = _entropy(np.array([p, 1 - p]))
         after_token = coin + (1 - p) * _entropy(self.successor_probabilities)
@@ -68,7 +68,7 @@ class MarkovChain:
         return (p * _entropy(self.start_probabilities[1:]) + after_token) / (1 + p)
 
     def log_probabilities(self, previous: np.ndarray, following: np.ndarray) -> np.ndarray:
-        """ln P(following | previous), elementwise: what a perfect predictor assigns."""
+        """ln P(following | previous), elementwise: the prediction of a perfect model."""
         matches = self.successors[previous] == following[:, None]
         inside = (1 - END_PROBABILITY) * (matches @ self.successor_probabilities)
         inside = np.where(following == END, END_PROBABILITY, inside)
@@ -76,8 +76,7 @@ class MarkovChain:
             return np.log(np.where(previous == END, self.start_probabilities[following], inside))
 
     def documents(self, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Endless documents, many at a time: tokens one after another, and where each document ends
-        (exclusive).
+        """Endless documents, many at a time: their concatenated tokens, and the end of each document (exclusive).
 
         Args:
             stream: which of the independent texts (train, validation).
@@ -86,7 +85,7 @@ class MarkovChain:
         while True:
             # Longest first: the documents still running at position t are always the first ones.
             lengths = 1 + np.sort(random.geometric(END_PROBABILITY, _DOCUMENTS_AT_A_TIME))[::-1]
-            place = random.permutation(_DOCUMENTS_AT_A_TIME)  # where in the text each of them stands
+            place = random.permutation(_DOCUMENTS_AT_A_TIME)  # each document's position in the text
             in_place = np.empty_like(lengths)
             in_place[place] = lengths
             ends = np.cumsum(in_place)

@@ -1,12 +1,13 @@
-"""`prepare`: from a configuration to memory-mapped tokens, tokenising once.
+"""`prepare`: turn a configuration into memory-mapped tokens. Text is tokenised once.
 
-The result lies in `<data.cache_dir>/<data.name>-<key>/`, the key being a hash of the text (its content, not
-its place), the tokenizer and the options that decide which tokens come out. Work in progress lies under the
-same name with `.partial`, which the directory loses as the last act: what has its final name is whole.
+The result lies in `<data.cache_dir>/<data.name>-<key>/`. The key is a hash of the text (its content, not its place),
+the
+tokenizer and the options that decide which tokens come out. Work in progress has the suffix `.partial`. The last step
+removes the suffix, so a directory with its final name is complete.
 
-Without validation data of its own, a source gives every k-th document to validation, the first one first,
-k = round(1 / data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops with the
-document that reaches it. Documents end with the tokenizer's end token, where it has one.
+A source without validation data gives every k-th document to validation, starting with the first; k = round(1 /
+data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops after the document that reaches it.
+Each document is followed by the tokenizer's end token, if there is one.
 """
 
 import json
@@ -36,7 +37,7 @@ from linrnn.data.sources import Source, make_source
 from linrnn.data.tokenise import Tokenisation, split_of
 from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
-TOKENIZER_SAMPLE_BYTES = 16 << 20  # the first so many bytes of training text teach a tokenizer trained here
+TOKENIZER_SAMPLE_BYTES = 16 << 20  # a tokenizer trained here learns from this many first bytes of the training text
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class PreparedData:
         vocab_size: every id is below it.
         eos_id: the token that ends a document, None if the tokenizer has none.
         fingerprint: hex; changes with any byte of text, tokenizer or options.
-        token_fingerprint: of what ids stand for: the tokenizer, or the chain of generated text. A model that was
-            trained on other data can read these tokens only where both have the same.
-        entropy_floor_nats: the lowest mean loss that any model can reach; None where that is unknown.
+        token_fingerprint: identifies the meaning of ids: the tokenizer, or the chain of generated text. A model trained
+            on
+            other data can read these tokens only if both have the same `token_fingerprint`.
+        entropy_floor_nats: the lowest mean loss that any model can reach; None if unknown.
         description: one line for humans.
-        directory: where it all lies.
+        directory: the directory of the prepared data.
         tokenizer: None for generated data.
     """
 
@@ -68,16 +70,20 @@ class PreparedData:
     tokenizer: Tokenizer | None
 
     def verify(self, progress: ProgressCallback | None = None) -> None:
-        """Read everything and compare with the recorded hashes; raises a DataError naming what differs."""
+        """Read everything and compare it with the recorded hashes.
+
+        Raises:
+            DataError: a file differs. The error names it.
+        """
         if progress and (size := self.train.size + self.valid.size) > 1 << 30:
             progress(Progress(f"comparing {size / 2**30:.1f} GiB with their hashes", finished=True))
         self.train.verify()
         self.valid.verify()
 
     def token_bytes(self, shards: ShardSet, max_tokens: int | None, say: Callable[[str], None]) -> TokenBytes | None:
-        """What tokens stand for, for a validation pass of `max_tokens` over `shards` to count the bytes of its labels.
+        """The bytes of each token, to count the bytes of the labels in a validation pass of `max_tokens` over `shards`.
 
-        None for generated data, and where it would not be exactly the text: `say` is told why.
+        None for generated data, or if the count would differ from the text's bytes. `say` is then told why.
         """
         if self.tokenizer is None:
             return None
@@ -91,13 +97,13 @@ class PreparedData:
 
 
 def prepare(config: DataConfig, *, progress: ProgressCallback | None = None) -> PreparedData:
-    """Prepare the data that `config` describes, or open what is there.
+    """Prepare the data that `config` describes, or open it if it is there already.
 
     Args:
-        progress: called with a `Progress` now and then while there is work to do.
+        progress: called with a `Progress` from time to time while there is work to do.
 
     Raises:
-        DataError: data or tokenizer missing, empty, corrupt, or not what the configuration says.
+        DataError: data or tokenizer is missing, empty, corrupt, or not what the configuration says.
         StorageError: the cache directory cannot be written. The next attempt continues.
     """
     if isinstance(config, MarkovDataConfig):
@@ -134,7 +140,7 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
                 directory, source, tokenizer, period=period, max_tokens=config.max_tokens, report=progress
             ).run()
         except DataError:
-            if not source.remote:  # once mended it is another text: this attempt is of no further use
+            if not source.remote:  # a repaired local file is another text, so nothing would continue this attempt
                 shutil.rmtree(directory, ignore_errors=True)
             raise
         with storage_errors(directory):
@@ -159,9 +165,9 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
 
 
 def _least_bytes(config: TokenizedDataConfig, source: Source, tokenizer: Tokenizer) -> int | None:
-    """The least that tokenised text will take on disk; None where nobody knows how much text there is.
+    """The least disk space that the tokenised text will need; None if the amount of text is unknown.
 
-    A token of a large vocabulary stands for 4 to 5 bytes of text on average: not for 8.
+    It assumes 8 bytes of text per token. Tokens of a large vocabulary average 4 to 5.
     """
     if source.text_bytes is None:
         return None
@@ -170,7 +176,7 @@ def _least_bytes(config: TokenizedDataConfig, source: Source, tokenizer: Tokeniz
 
 
 def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
-    """Every how many documents one is held out for validation; None where the source has validation text."""
+    """k, if every k-th document is held out for validation. None if the source has validation text."""
     if source.has_validation:
         return None
     if config.valid_fraction == 0:
@@ -184,7 +190,7 @@ def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
 def _tokenizer_trained_here(
     config: TokenizedDataConfig, source: Source, period: int | None, progress: ProgressCallback | None
 ) -> Tokenizer:
-    """A BPE trained on the first part of the training text, kept in the cache directory."""
+    """A BPE trained on the first part of the training text. It is stored in the cache directory."""
     key = key_of([source.identity, period, config.tokenizer_vocab_size, TOKENIZER_SAMPLE_BYTES])
     path = Path(config.cache_dir).expanduser() / f"tokenizer-{config.tokenizer_vocab_size}-{key}.json"
     with locked(path, progress):

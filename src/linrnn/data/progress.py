@@ -1,4 +1,4 @@
-"""What preparation tells whoever waits for it."""
+"""Progress reports of data preparation, for whoever waits."""
 
 import sys
 import time
@@ -11,13 +11,13 @@ from linrnn.core.output import say
 
 @dataclass(frozen=True)
 class Progress:
-    """One report.
+    """One progress report.
 
     Attributes:
         stage: what is being done, in words.
-        documents, tokens: done so far, earlier attempts included.
+        documents, tokens: done so far, including earlier attempts.
         tokens_per_second: of this attempt; 0 at its start.
-        seconds_left: None where the end is unknown.
+        seconds_left: None if the end is unknown.
         finished: whether this is the stage's last report.
     """
 
@@ -36,17 +36,17 @@ class Meter:
     """Turns counts into reports with speed and time left.
 
     Args:
-        tokens: done before by earlier attempts.
+        tokens: done by earlier attempts.
     """
 
     def __init__(self, stage: str, report: ProgressCallback | None, tokens: int = 0) -> None:
         self._stage, self._report = stage, report
         self._start, self._tokens_at_start = time.monotonic(), tokens
-        # When continuing, how much was done before is known with the first report only.
+        # A continued attempt learns only from its first report what share was done before.
         self._base: tuple[float, float] | None = (self._start, 0.0) if tokens == 0 else None
 
     def update(self, documents: int, tokens: int, fraction: float | None, *, finished: bool = False) -> None:
-        """Report; `fraction` is the share of the whole work that is done (None: unknown)."""
+        """Report; `fraction` is the share of all work that is done (None: unknown)."""
         if self._report is None:
             return
         now, left = time.monotonic(), None
@@ -60,7 +60,7 @@ class Meter:
 
 
 class ConsoleProgress:
-    """Prints reports to a terminal as one line that renews itself, elsewhere as a line every ten seconds."""
+    """Prints reports. On a terminal one line is rewritten; elsewhere a new line comes every ten seconds."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

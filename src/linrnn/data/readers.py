@@ -1,11 +1,12 @@
-"""Local files as documents: .txt, .jsonl and .parquet, the first two also compressed as .xz, .gz or .zst.
+"""Read local files as documents: .txt, .jsonl and .parquet. The first two may be compressed (.xz, .gz, .zst).
 
 Where a document ends:
-    .txt      after a blank line. The blank lines stay with the text before them, so no byte of the file is
-              lost.
-    .jsonl    one JSON object a line; its `text_field` is the document. Blank lines are passed over.
-    .parquet  one row is one document: its column `text_field`.
-Text must be UTF-8. Documents without any text are passed over.
+
+    .txt      after a blank line. Blank lines belong to the document before them, so no byte of the file is lost.
+    .jsonl    each line is one JSON object; its `text_field` is the document. Blank lines are skipped.
+    .parquet  each row is one document: its column `text_field`.
+
+Text must be UTF-8. Documents without any text are skipped.
 """
 
 import glob
@@ -26,7 +27,7 @@ from linrnn.core.errors import DataError
 
 
 class Document(NamedTuple):
-    """One document and how much of the source has been read with it (0 to 1, None where that is unknown)."""
+    """One document, and the share of the source that has been read with it (0 to 1, None if unknown)."""
 
     text: str
     fraction: float | None
@@ -38,16 +39,15 @@ KNOWN = f"{', '.join(PLAIN)}, and .txt or .jsonl with {', '.join(COMPRESSED)}"
 
 
 def find_files(pattern: str, key: str) -> list[Path]:
-    """The data files that a path names, sorted: a file, a directory (searched to any depth) or a glob.
+    """The data files that a path names, sorted. The path is a file, a directory (searched to any depth) or a glob.
 
-    A directory gives its files of known type, hidden ones excepted; a file or a glob must name such files
-    only.
+    In a directory, hidden files and files of unknown type are skipped. A file or a glob must name data files only.
 
     Args:
-        key: the configuration key the path came from, for messages.
+        key: the configuration key of the path, for messages.
 
     Raises:
-        DataError: nothing there, an empty file, or an unknown type.
+        DataError: there is no file, a file is empty, or its type is unknown.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
@@ -73,8 +73,8 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[Document]:
     """The documents of all files, in order.
 
     Raises:
-        DataError: a file is corrupt, not UTF-8, not of its format, or lacks `text_field`; the line or row is
-            named.
+        DataError: a file is corrupt, not UTF-8, not of its format, or lacks `text_field`. The error names the line or
+            row.
     """
     sizes = [file.stat().st_size for file in files]
     total, done = sum(sizes), 0
@@ -145,7 +145,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
 
 
 def checked_text(text: Any, where: str, text_field: str) -> str:
-    """`text`, if it is text that UTF-8 can encode."""
+    """`text`, after a check that it is a string that UTF-8 can encode."""
     if not isinstance(text, str):
         raise DataError(
             f"{where}: {text_field} is {type(text).__name__}, not text",
@@ -164,7 +164,7 @@ def _no_field(where: str, text_field: str, there: list[str]) -> DataError:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
-    """Number (from 1), line with its line end as it stands in the file, and bytes of the file read so far."""
+    """For each line: its number (from 1), its text with the line end, and the bytes of the file read so far."""
     number = 0
     with ExitStack() as stack:
         try:
@@ -193,7 +193,7 @@ def _decompress(raw: BinaryIO, suffix: str) -> Any:
 
 
 class _ZstdReader(io.RawIOBase):
-    """All frames of a .zst file; raises where it was cut short (zstandard's own reader just ends)."""
+    """Reads all frames of a .zst file, and raises if the file was cut short (zstandard's own reader just ends)."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw

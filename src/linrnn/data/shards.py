@@ -1,15 +1,14 @@
-"""Token shards on disk: written once, memory-mapped ever after.
+"""Token shards on disk: written once, then memory-mapped.
 
 A prepared data set is a directory:
 
-    train-00000.bin        token ids, little-endian uint16 (vocabulary up to 65,536) or uint32, nothing else
-    train-00000.ends.npy   int64: where each document of the shard ends (exclusive, counted from its first
-                           token)
+    train-00000.bin        token ids: little-endian uint16 (vocabulary up to 65,536) or uint32
+    train-00000.ends.npy   int64: the end of each document in the shard (exclusive, in tokens from the shard's start)
     valid-00000.bin …      the same for the validation split
-    tokenizer.json         the tokenizer, for those who decode (absent for generated data)
+    tokenizer.json         the tokenizer (absent for generated data)
     meta.json              vocabulary, tokenizer hash, sources, options, and size and sha256 of every shard
 
-Documents are packed one after another and never straddle shards; blocks of tokens may.
+Documents are packed one after another. A document lies in one shard; a block of tokens may span two.
 """
 
 import hashlib
@@ -32,13 +31,13 @@ FORMAT_VERSION = 1
 META = "meta.json"
 SPLITS = ("train", "valid")
 HASHING_THREADS = 4  # at about 1.4 GB/s each
-COUNTED_TOKENS = 1 << 22  # at once, whose bytes are added up
+COUNTED_TOKENS = 1 << 22  # tokens whose bytes are added up at once
 SHARD_TOKENS = 1 << 27  # a shard is closed by the document that reaches this many tokens
 
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """One shard in meta.json: `bytes` are the UTF-8 bytes of its text, sizes those of the files."""
+    """One shard in meta.json. `bytes` are the UTF-8 bytes of its text; `size` and `ends_size` are sizes of files."""
 
     file: str
     tokens: int
@@ -63,7 +62,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn a failed write under `path` into a StorageError; what is written stays for the next attempt."""
+    """Turn a failed write under `path` into a StorageError. What is written stays for the next attempt."""
     try:
         yield
     except OSError as error:
@@ -74,7 +73,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that the file is either the old one or the whole new one."""
+    """Write JSON. A reader finds either the old file or the whole new one."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
@@ -89,10 +88,11 @@ def sha256_of(path: Path) -> str:
 
 
 class SplitWriter:
-    """Appends documents to the shards of one split; what `commit()` returns is enough to continue.
+    """Appends documents to the shards of one split. The state that `commit()` returns is enough to continue.
 
-    A new writer made with a state cuts off whatever was written after that state was taken, so that the same
-    documents give the same bytes however often the work was interrupted.
+    A writer made with a state cuts off whatever was written after that state was taken. The same documents therefore
+    give
+    the same bytes, however often the work was interrupted.
     """
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, state: dict[str, Any] | None) -> None:
@@ -113,9 +113,9 @@ class SplitWriter:
         """Append whole documents.
 
         Args:
-            ids: their tokens, one after another.
-            ends: (documents,) where each of them ends in `ids`, exclusive; the last is len(ids).
-            n_bytes: UTF-8 bytes of their text.
+            ids: the documents' tokens, concatenated.
+            ends: (documents,) end of each document in `ids`, exclusive; the last is len(ids).
+            n_bytes: UTF-8 bytes of the documents' text.
         """
         self._ids_file.write(ids.astype(self._dtype, copy=False).tobytes())
         self._ends_file.write((ends + self._tokens).astype("<i8").tobytes())
@@ -143,9 +143,9 @@ class SplitWriter:
             self._path(".bin").unlink()
 
     def close(self) -> None:
-        """Close the files; unless `finish` came before, what was written after the last `commit` is lost."""
+        """Close the files. Without `finish` before, everything written after the last `commit` is lost."""
         for file in (self._ids_file, self._ends_file):
-            with suppress(OSError):  # all that counts is flushed already
+            with suppress(OSError):  # commit() has flushed everything that is needed
                 file.close()
 
     def _path(self, suffix: str) -> Path:
@@ -153,8 +153,7 @@ class SplitWriter:
 
     def _open_shard(self, tokens: int = 0, documents: int = 0, bytes: int = 0) -> None:
         self._tokens, self._documents, self._bytes = tokens, documents, bytes
-        # Document ends stay in a plain file until the shard is finished; .part files are removed at the very
-        # end.
+        # Document ends stay in a plain .part file until the shard is finished. These files are removed at the very end.
         self._ids_file = _open_at(self._path(".bin"), tokens * self._dtype.itemsize)
         self._ends_file = _open_at(self._path(".ends.part"), documents * 8)
 
@@ -182,7 +181,8 @@ class SplitWriter:
 
 
 def _open_at(path: Path, size: int) -> Any:
-    """Open for appending at byte `size`, dropping what lies beyond; the file must have at least that much."""
+    """Open a file for appending at byte `size`, and cut off what lies beyond. The file must have at least `size`
+    bytes."""
     path.touch()
     if path.stat().st_size < size:
         raise DataError(f"{path} is shorter than its progress record", f"delete {path.parent} and prepare again")
@@ -192,13 +192,13 @@ def _open_at(path: Path, size: int) -> Any:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The tokens of one split as one long sequence, memory-mapped.
+    """All tokens of one split as one long, memory-mapped sequence.
 
     Attributes:
         directory: where the shards are.
         fingerprint: hex; identifies the whole prepared data set and this split of it.
-        dtype: of the token ids on disk.
-        shards: what meta.json says of each shard.
+        dtype: type of the token ids on disk.
+        shards: the entries of meta.json.
     """
 
     directory: Path
@@ -209,7 +209,7 @@ class ShardSet:
     _starts: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Map every shard, after checking that it is there and has the size that meta.json records."""
+        """Check that every shard exists with the size that meta.json records, and map it."""
         for shard in self.shards:
             for name, size in ((shard.file, shard.size), (shard.ends_file, shard.ends_size)):
                 path = self.directory / name
@@ -219,7 +219,7 @@ class ShardSet:
                     raise _broken(path, f"has {path.stat().st_size:,} bytes, meta.json says {size:,}")
             if shard.size != shard.tokens * self.dtype.itemsize:
                 raise _broken(self.directory / META, f"contradicts itself about {shard.file}")
-        # Plain arrays over the mapping: slicing np.memmap itself costs microseconds of Python each time.
+        # Plain arrays over the mapping: each slice of an np.memmap costs microseconds of Python.
         tokens = [np.asarray(np.memmap(self.directory / s.file, self.dtype, "r")) for s in self.shards]
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_starts", np.cumsum([0] + [shard.tokens for shard in self.shards]))
@@ -252,7 +252,7 @@ class ShardSet:
         return np.concatenate(ends) if ends else np.zeros(0, np.int64)
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens [start, start + len(out)) into `out`, across shard borders where need be."""
+        """Copy the tokens [start, start + len(out)) into `out`. They may span several shards."""
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         offset, filled = start - int(self._starts[shard]), 0
         while filled < len(out):
@@ -271,7 +271,11 @@ class ShardSet:
         return out
 
     def verify(self) -> None:
-        """Compare every byte with the sha256 in meta.json; raises a DataError naming what differs."""
+        """Compare every byte with the sha256 in meta.json.
+
+        Raises:
+            DataError: a file differs. The error names it.
+        """
         recorded = {shard.file: shard.sha256 for shard in self.shards}
         recorded |= {shard.ends_file: shard.ends_sha256 for shard in self.shards}
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
@@ -281,8 +285,12 @@ class ShardSet:
                     raise _broken(self.directory / name, "differs from its sha256 in meta.json")
 
     def misspelt(self, token_bytes: TokenBytes, max_tokens: int | None) -> str | None:
-        """Which of the shards that a validation pass of `max_tokens` reads has tokens that stand for more or fewer
-        bytes than its text has; None: none."""
+        """Find a shard whose tokens stand for more or fewer bytes than its text has.
+
+        Only shards that a validation pass of `max_tokens` reads are checked. Returns the difference in words, or None
+        if every
+        shard agrees.
+        """
         for shard, start, tokens in zip(self.shards, self._starts[:-1], self._tokens, strict=True):
             if max_tokens is not None and start > max_tokens:
                 break
@@ -298,7 +306,7 @@ def _broken(path: Path, what: str) -> DataError:
 
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:
-    """Write meta.json with its fingerprint: sha256 of all the rest, which holds the hash of every shard."""
+    """Write meta.json with a fingerprint: the sha256 of the other entries, which hold the hash of every shard."""
     write_json(directory / META, {**meta, "fingerprint": _fingerprint(meta)})
 
 
@@ -306,7 +314,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     """Read and check meta.json.
 
     Raises:
-        DataError: it does not parse, was altered, or was written in another format.
+        DataError: meta.json cannot be parsed, was altered, or has another format.
     """
     path = directory / META
     try:

@@ -1,7 +1,6 @@
-"""Where text comes from: local files, the interpreter's own library, or a data set in the hub's layout.
+"""Where text comes from: local files, Python's standard library, or a data set of the Hugging Face hub.
 
-A source yields documents, always in the same order, and says what it is in a form that changes when its text
-does.
+A source yields documents, always in the same order. Its `identity` changes when its text does.
 """
 
 import hashlib
@@ -27,10 +26,10 @@ class Source(Protocol):
     """Text in documents.
 
     Attributes:
-        description: for humans, a few words.
+        description: a few words for humans.
         identity: JSON-able; equal for equal text, wherever its files lie.
-        has_validation: whether the source brings its own validation documents.
-        remote: whether reading may fail for reasons that pass, so that a second attempt makes sense.
+        has_validation: whether the source has its own validation documents.
+        remote: whether reading may fail for a passing reason, so that a second attempt makes sense.
     """
 
     description: str
@@ -40,11 +39,11 @@ class Source(Protocol):
 
     @property
     def text_bytes(self) -> int | None:
-        """Of all documents as plain text; None where only reading would tell."""
+        """Bytes of all documents as plain text; None if only reading would tell."""
         ...
 
     def documents(self, split: str) -> Iterator[Document]:
-        """The documents of "train", or of "valid" where the source has its own."""
+        """The documents of "train", or of "valid" if the source has its own."""
         ...
 
 
@@ -87,7 +86,8 @@ class TextSource:
 
 
 class StdlibSource:
-    """`data=stdlib`: the running interpreter's own .py files, without its tests; a file is a document."""
+    """`data=stdlib`: the .py files of the running interpreter's library, without its tests. Each file is one
+    document."""
 
     has_validation = False
     remote = False
@@ -143,7 +143,7 @@ class HubSource:
         self.description = f"{config.path}{subset}, {config.train_split}"
 
     def documents(self, split: str) -> Iterator[Document]:
-        """Rows as documents; with `document_start`, the rows from one match to the next joined into one.
+        """Rows as documents. With `document_start`, a document joins the rows from one match to the next.
 
         Rows before the first match belong to the first document.
         """
@@ -192,8 +192,7 @@ class HubSource:
         local = Path(config.path).expanduser().is_dir()
         path = str(Path(config.path).expanduser()) if local else config.path
         try:
-            # A local directory is read where it lies: without streaming it would be copied to datasets' own
-            # cache.
+            # Streaming reads a local directory in place. Otherwise `datasets` would copy it to its own cache.
             splits = datasets.load_dataset(path, config.subset, streaming=config.streaming or local)
         except Exception as error:  # datasets, hub and network errors share no base class
             raise DataError(
@@ -225,7 +224,7 @@ class FileHashes:
         return self._known[key]
 
     def save(self) -> None:
-        """Remember for the next time, if the directory can be written: it is only a shortcut."""
+        """Save the hashes for the next time. If the directory cannot be written they are computed again then."""
         with suppress(OSError):
             os.makedirs(self._path.parent, exist_ok=True)
             write_json(self._path, self._known)

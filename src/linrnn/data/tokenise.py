@@ -1,8 +1,8 @@
-"""Documents to token shards, interruptible at any moment.
+"""Write documents as token shards. The work may be interrupted at any moment.
 
-After every batch of documents `progress.json` records how far each file counts and how many documents were
-read. The next attempt cuts off the rest, passes over that many documents (reading is far faster than
-tokenising) and goes on: the bytes come out the same however often the work was interrupted.
+After every batch of documents `progress.json` records the valid length of each file and the number of documents read.
+The next attempt cuts off anything longer, skips that many documents (reading is far faster than tokenising) and goes
+on. The bytes are the same however often the work was interrupted.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from linrnn.data.shards import SPLITS, SplitWriter, storage_errors, token_dtype,
 from linrnn.data.sources import Source
 from linrnn.data.tokenizer import Tokenizer
 
-BATCH_CHARACTERS = 4 << 20  # tokenised and committed together
+BATCH_CHARACTERS = 4 << 20  # characters that are tokenised and committed together
 BATCH_DOCUMENTS = 8192
 RECORD = "progress.json"
 
 
 def split_of(phase: str, document: int, period: int | None) -> str:
-    """Which split a document belongs to: number `document` (from 0) among those read for `phase`."""
+    """The split of the `document`-th document (from 0) among those read for `phase`."""
     if period is None:
         return phase
     return "valid" if document % period == 0 else "train"
@@ -37,11 +37,10 @@ class Tokenisation:
     """One attempt at writing the shards of both splits.
 
     Args:
-        directory: where the shards and the record of progress are.
+        directory: where the shards and the progress record are.
         source: the text.
-        tokenizer: its end token, if it has one, is put after every document.
-        period: every how many documents one is held out for validation; None if the source has validation
-            text.
+        tokenizer: its end token, if it has one, follows every document.
+        period: every period-th document is held out for validation; None if the source has validation text.
         max_tokens: reading ends with the document that brings the training split to this many tokens.
         report: called after every batch.
     """
@@ -69,7 +68,7 @@ class Tokenisation:
         self._meter = Meter("tokenising", report, self._count("tokens"))
 
     def run(self) -> dict[str, Any]:
-        """Do what is left to do; returns what meta.json says of the shards, by split."""
+        """Do the remaining work. Returns the shards' entries for meta.json, by split."""
         phases = ["train"] if self._period is not None else ["valid", "train"]
         try:
             while True:
@@ -106,7 +105,7 @@ class Tokenisation:
     def _encode(
         self, texts: list[str], splits: list[str], room: int | None
     ) -> Iterator[tuple[str, list[np.ndarray], int]]:
-        """By split: the tokens of each document, and the UTF-8 bytes of them all. Ends where `room` does."""
+        """For each split: the tokens of each document, and the UTF-8 bytes of all. Stops when `room` is used up."""
         end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         n_bytes = dict.fromkeys(SPLITS, 0)

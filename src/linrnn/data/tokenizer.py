@@ -1,8 +1,7 @@
-"""Tokenizers: a Hugging Face `tokenizers` JSON (also .json.xz), a directory, a hub name, or a BPE trained
-here.
+"""Tokenizers: a Hugging Face `tokenizers` JSON (also .json.xz), a directory, a hub name, or a BPE trained here.
 
-Text is always encoded as text: special tokens written out in a document ("<|endoftext|>" in a web page)
-become ordinary tokens, nothing is added, truncated or padded, whatever the tokenizer's file says.
+Text is always encoded as plain text. A special token written out in a document ("<|endoftext|>" in a web page) becomes
+ordinary tokens. Nothing is added, truncated or padded, whatever the tokenizer's file says.
 """
 
 import hashlib
@@ -20,30 +19,30 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linrnn.core.errors import DataError
 
-# The first of these that the vocabulary has ends a document, unless tokenizer_config.json names another.
+# The first of these names that the vocabulary has is the end token, unless tokenizer_config.json names another.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|endofdocument|>", "<eos>", "[EOS]")
-SPACE = "▁"  # how SentencePiece writes one
+SPACE = "▁"  # SentencePiece's symbol for a space
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """UTF-8 bytes of text that tokens stand for.
+    """The number of UTF-8 bytes of text that each token stands for.
 
     Attributes:
-        of_ids: (vocab_size,) int64: of each id. 0 for the end token, other special tokens and ids that there are not.
-        put_first: bytes that the tokenizer puts before every text: a text's first token stands for so many less.
+        of_ids: (vocab_size,) int64, bytes of each id. 0 for the end token, other special tokens and unused ids.
+        put_first: bytes that the tokenizer adds before every text. A text's first token stands for that many less.
     """
 
     of_ids: np.ndarray
     put_first: int
 
     def count(self, ids: np.ndarray, n_texts: int) -> int:
-        """Bytes that `ids` stand for, of which `n_texts` are the first of a text."""
+        """Bytes that `ids` stand for, if `n_texts` of the ids are the first of a text."""
         return int(self.of_ids[ids].sum()) - n_texts * self.put_first
 
 
 class Tokenizer:
-    """A tokenizer reduced to what pretraining needs.
+    """A tokenizer, reduced to what pretraining needs.
 
     Attributes:
         name: what the user asked for, for messages.
@@ -80,12 +79,12 @@ class Tokenizer:
         self.hash = hashlib.sha256(f"{self.eos_id}\n{json_text}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, in parallel over the cores; no end token is added."""
+        """Token ids of each text, computed in parallel on all cores. No end token is added."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def files(self) -> dict[str, str]:
-        """Contents of the files by which :func:`load_tokenizer` and transformers' AutoTokenizer know it, by name."""
+        """Names and contents of the files from which :func:`load_tokenizer` and transformers' AutoTokenizer load it."""
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self.eos_token is not None:
             settings |= {"eos_token": self.eos_token}
@@ -96,16 +95,16 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def token_bytes(self) -> TokenBytes | None:
-        """What the ids stand for, where the tokenizer gives a text back as it was (not all do: normalizers change it).
+        """The bytes of each token, or None if the tokenizer is neither byte-level nor has byte fallback.
 
-        None where tokens stand for no bytes: those of a tokenizer that is neither byte-level nor has byte fallback.
+        The counts hold only if decoding gives back the text as it was. A tokenizer with a normalizer changes the text.
         """
         decoders = set(_types(json.loads(self.json).get("decoder")))
         if decoders.isdisjoint(("ByteLevel", "ByteFallback")):
             return None
         of_ids = np.zeros(self.vocab_size, np.int64)
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            if "ByteLevel" in decoders:  # a character a byte
+            if "ByteLevel" in decoders:  # each character stands for one byte
                 of_ids[token_id] = len(token)
             elif re.fullmatch("<0x[0-9A-F]{2}>", token):
                 of_ids[token_id] = 1
@@ -125,11 +124,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        spec: a .json or .json.xz file, a directory that holds a tokenizer.json, or the name of a hub
-            repository.
+        spec: a .json or .json.xz file, a directory that holds a tokenizer.json, or the name of a hub repository.
 
     Raises:
-        DataError: it does not exist, cannot be fetched, or does not parse.
+        DataError: the tokenizer does not exist, cannot be fetched, or cannot be parsed.
     """
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -142,11 +140,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's pre-tokenizer) with <|endoftext|> as id 0; the same texts give the same
-    one.
+    """Train a byte-level BPE (GPT-2's pre-tokenizer) with <|endoftext|> as id 0. The same texts give the same
+    tokenizer.
 
     Args:
-        texts: the sample. How much of the corpus it is, is the caller's choice.
+        texts: the sample to learn from; the caller chooses its size.
         vocab_size: entries wanted, at least 257 (256 bytes and the end token).
 
     Raises:
@@ -172,7 +170,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
-    """Types of a decoder and of those that it consists of."""
+    """The type of a decoder, and the types of its parts."""
     if decoder is not None:
         yield decoder["type"]
         for part in decoder.get("decoders", ()):

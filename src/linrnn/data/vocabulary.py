@@ -7,7 +7,7 @@ from linrnn.data.tokenizer import load_tokenizer
 
 
 def vocabulary_size(config: DataConfig) -> int:
-    """Entries of the vocabulary that :func:`linrnn.data.prepare` will report for `config`.
+    """The `vocab_size` that :func:`linrnn.data.prepare` will report for `config`.
 
     Raises:
         DataError: the tokenizer cannot be loaded.
@@ -21,5 +21,5 @@ def vocabulary_size(config: DataConfig) -> int:
 
 @lru_cache
 def _entries(tokenizer: str) -> int:
-    """Counted once a process: a sweep asks for every point."""
+    """The size of a tokenizer's vocabulary. It is cached, because a sweep asks for every point."""
     return load_tokenizer(tokenizer).vocab_size

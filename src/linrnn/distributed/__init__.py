@@ -1,4 +1,4 @@
-"""Several processes of one run: replicas, shards, and what happens when one fails."""
+"""Several processes of one run: replicas, shards, and how a failure of one ends all."""
 
 from linrnn.distributed.join import join
 from linrnn.distributed.launch import Launch

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and how they leave."""
+"""How the processes of a run find each other, and how they end."""
 
 import contextlib
 import signal
@@ -23,14 +23,14 @@ _REPORTED, _LEFT = "reported", "left"
 
 @contextlib.contextmanager
 def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
-    """The ranks of the run that this process is part of; whatever ends the block on one rank ends it on all.
+    """The ranks of this process's run. Whatever ends the block on one rank ends it on all.
 
     Args:
-        device: `auto`, `cpu` (gloo) or `cuda` (NCCL, a GPU for each rank of a machine).
+        device: `auto`, `cpu` (gloo) or `cuda` (NCCL, one GPU for each rank of a machine).
 
     Raises:
-        ConfigError: processes and `parallel` do not belong together.
-        UnsupportedError: more ranks than GPUs on this machine, or a PyTorch without the backend.
+        ConfigError: the launched processes do not match `parallel`.
+        UnsupportedError: this machine has more ranks than GPUs, or PyTorch lacks the backend.
         RankFailedError: another rank has failed.
     """
     launch = Launch.from_environment()
@@ -59,7 +59,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
 
 
 def _claim_device(launch: Launch, device: str) -> str:
-    """Make this rank's GPU the current one; returns the backends of torch.distributed to use."""
+    """Make this rank's GPU the current one. Returns the backends for torch.distributed."""
     if device == "cpu" or not torch.cuda.is_available():
         return "gloo"
     if launch.local_rank >= torch.cuda.device_count():
@@ -75,8 +75,12 @@ def _claim_device(launch: Launch, device: str) -> str:
 
 @contextlib.contextmanager
 def _signals(watch: Watch) -> Iterator[None]:
-    """The signals that stop a run end a rank that is being set up; later they are the trainer's, and where it does not
-    listen they are ignored: a launcher sends SIGTERM to all ranks when one has failed, with a summary to write."""
+    """Handle signals outside the trainer's own handling.
+
+    While a rank is being set up, a signal ends it. Later the trainer handles signals, and elsewhere they are ignored.
+    When
+    one rank has failed, a launcher sends SIGTERM to all, and they still have to write a summary.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         if watch.when_lost is None:
@@ -95,7 +99,7 @@ def _signals(watch: Watch) -> Iterator[None]:
 
 
 def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error: BaseException) -> BaseException:
-    """What this rank raises at its end, so that a failure of all is reported once."""
+    """The exception that this rank raises at its end. A failure that several ranks share is reported once."""
     error = ranks.explain(error)
     mine = not isinstance(error, RankFailedError)
     with contextlib.suppress(RuntimeError, OSError):  # without the store every rank reports for itself
@@ -104,7 +108,7 @@ def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error:
         if same or (not mine and store.add(_REPORTED, 1) > 1):
             error = SystemExit(recorded.exit_code)
     if mine and not watch.patient:
-        time.sleep(patience.NOTICE_SECONDS)  # the others learn why, then the connections close with this process
+        time.sleep(patience.NOTICE_SECONDS)  # other ranks read the cause before this process closes the connections
     else:
         _leave(watch, store, Launch(ranks.rank, world_size=ranks.world_size))
     return error
@@ -120,7 +124,7 @@ def _as_failure(rank: int, error: BaseException) -> Failure:
 
 
 def _leave(watch: Watch, store: dist.Store, launch: Launch) -> None:
-    """Wait until all ranks are here or dead; after a failure no longer than the grace time."""
+    """Wait until every rank is here or dead. After a failure, wait no longer than the grace time."""
     with contextlib.suppress(RuntimeError, OSError):  # the rank that held the store has left
         store.add(_LEFT, 1)
         until = time.monotonic() + patience.GRACE_SECONDS

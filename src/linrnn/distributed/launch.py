@@ -1,4 +1,4 @@
-"""What the launcher (torchrun) says of this process."""
+"""Read what the launcher (torchrun) says about this process."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from linrnn.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says of this process: its rank among all, its rank on this machine, and how many there are."""
+    """What a launcher says about this process: its rank, its rank on this machine, and the number of ranks."""
 
     rank: int = 0
     local_rank: int = 0
@@ -18,17 +18,17 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read torchrun's variables (others that set them serve as well); without them, a process of its own."""
+        """Read torchrun's variables, whoever set them. Without them, this process is a run of its own."""
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return cls()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return cls(rank, int(os.environ.get("LOCAL_RANK", rank)), world_size, launched=True)
 
     def world_size_of(self, parallel: ParallelConfig) -> int:
-        """Ranks of a run with this `parallel`.
+        """Number of ranks of a run with this `parallel`.
 
         Raises:
-            ConfigError: processes and `parallel` do not belong together.
+            ConfigError: the launched processes do not match `parallel`.
         """
         if parallel.name == "none" and self.world_size > 1:
             raise ConfigError(

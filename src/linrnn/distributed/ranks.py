@@ -1,7 +1,7 @@
 """The ranks of one run, as one of them sees them.
 
-`torchrun --nproc-per-node=N train.py … parallel=ddp` starts N processes, each with its rank in its environment. All
-run the same program on their share of every batch; rank 0 alone writes. :class:`Ranks` itself is a run of one process.
+`torchrun --nproc-per-node=N train.py … parallel=ddp` starts N processes, each with its rank in its environment. All run
+the same program on their share of every batch. Only rank 0 writes files. :class:`Ranks` itself is a run of one process.
 """
 
 import contextlib
@@ -32,75 +32,77 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees them; this class is a run of one process."""
+    """The ranks of a run, as one of them sees them. This class is a run of one process."""
 
     rank = 0
     world_size = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes."""
+        """Whether this rank writes files."""
         return self.rank == 0
 
     @property
     def loss_scale(self) -> int:
-        """What a rank's loss is to be multiplied by so that the gradients are those of the sum of all ranks' losses."""
+        """Factor for a rank's loss, so that gradients are those of the sum of all ranks' losses."""
         return 1
 
     def spread(self, model: Any, compute: torch.dtype) -> Any:
-        """`model` (a LanguageModel) over the ranks; to be called like it, and to be asked for its head.
+        """Distribute `model` (a LanguageModel) over the ranks. The result can be called and has a head, like the model.
 
         Args:
-            compute: what products are computed in.
+            compute: the dtype of matrix products.
         """
         return model
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
-        """A context for forward and backward passes whose gradients stay on their rank until the next one outside."""
+        """A context in which passes keep their gradients on their rank. The next pass outside it sums them."""
         return contextlib.nullcontext()
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the gradients of a step."""
+        """Reset the gradients of a step."""
         optimizer.zero_grad(set_to_none=True)
 
     def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
-        """The ranks that hold rows of the head of a model that was `spread`, and how many; None if each has all."""
+        """The ranks that share the head's rows, and the number of rows of each; None if every rank has all rows."""
         return None
 
     def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
-        """This rank's items, the only ones that it asks for. All ranks get the same number: in the last round some get
-        a `blank` one."""
+        """This rank's items. All ranks get the same number of items; in the last round some get a `blank` one."""
         yield from items
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, on the tensor's device; the host does not wait for a GPU."""
+        """The sum of all ranks' tensors, on the tensor's device. The host does not wait for a GPU."""
         return tensor
 
     def total(self, *values: float) -> list[float]:
-        """Sums of the hosts' numbers over all ranks (exact for integers below 2**53)."""
+        """The sum over all ranks of each of the hosts' numbers (exact for integers below 2**53)."""
         return list(values)
 
     def largest(self, *values: float) -> list[float]:
-        """The largest of each of the hosts' numbers."""
+        """The maximum over all ranks of each of the hosts' numbers."""
         return list(values)
 
     def from_first(self, find: Callable[[], T]) -> T:
-        """What `find` returns on rank 0, which alone calls it."""
+        """The result of `find` on rank 0. Only rank 0 calls it."""
         return find()
 
     def first_then_others(self, prepare: Callable[[], T]) -> T:
-        """What `prepare` returns here, called by the others once rank 0 is through, however long that takes."""
+        """The result of `prepare`. All other ranks call it once rank 0 has finished, however long that takes."""
         return prepare()
 
     def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
-        """From now on signals are for the trainer alone; `when_lost` is called if this rank has to be ended from
-        outside, because another has failed and this one hangs."""
+        """From now on only the trainer handles signals.
+
+        `when_lost` is called if this rank must be ended from outside, because another rank has failed and this one
+        hangs.
+        """
 
     def end_together(self) -> None:
-        """Every rank has come to the end of the run: let each take its time to write what it has to."""
+        """Every rank has reached the end of the run. Each may now take its time to write its files."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """The failure of another rank behind `error`, or `error` itself."""
+        """The failure of another rank that caused `error`, or `error` itself."""
         return error
 
 
@@ -112,7 +114,7 @@ class DistributedRanks(Ranks):
         self._launch, self._store, self._watch, self._timeout = launch, store, watch, timeout
 
     def under(self, parallel: DistributedConfig) -> "DistributedRanks":
-        """The same processes with another way to spread a model."""
+        """The same processes with another method to distribute a model."""
         return make_ranks(parallel, self._launch, self._store, self._watch, self._timeout)
 
     def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
@@ -168,25 +170,25 @@ class DistributedRanks(Ranks):
 
 
 class ReplicatedRanks(DistributedRanks):
-    """Ranks with a whole model each: parallel=ddp."""
+    """Ranks that each have a whole model: parallel=ddp."""
 
     @property
     def loss_scale(self) -> int:
         return self.world_size  # replicas take the mean
 
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 knows no newer word
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 has no newer name for it
             return _Replica(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         return replica.no_sync()
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=False)  # they are views of the replica's buckets, which stay
+        optimizer.zero_grad(set_to_none=False)  # gradients are views of the replica's buckets, which stay
 
 
 class ShardedRanks(DistributedRanks):
-    """Ranks that hold one model between them: parallel=fsdp and parallel=vocab."""
+    """Ranks that share one model: parallel=fsdp and parallel=vocab."""
 
     def __init__(self, *arguments: Any, parallel: FsdpConfig) -> None:
         super().__init__(*arguments)
@@ -210,14 +212,14 @@ class ShardedRanks(DistributedRanks):
 
 
 class _Replica(DistributedDataParallel):
-    """A replica that shows what the loss needs of the model."""
+    """A DDP replica that also gives access to the head."""
 
     def head(self, dtype: torch.dtype) -> Tensor:
         return self.module.head(dtype)
 
 
 def make_ranks(parallel: DistributedConfig, *arguments: Any) -> DistributedRanks:
-    """The ranks that spread a model as `parallel` says."""
+    """The ranks for the method that `parallel` names."""
     if isinstance(parallel, FsdpConfig):
         return ShardedRanks(*arguments, parallel=parallel)
     return ReplicatedRanks(*arguments)

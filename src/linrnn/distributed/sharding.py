@@ -1,13 +1,16 @@
-"""A model cut over ranks: its blocks by FSDP2, its embedding and head by vocabulary.
+"""A model sharded over ranks: its blocks by FSDP2, its embedding and head by vocabulary.
 
-Every parameter becomes a DTensor cut along its first dimension, on one mesh: `("shard",)` over all ranks, or
-`("replicate", "shard")` where `parallel.shard_ranks` is less (HSDP: groups of ranks hold a whole model between them).
-Gradients are summed over all ranks, in fp32: within a group in every micro-step, across groups in the last one.
+Every parameter becomes a DTensor sharded along its first dimension on one mesh. The mesh is `("shard",)` over all
+ranks.
+If `parallel.shard_ranks` is smaller it is `("replicate", "shard")` (HSDP: each group of ranks holds a whole model).
+Gradients are summed over all ranks in fp32: within a group in every micro-step, across groups in the last one.
 
-The blocks are gathered one by one as they are needed, forward and backward (`fully_shard`). Embedding and head, which
-are as large as many blocks, are kept out of that: the head is gathered once in the dtype that the loss multiplies in,
-its gradient reduced and scattered; the embedding is gathered for a lookup, and not again for its backward pass. With
-parallel=vocab neither is: hidden states and token ids go to the rows instead.
+Blocks are gathered one by one when they are needed, forward and backward (`fully_shard`). Embedding and head are as
+large as many blocks and are handled apart:
+
+* The head is gathered once, in the dtype of the loss's products. Its gradient is reduced and scattered.
+* The embedding is gathered for a lookup, and not again for its backward pass.
+* With parallel=vocab neither is gathered. Hidden states and token ids are sent to the ranks that hold the rows.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ from linrnn.core.errors import ConfigError, UnsupportedError
 
 
 def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
-    """The ranks as rows of `shard_ranks`, which divides their number, that hold a model between them."""
+    """The ranks as groups of `shard_ranks` that share one model. `shard_ranks` divides the number of ranks."""
     ranks = dist.get_world_size()
     shard_ranks = parallel.shard_ranks or ranks
     if shard_ranks == ranks:
@@ -36,17 +39,17 @@ def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
 
 
 def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> "Replicas":
-    """Cut `model` (a LanguageModel) over the mesh, in place; its parameters are then DTensors.
+    """Shard `model` (a LanguageModel) over the mesh, in place. Its parameters become DTensors.
 
     Args:
-        compute: what products are computed in. The blocks' weights are gathered in it, unless FLA's kernels need
-            some of them in fp32: then all are gathered as they are kept.
-        by_vocabulary: embedding and head are not gathered: see :class:`VocabularyParallelEmbedding`, and the head that
-            a loss takes is the rank's rows.
+        compute: the dtype of matrix products. The blocks' weights are gathered in it. If FLA's kernels need some of
+            them in fp32, all are gathered in their own dtype.
+        by_vocabulary: do not gather embedding and head: see :class:`VocabularyParallelEmbedding`. A loss then gets the
+            rank's rows of the head.
 
     Raises:
-        ConfigError: a rank would have no row of the vocabulary, if by_vocabulary.
-        UnsupportedError: parameters of two dtypes in one block, which FSDP2 does not take.
+        ConfigError: with `by_vocabulary`, a rank would have no row of the vocabulary.
+        UnsupportedError: a block has parameters of two dtypes, which FSDP2 does not take.
     """
     marked = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
     kept = {parameter.dtype for parameter in model.blocks.parameters()}
@@ -73,16 +76,16 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: boo
 
 
 class Replicas:
-    """Sums gradients over the groups of ranks that hold a whole model each (HSDP), once in an optimizer step.
+    """Sums gradients over the groups that each hold a whole model (HSDP), once per optimizer step.
 
-    FSDP does so for the blocks, this class for embedding and head, as soon as a backward pass has their gradients.
+    FSDP sums the blocks' gradients. This class sums those of embedding and head, as soon as a backward pass has them.
     """
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._model, self._accumulating = model, False
         if mesh.ndim > 1:
             group = mesh.get_group("replicate")
-            for weight in {model.embedding.weight, model.head_weight}:  # one, where tied
+            for weight in {model.embedding.weight, model.head_weight}:  # a single one if they are tied
                 weight.register_post_accumulate_grad_hook(lambda weight: self._sum(weight.grad.to_local(), group))
 
     def _sum(self, grad: Tensor, group: dist.ProcessGroup) -> None:
@@ -91,7 +94,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """For micro-steps but the last: sums stay within a group."""
+        """For all micro-steps but the last: gradients are summed only within a group."""
         self._accumulating = True
         self._model.set_requires_all_reduce(False)
         try:
@@ -102,10 +105,10 @@ class Replicas:
 
 
 def _shard_vocabulary(model: Any, mesh: DeviceMesh, by_vocabulary: bool) -> None:
-    """Cut embedding and head (one parameter, where tied) by rows; what they compute stays the same."""
+    """Shard embedding and head (one parameter if they are tied) by rows. What they compute stays the same."""
     embedding, tied = model.embedding, model.head_weight is model.embedding.weight
     if by_vocabulary:
-        vocabulary_shards(len(embedding.weight), mesh)  # refuses one that is too small
+        vocabulary_shards(len(embedding.weight), mesh)  # raises if the vocabulary is too small
     kind = VocabularyParallelEmbedding if by_vocabulary else GatheredEmbedding
     weight = _cut(embedding.weight, mesh)
     model.set_embedding(kind(weight, embedding.padding_idx))
@@ -113,10 +116,10 @@ def _shard_vocabulary(model: Any, mesh: DeviceMesh, by_vocabulary: bool) -> None
 
 
 def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
-    """Rows of embedding and head on each rank of a group.
+    """The number of embedding and head rows on each rank of a group.
 
     Raises:
-        ConfigError: there would be none on some.
+        ConfigError: some rank would have none.
     """
     ranks = mesh["shard"].size()
     each = shard_rows(vocab_size, ranks)
@@ -130,7 +133,7 @@ def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's rows as a DTensor; every rank has the same `parameter`."""
+    """This rank's rows as a DTensor. `parameter` is the same on every rank."""
     rows = shard_rows(len(parameter), mesh["shard"].size())
     first = mesh["shard"].get_local_rank() * rows
     local = parameter.detach()[first : first + rows].clone()
@@ -141,12 +144,12 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def shard_rows(rows: int, ranks: int) -> int:
-    """Rows of every rank but the last ones, which have fewer or none (as torch.chunk has it)."""
+    """Rows of each rank. As with torch.chunk, the last ranks may have fewer or none."""
     return -(-rows // ranks)
 
 
 class GatheredEmbedding(nn.Module):
-    """An embedding (V, D) cut by rows, gathered in its own dtype for each lookup."""
+    """An embedding (V, D) sharded by rows. It is gathered in its own dtype for each lookup."""
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
         super().__init__()
@@ -159,14 +162,14 @@ class GatheredEmbedding(nn.Module):
 
 
 def gathered(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """The whole of a matrix cut by rows, (V, D) in `dtype`; its gradient is summed over the group's ranks and cut."""
+    """The whole of a sharded matrix, (V, D) in `dtype`. Its gradient is summed over the group's ranks and scattered."""
     assert isinstance(weight, DTensor)
     mesh = weight.device_mesh
     return _Gather.apply(weight.to_local(), len(weight), dtype, mesh)
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of rows, in `dtype`; reduce-scatter of their gradient, in fp32."""
+    """All-gather of rows in `dtype`. Backward: reduce-scatter of their gradient in fp32."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, rows: int, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
@@ -193,7 +196,7 @@ class _Gather(torch.autograd.Function):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """An embedding (V, D) cut by rows that stay where they are: every rank looks up what the group's ranks ask for."""
+    """An embedding (V, D) whose rows stay on their ranks. Every rank looks up the ids of all ranks of the group."""
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
         super().__init__()
@@ -201,14 +204,17 @@ class VocabularyParallelEmbedding(nn.Module):
         self.padding_idx = padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(…) ids, as many on every rank, to (…, D)."""
+        """(…) ids, the same number on every rank, to (…, D)."""
         assert isinstance(self.weight, DTensor)
         local, mesh = self.weight.to_local(), self.weight.device_mesh
         return _LookUp.apply(local, ids.flatten(), len(self.weight), self.padding_idx, mesh).view(*ids.shape, -1)
 
 
 class _LookUp(torch.autograd.Function):
-    """All-gather of ids, reduce-scatter of vectors (of which one is not 0: exact in any dtype); and back."""
+    """All-gather of ids, then reduce-scatter of vectors; the reverse in the backward pass.
+
+    For each id one rank has the vector and all others add 0, so the sum is exact in any dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, ids: Tensor, rows: int, padding_idx: int | None, mesh: DeviceMesh) -> Tensor:
@@ -241,12 +247,12 @@ def rows_here(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Every rank's `part`, in order of rank, into `out`. (torch 2.13 renames it and warns of the old name.)"""
+    """Concatenate every rank's `part` into `out`, in order of rank. (torch 2.13 has a new name for the function.)"""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, part, group=group)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> None:
-    """This rank's part of the sum of all ranks' `whole` into `out`. (As above.)"""
+    """Put this rank's part of the sum of all ranks' `whole` into `out`. (New name in torch 2.13, too.)"""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, whole, group=group)

@@ -1,8 +1,8 @@
-"""How a rank learns that another has failed.
+"""How a rank learns that another rank has failed.
 
-A rank that fails leaves the cause in the store that all ranks share. Every rank watches the store and the processes of
-its own machine. A rank that waits for a lost rank ends with the lost rank's cause. A rank of another machine that
-vanishes without a word ends the others through closed connections, or at `parallel.timeout_seconds`.
+A rank that fails leaves the cause in the store that all ranks share. Every rank watches this store and the processes of
+its own machine. A rank that waits for a lost rank ends with the lost rank's cause. If a rank of another machine
+vanishes without a cause, closed connections or `parallel.timeout_seconds` end all remaining ranks.
 """
 
 import json
@@ -26,7 +26,7 @@ _FAILURE, _PROCESS = "failure", "process"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended, as it is left for the others."""
+    """Why a rank ended, as it tells all other ranks."""
 
     rank: int
     cause: str
@@ -41,8 +41,8 @@ class Watch:
     """A thread that notices the failure of another rank, and ends this process if it hangs because of that.
 
     Attributes:
-        failure: the first failure of any rank that is known here.
-        when_lost: called before this process is ended; None while it is being set up.
+        failure: the first known failure of any rank.
+        when_lost: called before this process is ended; None while the rank is being set up.
         patient: whether this rank is known not to hang.
     """
 
@@ -63,7 +63,7 @@ class Watch:
         return self.failure
 
     def record(self, failure: Failure) -> Failure:
-        """Leave this failure for all ranks; returns the one that was there first."""
+        """Leave `failure` for all ranks. Returns the failure that was recorded first."""
         text = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
         return self._notice(Failure(**json.loads(text)))
 
@@ -75,7 +75,7 @@ class Watch:
         while self.failure is None and not self._ended.wait(patience.POLL_SECONDS):
             try:
                 self._look()
-            except (RuntimeError, OSError):  # the store went with the process that held it
+            except (RuntimeError, OSError):  # the process that held the store is gone
                 lost = Failure(0, "the process that joins the ranks is gone", "look at what it printed", 1)
                 self._notice(lost)
         if self._ended.wait(patience.GRACE_SECONDS) or self.failure is None or self.patient:
@@ -108,7 +108,7 @@ class Watch:
 
 
 def _machine() -> str:
-    """Processes with the same answer see each other's process ids."""
+    """A name for this machine. Processes with the same name see each other's process ids."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
 
@@ -124,7 +124,7 @@ def _alive(process: int) -> bool:
 
 
 def _is_zombie(process: int) -> bool:
-    """Whether the process has ended and its parent has not asked for its exit code yet."""
+    """Whether the process has ended but its parent has not yet read its exit code."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     except (OSError, IndexError):

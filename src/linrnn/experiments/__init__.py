@@ -1,1 +1,1 @@
-"""Many runs: sweeps, the largest batch, the dry run, the breakdown of memory and time."""
+"""Experiments of many runs: sweeps, the largest batch, the dry run, the breakdown of memory and time."""

@@ -1,4 +1,4 @@
-"""Where the memory and the time of a training step go: measured, beside the formulas."""
+"""Break a training step's memory and time down by component: measured figures beside formulas."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from linrnn.runs.summary import GIB, names_of_run
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import compute_dtype
 
-# Parts of the time, and the components of the FLOPs that are theirs.
+# Parts of the time, and the components of the FLOPs that belong to each.
 FLOPS_OF = {"mixer": ("mixer_projections", "mixer_scan"), "mlp": ("mlp",), "loss": ("vocabulary",)}
 PASSES = ("forward", "backward", "recomputed")
 TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
@@ -28,18 +28,18 @@ TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
 
 @dataclass
 class Breakdown:
-    """Everything in bytes, seconds and FLOPs; null where it was not or cannot be measured.
+    """Figures in bytes, seconds and FLOPs; null if a figure was not or cannot be measured.
 
     Attributes:
         run: what was measured, as in a run's summary.
         environment: versions, hardware, commit.
-        memory: component -> {"measured", "formula"}; activations/… are what the graph saves, by the part that saves it.
+        memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
         time: part -> {"forward", "backward", "recomputed"} seconds, medians; step and optimizer have "total".
         flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; null: no formulas.
         traffic: part -> {"forward", "backward"} bytes of HBM by formula.
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
-        hardware_utilisation: share of the device's peak, by all that its kernels compute.
-        peak_flops_per_second: of the device; null where unknown.
+        hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
+        peak_flops_per_second: the device's peak; null if unknown.
     """
 
     run: dict[str, Any]
@@ -55,12 +55,15 @@ class Breakdown:
 
 
 def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown:
-    """Take training steps apart: warm up, measure memory in one step, saved activations in one, times in `steps`, and
-    in the last one the memory without a loss layer.
+    """Measure training steps by component.
+
+    After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
+    step
+    measures the memory without a loss layer.
 
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
-        name: of the run.
+        name: the run's name.
     """
     plan, arch = trainer.plan, trainer.architecture
     for _ in range(warmup_steps):
@@ -80,7 +83,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
             trainer.train_step()
         times.append(clock.seconds())
     trainer.measurements.memory = memory_observer
-    trainer.loss = sum_of_inputs  # its step leaves weights that no text would: hence the last
+    trainer.loss = sum_of_inputs  # this step makes the weights meaningless, so it comes last
     trainer.measurements.memory.start()
     trainer.train_step()
     measured["without_loss_layer"] = trainer.measurements.memory.report().get("peak")
@@ -88,7 +91,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
 
 
 def sum_of_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
-    """In the place of a loss: both inputs get their gradients, whose memory any loss needs; nothing else is held."""
+    """A stand-in for a loss: both inputs get gradients, whose memory every loss needs. It holds nothing else."""
     return LossOutput(hidden_ND.sum(dtype=torch.float32) + weight_VD.sum(dtype=torch.float32), labels_N.new_ones(()))
 
 
@@ -159,7 +162,7 @@ def assemble(
 
 
 def median(times: Iterable[dict[str, float]], name: str) -> float | None:
-    """Over the steps that have it; None if none does."""
+    """The median over the steps that have `name`; None if no step has it."""
     values = [entry[name] for entry in times if name in entry]
     return statistics.median(values) if values else None
 
@@ -289,17 +292,17 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
 
 
 def _digits(value: float) -> str:
-    """Two decimals; three digits where a small model's figure would be 0.00."""
+    """Two decimals, or three digits if a small model's figure would be 0.00."""
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
 def to_json(b: Breakdown) -> dict[str, Any]:
-    """All of it, JSON-ready."""
+    """The whole breakdown, JSON-ready."""
     return asdict(b)
 
 
 def _rate(b: Breakdown, part: str, seconds: float) -> float | None:
-    """FLOP/s of a part, what it computes again included."""
+    """FLOP/s of a part, including what it computes again."""
     if b.flops is None or part not in FLOPS_OF or not seconds:
         return None
     return sum(sum(b.flops[component].values()) for component in FLOPS_OF[part]) / seconds

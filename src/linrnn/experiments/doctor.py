@@ -1,4 +1,4 @@
-"""What runs on this machine, what does not, why, and what to do: the report of `scripts/doctor.py`."""
+"""The report of `scripts/doctor.py`: what can run on this machine, and for the rest the cause and the remedy."""
 
 import shutil
 import sys
@@ -27,7 +27,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         verdict: "ok", "no", or for plain facts the fact itself.
         cause: why not; empty unless the verdict is "no".
         remedy: what to do about it; empty unless the verdict is "no".
@@ -58,7 +58,7 @@ def diagnose(config: Config) -> str:
 
 
 def machine(config: Config) -> list[Finding]:
-    """Versions, hardware, compilers, wandb's key (present or not, never the key) and free disk space."""
+    """Versions, hardware, compilers, whether there is a wandb key (never the key), and free disk space."""
     facts = describe_environment()
     cuda = f"CUDA {facts['cuda']}" if facts["cuda"] else "CPU build"
     findings = [Finding("python", f"{facts['python']} ({facts['os']}, {sys.prefix})")]
@@ -83,7 +83,7 @@ def machine(config: Config) -> list[Finding]:
 
 
 def losses(device: torch.device, dtype: torch.dtype) -> list[Finding]:
-    """Every loss backend with its default options; Apple's with every variant that is installed."""
+    """Every loss backend with its default options; Apple's with every installed variant."""
     findings = []
     for name in loss_names():
         variants = _installed_variants() if name == "cce_apple" else ()
@@ -99,7 +99,7 @@ def models(device: torch.device) -> list[Finding]:
 
 
 def attempt(name: str, check: Callable[..., object], *arguments: object) -> Finding:
-    """Ask a check that raises a LinrnnError where something cannot run."""
+    """The result of a check that raises a LinrnnError if something cannot run."""
     try:
         check(*arguments)
     except LinrnnError as error:
@@ -108,7 +108,7 @@ def attempt(name: str, check: Callable[..., object], *arguments: object) -> Find
 
 
 def table(findings: Iterable[Finding]) -> str:
-    """Aligned text, two columns; the remedy stands under the cause."""
+    """Aligned text in two columns, with the remedy below the cause."""
     findings = list(findings)
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -120,7 +120,7 @@ def table(findings: Iterable[Finding]) -> str:
 
 
 def free_bytes(directory: str) -> int:
-    """Free space where `directory` is, or would be made."""
+    """Free space at `directory`, which need not exist."""
     path = Path(directory).absolute()
     while not path.exists():
         path = path.parent

@@ -1,4 +1,4 @@
-"""`dry_run=true`: what a run will need, foreseen from formulas; nothing is built, tokenised, run or written."""
+"""`dry_run=true`: what a run will need, estimated from formulas. Nothing is built, tokenised, run or written."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,7 @@ def print_forecast(config: Config) -> None:
     """Print parameters, memory by component, FLOPs and time of the run that `config` describes.
 
     Raises:
-        LinrnnError: as the run itself would, where that can be known beforehand.
+        LinrnnError: an error that the run would raise and that can be found beforehand.
     """
     plan = make_training_plan(config)
     arch = plan.architecture(vocabulary_size(config.data))
@@ -68,7 +68,7 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def _room(plan: Plan, arch: Architecture) -> list[str]:
-    """What this machine says to that."""
+    """A line if the memory does not fit on this machine."""
     try:
         note = check_step_fits(plan, arch)
     except LinrnnError as error:
@@ -124,7 +124,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
-    """FLOPs that each rank computes in one optimizer step, all its micro-steps; None: no formulas."""
+    """FLOPs that each rank computes in one optimizer step, over all its micro-steps; None: no formulas."""
     trainer = plan.config.trainer
     return costs.kernel_flops(
         arch,
@@ -137,7 +137,7 @@ def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
 
 
 def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
-    """Seconds that all steps are foreseen to take; None where FLOPs or the device's peak rate are not known."""
+    """Expected seconds of all steps; None if FLOPs or the device's peak rate are unknown."""
     if (flops := kernel_flops(plan, arch)) is None:
         return None
     _, share, rate = _assumed_rate(plan)
@@ -146,7 +146,7 @@ def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
 
 
 def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
-    """The device, its peak rate in FLOP/s (of a CPU: measured) and the share of it that a run should reach."""
+    """The device, its peak rate in FLOP/s (measured on a CPU) and the share of it that a run should reach."""
     if plan.device.type == "cpu":
         return "this CPU", costs.ASSUMED_CPU_SHARE, _cpu_rate(compute_dtype(plan.precision))
     name = torch.cuda.get_device_name(plan.device)

@@ -1,4 +1,4 @@
-"""A sweep's points as jobs of Slurm, or as processes that submitit starts on this machine."""
+"""Run a sweep's points as jobs of Slurm, or as processes that submitit starts on this machine."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,9 +8,9 @@ import yaml
 
 from linrnn.core.errors import ConfigError
 
-LAUNCHER, RESOURCE = "hydra/launcher=", "hydra.launcher."  # what the overrides of a launcher begin with
+LAUNCHER, RESOURCE = "hydra/launcher=", "hydra.launcher."  # a launcher's overrides begin with one of these
 CLUSTERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
-# Resources that submitit knows by one name on every cluster. The others are Slurm's alone.
+# Resources whose name in submitit is the same on every cluster. All other resources exist only in Slurm.
 SHARED = (
     *("cpus_per_task", "gpus_per_node", "mem_gb", "name", "nodes", "stderr_to_stdout", "tasks_per_node"),
     "timeout_min",
@@ -20,7 +20,7 @@ _INSTALL = "pip install 'linrnn[slurm]' for submitit_slurm and submitit_local; t
 
 
 class Job:
-    """A function's call that Slurm may interrupt and queue again, with the same arguments."""
+    """A call of a function. Slurm may interrupt it and queue it again with the same arguments."""
 
     def __init__(self, function: Callable[[list[str]], Any]) -> None:
         self._function = function
@@ -29,7 +29,7 @@ class Job:
         return self._function(overrides)
 
     def checkpoint(self, overrides: list[str]) -> Any:
-        """What submitit queues in place of an interrupted job: the run continues from its own checkpoint."""
+        """The call that submitit queues in place of an interrupted job. The run continues from its own checkpoint."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, overrides)
@@ -38,18 +38,18 @@ class Job:
 def launch(
     function: Callable[[list[str]], Any], jobs: Sequence[Sequence[str]], overrides: Sequence[str], directory: Path
 ) -> None:
-    """Call `function(overrides of train.py)` once a job, on the cluster that `overrides` choose; wait for all.
+    """Call `function(overrides of train.py)` once per job on the cluster that `overrides` choose; wait for all jobs.
 
     Args:
         function: importable by name on the machines of the cluster.
         jobs: every job's overrides of train.py.
         overrides: `hydra/launcher=submitit_slurm` or `submitit_local`, and resources: `hydra.launcher.KEY=VALUE`.
-        directory: for submitit's own files, seen by all machines.
+        directory: for submitit's own files, visible to all machines.
 
     Raises:
-        ConfigError: submitit is not installed, there is no Slurm, or submitit refuses a resource.
-        submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError: a job was lost. All other jobs
-            have ended.
+        ConfigError: submitit is not installed, there is no Slurm, or submitit rejects a resource.
+        submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError: a job was lost. All other jobs have
+            ended.
     """
     cluster, resources = read_launcher(overrides)
     try:
@@ -60,7 +60,7 @@ def launch(
         executor.update_parameters(**{key if key in SHARED else f"slurm_{key}": v for key, v in resources.items()})
     except ImportError as error:
         raise ConfigError("submitit is not installed", _INSTALL) from error
-    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:  # submitit's ways to refuse
+    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:  # submitit rejects a resource
         raise ConfigError(" ".join(str(error).split("\n")[0].split()), _INSTALL) from error
     started = executor.map_array(Job(function), [list(job) for job in jobs])
     problems = [problem for job in started if (problem := job.exception()) is not None]

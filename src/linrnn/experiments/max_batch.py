@@ -1,6 +1,6 @@
-"""The largest batch under a memory budget: foreseen from formulas, then probed, each probe a training run of its own.
+"""Find the largest batch under a memory budget. Formulas give a first guess; then every probe is a training run.
 
-:func:`search` is the search alone; :func:`find_max_batch` gives it training runs as probes.
+:func:`search` is only the search. :func:`find_max_batch` runs it with training runs as probes.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of one batch.
+    """The result of one batch.
 
     Attributes:
         batch: sequences.
         fits: whether all its steps ran within the budget.
-        peak_bytes: most memory at once; of a probe that does not fit, what it had when it ran out, or None.
-        tokens_per_second: None of a probe that does not fit.
-        tokens_per_second_is: what they come from, as its summary says.
-        foreseen_bytes: the memory model's figure before it ran; None where no formulas know the model or the loss.
+        peak_bytes: most memory at once. For a probe that does not fit: its memory when it ran out, or None.
+        tokens_per_second: None for a probe that does not fit.
+        foreseen_bytes: the memory model's estimate before the probe; None without formulas for the model or the loss.
+        tokens_per_second_is: how the speed was measured, from the probe's summary.
     """
 
     batch: int
@@ -45,12 +45,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a search.
+    """The result of a search.
 
     Attributes:
-        batch: the largest that was seen to fit; 0 if none was.
-        too_large: the smallest that was seen not to fit; None if none was.
-        foreseen: the largest batch that the memory model lets fit, before any probe; None without a memory model.
+        batch: the largest batch that fitted; 0 if none did.
+        too_large: the smallest batch that did not fit; None if all did.
+        foreseen: the largest batch by the memory model, before any probe; None without a memory model.
         probes: in the order in which they ran.
     """
 
@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def exact(self) -> bool:
-        """Whether one sequence more was seen not to fit."""
+        """Whether one sequence more was tried and did not fit."""
         return self.too_large == self.batch + 1
 
 
@@ -70,14 +70,16 @@ def search(
 ) -> Answer:
     """The largest batch for which `probe` fits, in at most `max_probes` probes.
 
-    The first probe is the batch that the model foresees. Each further one corrects the model by what was measured:
-    scaled to one measured peak, or the line through two. Without a batch that failed the search grows, with one it
-    halves the interval where the corrected model has nothing better to say. Without a memory model the first probe is
-    one sequence, and what was measured takes its place: memory in proportion to the batch, then the line through two.
+    The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
+    it by
+    the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or halves
+    the
+    interval if the model's guess lies outside. Without a memory model the first probe is one sequence. Memory is then
+    assumed proportional to the batch, until two peaks give a line.
 
     Args:
         probe: runs a batch.
-        memory_model: bytes that a batch should need, rising with it; None: unknown.
+        memory_model: bytes that a batch should need, rising with the batch; None: unknown.
     """
     foreseen = None if memory_model is None else _largest(memory_model, budget_bytes)
     probes: list[Probe] = []
@@ -96,7 +98,7 @@ def search(
         )
         if failing is None:
             batch = max(guess, fitting + 1)
-        elif fitting == 0:  # nothing measured: back by an eighth, then a quarter, a half …
+        elif fitting == 0:  # nothing measured: go back by an eighth, then a quarter, a half …
             batch = max(failing - max((foreseen or 1) >> max(4 - len(probes), 1), 1), 1)
         elif fitting <= guess < failing:
             batch = max(guess, fitting + 1)
@@ -106,7 +108,7 @@ def search(
 
 
 def _largest(memory: Callable[[int], float], budget: float) -> int:
-    """The largest batch whose memory is within `budget`; 0 if not even one is."""
+    """The largest batch whose memory is within `budget`; 0 if one sequence is too much."""
     high = 1
     while memory(high) <= budget:
         high *= 2
@@ -114,7 +116,7 @@ def _largest(memory: Callable[[int], float], budget: float) -> int:
 
 
 def _corrected(memory: Callable[[int], float], probes: Sequence[Probe]) -> Callable[[int], float]:
-    """The model, made to agree with the measured peaks of the probes that fitted."""
+    """The model, corrected by the measured peaks of the probes that fitted."""
     measured = sorted((p.batch, p.peak_bytes) for p in probes if p.fits and p.peak_bytes is not None)
     if not measured:
         return memory
@@ -123,20 +125,21 @@ def _corrected(memory: Callable[[int], float], probes: Sequence[Probe]) -> Calla
         scale = peak / memory(batch)
         return lambda other: memory(other) * scale
     first_batch, first_peak = measured[-2]
-    slope = max((peak - first_peak) / (batch - first_batch), 1)  # a rising line, whatever was measured
+    slope = max((peak - first_peak) / (batch - first_batch), 1)  # the line must rise, whatever was measured
     return lambda other: peak + (other - batch) * slope
 
 
 # ------------------------------------------------------------------------------------------------- training runs
 def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
-    """Search with training runs; print every probe and the answer; write the answer as JSON and mirror it to wandb.
+    """Search with training runs. Print every probe and the answer, write the answer as JSON, and mirror it to wandb.
 
     Args:
         overrides: of train.py; `trainer.batch_size` among them has no effect.
 
     Raises:
-        LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier one was
-            made in another environment.
+        LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier probe was
+            made
+            in another environment.
     """
     budget = config.memory_budget_gib * GIB
     probe_overrides = [
@@ -147,7 +150,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.max_tokens=null",
         f"trainer.warmup_measurement_steps={config.warmup_steps}",
         "trainer.checkpoint_every=0",
-        "trainer.valid_tokens=1",  # the last, unavoidable validation: one batch
+        "trainer.valid_tokens=1",  # the final validation cannot be left out: one batch
         "logger.wandb.mode=disabled",
     ]
     on_gpu, model, environment = in_another_process(_look_ahead, [*probe_overrides, "trainer.batch_size=1"], budget)
@@ -175,8 +178,10 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
 
 
 def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int] | None, dict[str, Any]]:
-    """Whether the runs are on a GPU, the foreseen peak of 1, 2, 3 … sequences until twice the budget (None: unknown),
-    and the environment: all from one process, which takes seconds to come up."""
+    """Three facts from one process, which takes seconds to start: (on a GPU, expected peaks, environment).
+
+    The expected peaks are those of 1, 2, 3 … sequences up to twice the budget; None if unknown.
+    """
     from linrnn.config import load_config
     from linrnn.core.machine import available_memory
     from linrnn.data import vocabulary_size
@@ -206,7 +211,7 @@ def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int
 
 
 def _probe(point: Point, batch: int, budget: float, foreseen: int | None, environment: dict[str, Any]) -> Probe:
-    """A training run, or its summary if it was made before, in the same `environment`."""
+    """Run a probe, or read its summary if it was made before in the same `environment`."""
     if point.refusal is not None:
         raise UnsupportedError(*point.refusal.split("; ", 1))
     if point.is_answered(retry=False):
@@ -233,7 +238,7 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
 
 
 def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:
-    """Refuse a probe that was made elsewhere, or measured after another warm-up."""
+    """Reject a probe that was made in another environment or measured after another warm-up."""
     warmup = "trainer.warmup_measurement_steps"
     differing: set[str] = set()
     for process in read_processes(point.directory / ENVIRONMENT):

@@ -1,4 +1,4 @@
-"""One point of a sweep: foreseen, then run in a process of its own, whose end becomes a status whatever it was."""
+"""One point of a sweep: estimate its needs, run it in its own process, turn any end of the process into a status."""
 
 import ctypes
 import dataclasses
@@ -23,27 +23,27 @@ from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import status_of, summary_without_figures
 
 TRAIN = CONFIG_DIR.parent / "train.py"
-LOGS = "sweep_logs"  # of a group: what each point printed
-ANSWERS = ("out_of_memory", "diverged")  # statuses that tell something and that running again would not change
+LOGS = "sweep_logs"  # in a group's directory: what each point printed
+ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again would not change them
 
 
 class PointTakenError(ConfigError):
-    """Another sweep runs the point."""
+    """Another sweep is running the point."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point and what is foreseen for it.
+    """A point and its expected needs.
 
     Attributes:
         overrides: of train.py.
-        config: what they make.
-        directory: where the run lies.
+        config: the configuration that they make.
+        directory: the run's directory.
         label: the overrides in which the points of its sweep differ.
-        total_steps: optimizer steps of the whole run; None where it cannot be known.
-        memory_bytes: most memory at once, foreseen; None where it cannot be known.
-        seconds: time of all steps, foreseen; None where the device's rate is not known.
-        refusal: why it cannot run here; None if it can.
+        total_steps: optimizer steps of the whole run; None if unknown.
+        memory_bytes: expected peak of memory; None if unknown.
+        seconds: expected time of all steps; None if the device's rate is unknown.
+        refusal: why the point cannot run here; None if it can.
     """
 
     overrides: tuple[str, ...]
@@ -61,21 +61,25 @@ class Point:
 
     @property
     def log(self) -> Path:
-        """What its process prints."""
+        """The file with its process's output."""
         return self.directory.parent / LOGS / f"{self.name}.log"
 
     def run_directory(self) -> RunDirectory:
-        """Raises ConfigError: it holds a run of another configuration."""
+        """The run's directory.
+
+        Raises:
+            ConfigError: it holds a run of another configuration.
+        """
         resume = "must" if self.config.trainer.resume == "must" else "auto"
         return RunDirectory(self.directory, identity=identity(self.config), resume=resume)
 
     def claim(self) -> BinaryIO:
-        """The log, locked against other sweeps until it is closed; the system closes it when this process ends.
+        """The log, locked against other sweeps until it is closed. The system closes it when this process ends.
 
-        The point's process gets a file of its own to print to: what that leaves running does not hold the lock.
+        The point's process prints to its own open file, so that processes it leaves behind do not hold the lock.
 
         Raises:
-            PointTakenError: another sweep has it.
+            PointTakenError: another sweep has the lock.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log = self.log.open("ab")
@@ -92,10 +96,10 @@ class Point:
         return self.run_directory().read_summary()
 
     def is_answered(self, retry: bool) -> bool:
-        """Whether there is nothing left to run: finished, or (without `retry`) out of memory or diverged.
+        """Whether nothing is left to run: the point is finished, or (without `retry`) out of memory or diverged.
 
         Raises:
-            ConfigError: the directory holds a run that has gone further than this point asks for.
+            ConfigError: the directory holds a run with more steps than this point asks for.
         """
         summary = self.summary()
         if summary is None or (summary["status"] in ANSWERS and retry):
@@ -111,14 +115,15 @@ class Point:
 
 
 def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
-    """Name every point, estimate its memory and time, and find out whether it can run; one that repeats the
-    configuration of an earlier one is dropped.
+    """Name every point, estimate its memory and time, and check whether it can run.
 
-    To be called in a process of its own, which may take hold of the GPU.
+    A point with the configuration of an earlier point is dropped. Call this in a separate process, since it may
+    initialise
+    the GPU.
 
     Raises:
-        ConfigError: two points that differ would share a directory.
-        LinrnnError: an override that is wrong, whatever the machine.
+        ConfigError: two different points would share a directory.
+        LinrnnError: an override is wrong on any machine.
     """
     found: dict[Path, Point] = {}
     common = set(points[0]).intersection(*points)
@@ -172,21 +177,21 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
             check_step_fits(plan, arch)
         except UnsupportedError as error:
             refusal = f"{error.cause}; {error.remedy}"
-        except OutOfMemoryError:  # the run itself gives that result
+        except OutOfMemoryError:  # the run itself will give this result
             pass
     return Point(overrides, config, directory, label, steps, memory, seconds, refusal)
 
 
 class Process:
-    """A point running in a fresh process; ends with the process that started it.
+    """A point running in a fresh process. It ends when the process that started it ends.
 
     Args:
-        environment: variables beside this process's own.
-        command: what to run; None: `python train.py` with the point's overrides.
-        claim: of the point, where the caller has it already.
+        environment: variables in addition to this process's own.
+        command: the command to run; None: `python train.py` with the point's overrides.
+        claim: the claim on the point, if the caller has it already.
 
     Raises:
-        PointTakenError: another sweep runs it. Its log is left alone.
+        PointTakenError: another sweep is running the point. Its log is not touched.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                start_new_session=True,  # Ctrl-C reaches it once, from here
+                start_new_session=True,  # only this process passes Ctrl-C on to it
                 preexec_fn=_end_with_parent,
             )
 
@@ -228,19 +233,19 @@ class Process:
         self._process.wait()
 
     def last_line(self) -> str:
-        """The newest line that it printed."""
+        """The last line that it printed."""
         lines = self.point.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
         return lines[-1] if lines else ""
 
     def conclude(self) -> dict[str, Any]:
-        """The summary once it has ended: its own, or one that says how it died. Other sweeps may have the point now."""
+        """The summary after the process has ended: the run's own, or one that says how it died. Releases the claim."""
         try:
             return self._conclude()
         finally:
             self.release()
 
     def release(self) -> None:
-        """Let other sweeps run the point; releasing twice is harmless."""
+        """Let other sweeps run the point. Releasing twice is harmless."""
         self._claim.close()
 
     def _conclude(self) -> dict[str, Any]:
@@ -250,7 +255,7 @@ class Process:
             return summary
         code = self._process.returncode
         if code == 0 and (summary := self.point.summary()):
-            return summary  # it found nothing left to do
+            return summary  # the run had nothing left to do
         return write_summary(self.point, status_of(code), self._reason(code))
 
     def _reason(self, code: int) -> str:
@@ -271,10 +276,11 @@ class Process:
 
 
 def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
-    """Leave a summary without figures in the point's directory, unless another process uses that or has finished the
-    run; return what stands there.
+    """Write a summary without figures for a point, and return the summary that is then in its directory.
 
-    The summary of a run that has trained steps stays where the point is not started at all (`unsupported`).
+    Nothing is written if another process uses the directory or has finished the run. An `unsupported` point also keeps
+    the
+    summary of a run that has trained steps.
     """
     command = shlex.join(["python", "train.py", *point.overrides])
     summary = summary_without_figures(point.config, point.name, status, reason, command)
@@ -297,7 +303,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
 
 
 def _trained(metrics: Path) -> dict[str, int]:
-    """Steps and tokens that a run's last record knows of; nothing where there is none, or it is damaged."""
+    """Steps and tokens of a run's last record; empty if there is none, or the file is damaged."""
     try:
         records = read_jsonl(metrics)
     except DataError:
@@ -307,6 +313,6 @@ def _trained(metrics: Path) -> dict[str, int]:
 
 
 def _end_with_parent() -> None:
-    """In the child: be told to stop when the parent dies, however it dies (Linux; elsewhere it runs on)."""
+    """In the child process: receive SIGTERM when the parent dies (Linux; elsewhere the child runs on)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

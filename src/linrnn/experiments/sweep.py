@@ -1,4 +1,4 @@
-"""Many runs, each in a process of its own: `scripts/sweep.py`. Whatever becomes of a point, the others go on."""
+"""Run many runs, each in its own process: `scripts/sweep.py`. If one point fails, all others still run."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from linrnn.experiments.points import LOGS, Point, PointTakenError, Process, for
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import GIB, duration
 
-EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # of points that failed; any other status: 1
+EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # exit codes for points that failed; any other status: 1
 HARMLESS = ("finished", "unsupported")
 POLL_SECONDS = 0.2
 
@@ -28,14 +28,14 @@ Say = Callable[[str], None]
 
 
 def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequence[str], say: Say) -> None:
-    """Run every point of `config.sweep` that has no answer yet; print progress and, at the end, what became of all.
+    """Run every point of `config.sweep` that has no answer yet. Print progress, and at the end all statuses.
 
     Args:
         overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`).
         launcher: Hydra's overrides (`hydra/launcher=submitit_slurm …`); empty: processes of this machine.
 
     Raises:
-        ConfigError: a wrong override, or more jobs than GPUs.
+        ConfigError: an override is wrong, or there are more jobs than GPUs.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
     """
@@ -64,11 +64,11 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
 
 
 class Sweep:
-    """Runs points, one in each slot at a time.
+    """Runs points, one per slot at a time.
 
     Args:
-        slots: variables of the environment of the processes, a mapping for each slot.
-        command: what a point's process runs; None: train.py.
+        slots: for each slot, environment variables for its processes.
+        command: the command of a point's process; None: train.py.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Sweep:
         self._clock = TimeLeft(len(slots))
 
     def run(self) -> None:
-        """Run them all.
+        """Run all points.
 
         Raises:
             InterruptedRun: after Ctrl-C or SIGTERM, once every running point has stopped.
@@ -103,7 +103,7 @@ class Sweep:
                         self._report()
                 if stop.signal_number is not None:
                     self._stop(stop.signal_number)
-            finally:  # a second Ctrl-C: at once
+            finally:  # also after a second Ctrl-C: end at once
                 for process, _, _ in self._running:
                     process.kill()
                     process.release()
@@ -118,7 +118,7 @@ class Sweep:
             except PointTakenError:
                 self._waiting.append(point)
                 continue
-            if point.run_directory().in_use():  # by an earlier sweep's process that is ending, or by a run alone
+            if point.run_directory().in_use():  # by a single run, or an earlier sweep's process that is ending
                 claim.close()
                 self._waiting.append(point)
                 continue
@@ -174,10 +174,10 @@ class Sweep:
 
 
 class TimeLeft:
-    """Time that points still take, from what they were foreseen to take and what finished ones took.
+    """Estimates the time that points still take, from their expected times and those of finished points.
 
     Args:
-        slots: points that run at a time.
+        slots: number of points that run at a time.
     """
 
     def __init__(self, slots: int) -> None:
@@ -189,7 +189,7 @@ class TimeLeft:
         self._done.append((point, seconds))
 
     def left(self, points: Sequence[Point], elapsed: float) -> float | None:
-        """Seconds for `points`, which have run for `elapsed` seconds together; None where nothing tells."""
+        """Seconds for `points`, which have already run for `elapsed` seconds in total; None if unknown."""
         foreseen = [point.seconds for point in points if point.seconds is not None]
         mean = sum(seconds for _, seconds in self._done) / len(self._done) if self._done else None
         if len(foreseen) == len(points) and all(point.seconds for point, _ in self._done):
@@ -204,11 +204,11 @@ class TimeLeft:
 
 
 def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
-    """What a dry run says of every point: name, memory, time, state; then the sums."""
+    """The dry run's lines: name, memory, time and state of every point, then the sums."""
     width = max(len(point.label) for point in points)
     lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
     states = Counter[str]()
-    reasons: dict[str, int] = {}  # each is said once, below the points
+    reasons: dict[str, int] = {}  # each reason is printed once, below the points
     for point in points:
         summary, answered = point.summary(), point.is_answered(config.retry)
         state = "to run" if summary is None or not answered else summary["status"]
@@ -235,7 +235,7 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
 
 
 def outcome(summary: dict[str, Any]) -> str:
-    """A summary in a line."""
+    """A summary in one line."""
     if summary["status"] != "finished":
         return f"{summary['status']}: {summary.get('reason')}"
     words = [
@@ -252,12 +252,12 @@ def outcome(summary: dict[str, Any]) -> str:
 
 
 def _look_ahead(points: Sequence[Sequence[str]]) -> tuple[list[Point], list[str]]:
-    """Both from one process, which takes seconds to come up."""
+    """The points and the GPUs, found in one process, because a process takes seconds to start."""
     return foresee(points), visible_gpus()
 
 
 def visible_gpus() -> list[str]:
-    """GPUs as CUDA_VISIBLE_DEVICES names them, without taking hold of one."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them. No GPU is initialised."""
     import torch
 
     if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -266,10 +266,10 @@ def visible_gpus() -> list[str]:
 
 
 def slots_of(jobs: int, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """Variables of the environment of each of `jobs` processes: a GPU of its own, where there are any.
+    """Environment variables for each of `jobs` processes: a GPU of its own, if there are GPUs.
 
     Raises:
-        ConfigError: more jobs than GPUs.
+        ConfigError: there are more jobs than GPUs.
     """
     if not gpus:
         return [{} for _ in range(jobs)]
@@ -282,21 +282,21 @@ def slots_of(jobs: int, gpus: Sequence[str]) -> list[dict[str, str]]:
 
 
 def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` in a fresh process, so that this one takes hold of no GPU."""
+    """Call `function` in a fresh process, so that this one never initialises a GPU."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def run_alone(overrides: Sequence[str]) -> str:
-    """Run one point in a fresh process and wait for it: a cluster's job. Returns its status."""
+    """Run one point in a fresh process, as a cluster's job, and wait for it. Returns its status."""
     process = Process(in_another_process(foresee, [overrides])[0], {})
     process.wait()
     return str(process.conclude()["status"])
 
 
 def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
-    """All points as jobs of a cluster; one that leaves no summary gets one that says so."""
+    """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
     directory = points[0].directory.parent / LOGS / "cluster"
     say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
     problem = "the job left no summary"
@@ -312,10 +312,10 @@ def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
 
 
 def _judge(points: Sequence[Point], say: Say) -> None:
-    """What became of all points.
+    """Print the status of all points.
 
     Raises:
-        SweepFailure: some neither finished nor were unsupported.
+        SweepFailure: a point neither finished nor was unsupported.
     """
     statuses = {point.label: (point.summary() or {"status": "failed"})["status"] for point in points}
     say(", ".join(f"{count} {status}" for status, count in Counter(statuses.values()).items()))

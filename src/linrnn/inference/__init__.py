@@ -1,1 +1,1 @@
-"""A trained model in use: load, generate text, export."""
+"""Use a trained model: load it, generate text, export it."""

@@ -1,12 +1,12 @@
-"""A trained model as a Hugging Face directory that FLA's `from_pretrained` loads: safetensors and JSON alone.
+"""Export a trained model as a Hugging Face directory that FLA's `from_pretrained` loads. No pickle is used.
 
-    config.json, generation_config.json, model.safetensors     what transformers reads, once `fla` is imported
-    tokenizer.json, tokenizer_config.json                      of text; generated data have none
+    config.json, generation_config.json, model.safetensors     read by transformers, once `fla` is imported
+    tokenizer.json, tokenizer_config.json                      for text; generated data has none
     linrnn_config.yaml                                         the run's configuration
-    SHA256SUMS                                                 of these files; loading compares, and `sha256sum -c` does
+    SHA256SUMS                                                 checked on loading, and by `sha256sum -c`
 
-Parameters are written in fp32 whatever a run keeps them in: decay rates stay in fp32 beside bf16 weights, and one
-file has one dtype in config.json. The logits are then the run's own; `from_pretrained(dtype=…)` casts.
+Parameters are always written in fp32. A run in bf16 keeps its decay rates in fp32, but config.json can name only one
+dtype. The logits are then those of the run; `from_pretrained(dtype=…)` casts.
 """
 
 import shutil
@@ -24,12 +24,12 @@ from linrnn.models import open_pretrained
 
 
 def export(trained: Trained, output: Path) -> None:
-    """Write `trained` to `output`, whole or not at all, and read it back to compare every parameter.
+    """Write `trained` to `output`, whole or not at all. Then read it back and compare every parameter.
 
     Raises:
-        ConfigError: it is no run's, or `output` is there already.
-        StorageError: it cannot be written.
-        DataError: what was written does not come back as it was.
+        ConfigError: `trained` is not from a run, or `output` exists already.
+        StorageError: `output` cannot be written.
+        DataError: the written model differs from `trained`.
     """
     if trained.config is None:
         raise ConfigError(f"{trained.source} is a Hugging Face directory already", "name a run or a checkpoint")

@@ -1,4 +1,4 @@
-"""Samples from a trained model, through transformers' `generate` and FLA's recurrent state."""
+"""Generate samples from a trained model, with transformers' `generate` and FLA's recurrent state."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from linrnn.inference.load import Trained
 
 
 def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids of the prompt and of what follows it, sample by sample.
+    """For each sample, the token ids of the prompt and of its continuation.
 
     Raises:
         ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
@@ -42,7 +42,7 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
 
 
 def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
-    """The token ids to go on from: never none."""
+    """The token ids of the prompt; at least one."""
     vocab_size = trained.model.config.vocab_size
     given = [name for name in ("prompt", "prompt_file", "prompt_tokens") if getattr(config, name) is not None]
     if len(given) > 1:
@@ -69,6 +69,6 @@ def _read(path: str) -> str:
 
 
 def readable(trained: Trained, tokens: list[int]) -> str:
-    """Text, or the token ids where there is no tokenizer; without the end token."""
+    """Text without the end token; token ids if there is no tokenizer."""
     kept = tokens[:-1] if tokens and tokens[-1] == trained.eos_id else tokens
     return trained.tokenizer.decode(kept) if trained.tokenizer else " ".join(map(str, kept))

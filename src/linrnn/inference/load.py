@@ -1,5 +1,4 @@
-"""A trained model and its tokenizer, from a run, a checkpoint or a Hugging Face directory in FLA's format; or a run's
-model and text to read with it."""
+"""Load a trained model from a run, a checkpoint or a Hugging Face directory in FLA's format, with tokenizer or data."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,13 +26,13 @@ EMBEDDING = "model.embeddings.weight"
 
 @dataclass
 class Trained:
-    """A model to use.
+    """A trained model.
 
     Attributes:
         model: FLA's causal language model (a transformers `PreTrainedModel`), in evaluation mode.
-        tokenizer: None for generated data, and where none was found.
-        eos_id: the token that ends a document; None if there is none or it is not known.
-        config: of the run; None for a Hugging Face directory.
+        tokenizer: None for generated data, and if none was found.
+        eos_id: the token that ends a document; None if there is none or it is unknown.
+        config: the run's configuration; None for a Hugging Face directory.
         source: the directory that was read.
     """
 
@@ -45,17 +44,17 @@ class Trained:
 
 
 def load_trained(source: str, device: torch.device) -> Trained:
-    """Load what `source` names; nothing is fetched, and nothing but safetensors and JSON is read.
+    """Load the model that `source` names. Nothing is downloaded, and only safetensors and JSON are read.
 
     Raises:
         ConfigError: there is neither a checkpoint nor a model.
-        DataError: it is damaged.
+        DataError: the model is damaged.
     """
     path = Path(source)
     if directory := checkpoint.resolve(path):
         return _from_run(directory, device)
     if (path / "config.json").is_file():
-        model = open_pretrained(path, device)  # which compares checksums first
+        model = open_pretrained(path, device)  # compares checksums first
         tokenizer = _tokenizer_in(path)
         eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
         return Trained(model.eval(), tokenizer, eos_id, None, path)
@@ -76,7 +75,7 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
 
 
 def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
-    """The model of a checkpoint, in fp32. Its chunk size, a matter of speed in training, is FLA's own."""
+    """The model of a checkpoint, in fp32. Chunk size only affects the speed of training, so FLA's default is used."""
     arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size(directory))
     check_reading_fits(arch, device)
     model = build_model(arch, device=device, seed=0)
@@ -86,13 +85,13 @@ def build(directory: Path, config: Config, device: torch.device) -> LanguageMode
 
 @dataclass
 class Reading:
-    """A run's model and the validation split that it reads.
+    """A run's model, and the validation split that it reads.
 
     Attributes:
         directory: the checkpoint.
-        config: the run's, with the data and the device that are read from and on.
+        config: the run's configuration, with the data and the device used for reading.
         model: in fp32 and evaluation mode.
-        precision: that of the run, as resolved on `device`.
+        precision: the run's precision, as resolved on `device`.
     """
 
     directory: Path
@@ -109,11 +108,11 @@ class Reading:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model; the data may have less."""
+        """Vocabulary entries of the model; the data may have fewer."""
         return vocab_size(self.directory)
 
     def batches(self, max_tokens: int | None) -> Sequence[Batch]:
-        """The first `max_tokens` labels of the validation split (all: None), in the run's own sequences."""
+        """The first `max_tokens` labels of the validation split (None: all), in sequences of the run's length."""
         trainer = self.config.trainer
         return BatchesOnce(
             self.data.valid,
@@ -125,10 +124,10 @@ class Reading:
 
 
 def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -> Reading:
-    """Load a run's model, and data: its own, as `overrides` change it.
+    """Load a run's model, and its data with `overrides` applied.
 
     Args:
-        key: of the configuration that names `source`, for messages.
+        key: the configuration key that names `source`, for messages.
         source: a run's directory (its newest checkpoint) or a checkpoint.
         overrides: of the group `data`; see :func:`linrnn.config.data_for`.
 
@@ -155,21 +154,21 @@ def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -
 
 
 def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedData:
-    """Data to read with the model of a checkpoint, whose run was trained on `own`.
+    """Data to read with the model of a checkpoint. The checkpoint's run was trained on `own`.
 
     Raises:
         ConfigError: the data's tokens are not the model's.
-        DataError: the data is damaged or not there.
+        DataError: the data is damaged or missing.
     """
     _check_vocabulary(directory, own, data)
     prepared = prepare(data, progress=ConsoleProgress())
-    if prepared.tokenizer:  # a model may be asked what it makes of text that another chain has generated
+    if prepared.tokenizer:  # not checked for generated text: a model may read the text of another chain
         check_tokens(directory, prepared)
     return prepared
 
 
 def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> None:
-    """Refuse, before anything is prepared, tokens that the model does not have."""
+    """Before anything is prepared, reject tokens that the model does not have."""
     generated = isinstance(data, MarkovDataConfig)
     if generated != isinstance(own, MarkovDataConfig):
         kinds = "generated tokens", "text"
@@ -186,7 +185,7 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
 
 
 def vocab_size(directory: Path) -> int:
-    """Of the model of a checkpoint; the data may have less."""
+    """Vocabulary entries of a checkpoint's model; the data may have fewer."""
     return checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
 
 

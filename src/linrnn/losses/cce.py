@@ -1,6 +1,6 @@
 """`cce_kahan` and `cce_filter`: this repository's own kernels, which never hold the N x V logits.
 
-Triton on a GPU; on CPU blockwise torch with the same memory bound. See
+They run in Triton on a GPU and in blockwise torch on a CPU, with the same bound on memory. See
 `cce_kernels.linear_cross_entropy`.
 
 The formulas of memory and traffic follow the scheme that the kernels take on a GPU of 132 multiprocessors. `stored`
@@ -215,7 +215,7 @@ class CceKahan(LossBackend):
         return self._call(hidden_ND, weight_VD, labels_N), {}
 
     def _call(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, **options: Any) -> Any:
-        """The kernels' function; how much workspace a batch takes shows only here, with its shape.
+        """Call the kernels. Only here is the batch's shape known, and with it the workspace that it needs.
 
         Raises:
             ConfigError: `workspace_mib` is too small for the batch.
@@ -236,8 +236,9 @@ class CceFilter(CceKahan):
     """cce_kahan with a gradient filter: small softmax entries are estimated from a sample, or dropped. Dropping harms
     pretraining.
 
-    Its statistics (shares of entries kept and of exact rows; softmax mass dropped per row: mean, 99th percentile and
-    largest) are device scalars that the backward pass fills in; they are NaN before it.
+    Its statistics are the shares of kept entries and of exact rows, and the mean, 99th percentile and maximum of a
+    row's
+    dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
     """
 
     config: CceFilterLossConfig

@@ -1,11 +1,13 @@
-"""`cce_apple`: Apple's Cut Cross-Entropy, whichever version of `cut_cross_entropy` is installed.
+"""`cce_apple`: Apple's Cut Cross-Entropy, in the installed version of `cut_cross_entropy`.
 
-Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025. Two packages go
-by this name. The one on PyPI (25.1.1) is a fork with the variants `cce` and `torch_compile` only; the
-original repository's releases (25.6.4) also have `cce_kahan_full_c`, `cce_exact` and others (with Triton
->= 3.2 their "Kahan" is an fp32 buffer). Only what the installed one has is offered. The Triton variants
-take bf16 and fp16 alone; all but `cce_exact` drop gradient entries below eps/32 of the dtype (2^-12 in
-bf16).
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025. Two packages have this name.
+The one on PyPI (25.1.1) is a fork with only the variants `cce` and `torch_compile`. The original repository's releases
+(25.6.4) also have `cce_kahan_full_c`, `cce_exact` and more; with Triton >= 3.2 their "Kahan" is an fp32 buffer. Only
+the
+installed package's variants are offered.
+
+The Triton variants take only bf16 and fp16. All but `cce_exact` drop gradient entries below eps/32 of the dtype (2^-12
+in bf16).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = "cut-cross-entropy"
 _ORIGINAL = "cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy"
-# The one variant that is plain torch, and so runs on CPU and in fp32.
+# The only variant in plain torch: it runs on CPU and in fp32.
 _TORCH_VARIANT = "torch_compile"
 
 
@@ -42,7 +44,7 @@ def apple_variants() -> tuple[str, ...]:
     """The variants that the installed cut_cross_entropy offers, in its order.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: cut_cross_entropy is not installed.
     """
     require_package("cut_cross_entropy", _PACKAGE, "loss=cce_apple", _PACKAGE)
     return tuple(member.name.lower() for member in import_module("cut_cross_entropy").LinearCrossEntropyImpl)
@@ -107,7 +109,7 @@ class CceApple(LossBackend):
         if self.config.variant != _TORCH_VARIANT and needs_grad and hidden_ND.dtype == torch.float32:
             raise _no_fp32(f"loss=cce_apple loss.variant={self.config.variant}")
         if not (labels_N != IGNORE_INDEX).any():
-            # The library selects the kept rows (and waits for the device to count them); it cannot take none.
+            # The library selects the rows with a label (and waits for the device to count them). It fails on zero rows.
             return (hidden_ND[:1].sum() + weight_VD[:1].sum()) * 0, {}
         loss = self._loss(
             hidden_ND,

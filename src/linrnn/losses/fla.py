@@ -1,8 +1,8 @@
-"""`fla`: flash-linear-attention's FusedLinearCrossEntropyLoss (Triton; gradients made in the forward pass).
+"""`fla`: flash-linear-attention's FusedLinearCrossEntropyLoss (Triton; gradients are computed in the forward pass).
 
-Source: flash-linear-attention 0.6.0, fla.modules.fused_linear_cross_entropy. Per-token losses, their sum
-and the weight's gradient are fp32; logits are rounded to the compute dtype. Gradients are made in every
-call, also under no_grad, so that validation costs as much as training.
+Source: flash-linear-attention 0.6.0, fla.modules.fused_linear_cross_entropy. Per-token losses, their sum and the
+weight's gradient are fp32. Logits are rounded to the compute dtype. Every call computes gradients, also under no_grad.
+Validation therefore costs as much as training.
 """
 
 from __future__ import annotations

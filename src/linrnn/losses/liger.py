@@ -1,10 +1,12 @@
-"""`liger`: Liger-Kernel's LigerFusedLinearCrossEntropyLoss (Triton; gradients made in the forward pass).
+"""`liger`: Liger-Kernel's LigerFusedLinearCrossEntropyLoss (Triton; gradients are computed in the forward pass).
 
-Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024. Per-token losses and
-their sum are fp32; logits are rounded to the compute dtype. The weight's gradient is added over the
-chunks in its own dtype (`accumulate: native`; in bf16 its error is about three times that of one product)
-or in fp32 (`accumulate: fp32`, V x D x 4 bytes more). Each call waits for the device once, to count
-labels.
+Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024. Per-token losses and their sum are
+fp32. Logits are rounded to the compute dtype. The weight's gradient is summed over chunks:
+
+* `accumulate: native`: in the weight's dtype. In bf16 its error is about three times that of one product.
+* `accumulate: fp32`: in fp32, which takes V x D x 4 bytes more.
+
+Each call waits for the device once, to count labels.
 """
 
 from __future__ import annotations
@@ -83,6 +85,6 @@ class Liger(LossBackend):
         import torch
 
         if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
-            # Liger makes the weight's gradient only together with that of the hidden states.
+            # Liger computes the weight's gradient only if the hidden states need one too.
             hidden_ND = hidden_ND.detach().requires_grad_()
         return self._loss(weight_VD, hidden_ND, labels_N), {}

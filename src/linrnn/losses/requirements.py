@@ -1,4 +1,4 @@
-"""What a backend may need from the machine: `require_*` raises UnsupportedError with a remedy, or returns."""
+"""What a backend needs from the machine. Each `require_*` returns, or raises UnsupportedError with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_cuda(device: torch.device, what: str, alternative: str) -> None:
-    """`what` (the start of a sentence) has GPU kernels only."""
+    """Require a GPU for `what` (the start of a sentence)."""
     if device.type != "cuda":
         raise UnsupportedError(
             f"{what} has Triton kernels only, which need an NVIDIA GPU (device is {device.type})",
@@ -27,7 +27,7 @@ def require_cuda(device: torch.device, what: str, alternative: str) -> None:
 
 
 def require_package(module: str, distribution: str, what: str, install: str) -> None:
-    """`module` of `distribution` must import. `install` is the requirement to give to pip."""
+    """Require that `module` of `distribution` can be imported. `install` is the requirement to give to pip."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -39,7 +39,7 @@ def require_package(module: str, distribution: str, what: str, install: str) -> 
 
 
 def require_torch_compile(device: torch.device, what: str) -> None:
-    """torch.compile needs Triton and a C compiler on a GPU, a C++ compiler and Python's headers on a CPU."""
+    """Require what torch.compile needs. GPU: Triton and a C compiler. CPU: a C++ compiler and Python's headers."""
     if device.type == "cuda":
         require_triton(what)
     elif cxx_compiler() is None:
@@ -55,7 +55,7 @@ def require_torch_compile(device: torch.device, what: str) -> None:
 
 
 def require_triton(what: str) -> None:
-    """Triton must import and find the C compiler with which it builds its launchers."""
+    """Require Triton, and the C compiler with which it builds its launchers."""
     require_package("triton", "triton", what, "triton>=3.6,<3.8")
     if c_compiler() is None:
         raise UnsupportedError(
@@ -65,7 +65,7 @@ def require_triton(what: str) -> None:
 
 
 def require_own_kernels(device: torch.device, what: str) -> None:
-    """This repository's kernels must import, and on a GPU find what Triton needs."""
+    """Require this repository's kernels, and on a GPU what Triton needs."""
     require_package("cce_kernels", "linrnn", what, "./kernels")
     if device.type == "cuda":
         require_triton(what)

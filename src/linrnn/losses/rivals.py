@@ -1,9 +1,13 @@
-"""Losses for scripts/bench_loss.py alone: rivals too narrow in versions or shapes to train with, the paper's variants.
+"""Losses for scripts/bench_loss.py only: rivals that take too few versions or shapes to train with, and paper variants.
 
-None has options. `compiled_max_autotune` and `compiled_auto_chunker` are torch.compile with its GEMM templates and
-its chunking of the logits (torch >= 2.12); `liger_sm90` (liger-kernel 0.8.5 with CuTe DSL, stores N x V) and `quack`
-(QuACK's chunked loss) are CuTe kernels for Hopper; `paper/…` are this repository's kernels with the flags of the
-variants in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025.
+None has options.
+
+* `compiled_max_autotune` and `compiled_auto_chunker`: torch.compile with its GEMM templates, and with its chunking of
+  the logits (torch >= 2.12).
+* `liger_sm90`: liger-kernel 0.8.5 with CuTe DSL, for Hopper; it stores N x V.
+* `quack`: QuACK's chunked loss, also in CuTe for Hopper.
+* `paper/…`: this repository's kernels with the flags of the variants in Wijmans et al., "Cut Your Losses in
+  Large-Vocabulary Language Models", ICLR 2025.
 """
 
 from functools import partial
@@ -24,14 +28,14 @@ _PAPER_VARIANTS = ("cce", "cce_kahan", "cce_kahan_full_c", "cce_kahan_full_e", "
 
 
 class CompiledMaxAutotune(Compiled):
-    """torch.compile's mode `max-autotune-no-cudagraphs`; tuning may take minutes per shape."""
+    """torch.compile in its mode `max-autotune-no-cudagraphs`. Tuning may take minutes per shape."""
 
-    # What torch._inductor.list_mode_options() gives for that mode; torch.compile takes a mode or options, not both.
+    # The options of that mode (torch._inductor.list_mode_options()): torch.compile takes a mode or options, not both.
     inductor_options: ClassVar[dict[str, Any]] = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
 class CompiledAutoChunker(Compiled):
-    """torch.compile with TORCHINDUCTOR_AUTO_CHUNKER; a shape that it would not chunk is refused."""
+    """torch.compile with TORCHINDUCTOR_AUTO_CHUNKER. A shape that it would not chunk is an error."""
 
     inductor_options: ClassVar[dict[str, Any]] = {**Compiled.inductor_options, "auto_chunker.enable": True}
 
@@ -50,7 +54,7 @@ class CompiledAutoChunker(Compiled):
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         metrics, shape = import_module("torch._inductor.metrics"), (len(hidden_ND), len(weight_VD))
         before = metrics.num_auto_chunking
-        # From AOTAutograd's cache a graph comes without the pass having run, and nobody could say whether it did.
+        # A graph from AOTAutograd's cache skips the chunking pass, and the pass's count would say nothing.
         with import_module("torch._functorch.config").patch(enable_autograd_cache=False):
             result = super().compute(hidden_ND, weight_VD, labels_N)
         if torch.is_grad_enabled() and shape not in self._chunked:
@@ -93,7 +97,7 @@ class LigerSm90(LossBackend):
 
 
 class Quack(LossBackend):
-    """QuACK's chunked loss at its defaults: chunks of 4096 tokens, the weight's gradient summed in fp32."""
+    """QuACK's chunked loss at its defaults: chunks of 4096 tokens, weight gradient summed in fp32."""
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         super().__init__(config, device)

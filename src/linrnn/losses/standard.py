@@ -1,7 +1,7 @@
 """`standard` (eager) and `compiled` (torch.compile of the same): logits in memory, cross-entropy in fp32.
 
-Source: torch.nn.functional.linear and cross_entropy. Cost: N x V logits in the compute dtype and,
-eagerly, three times in fp32 (logits, log-softmax, gradient); 6 N D V FLOPs forward and backward.
+Source: torch.nn.functional.linear and cross_entropy. Memory: N x V logits in the compute dtype; eager torch adds three
+such tensors in fp32 (logits, log-softmax, gradient). Compute: 6 N D V FLOPs forward and backward.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Compiled(LossBackend):
     """
 
     capturable = True
-    # A handful of kernels needs no pool of compiler processes.
+    # Few kernels are compiled: no pool of compiler processes is needed.
     inductor_options: ClassVar[dict[str, Any]] = {"compile_threads": 1}
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Compiled(LossBackend):
 
         super().__init__(config, device)
         self._limit_hit = FailOnRecompileLimitHit
-        # fullgraph: what cannot be compiled, and a shape beyond the recompile limit, raises.
+        # fullgraph: code that cannot be compiled raises, and so does a shape beyond the recompile limit.
         self._compiled = torch.compile(
             linear_cross_entropy, dynamic=False, fullgraph=True, options=self.inductor_options
         )

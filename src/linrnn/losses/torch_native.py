@@ -1,11 +1,13 @@
-"""`torch_native`: torch.nn.functional.linear_cross_entropy, chunked over tokens as torch chooses (>= 2.13).
+"""`torch_native`: torch.nn.functional.linear_cross_entropy (torch >= 2.13), which chunks over tokens by itself.
 
-In bf16 the function returns its loss in bf16, adds the weight's gradient over the chunks in bf16, and
-takes the upstream gradient in bf16 (so that the scale 1/tokens is off by up to 0.2 %). With `reduction:
-sum` the scalar loss, too, is added in bf16 over the chunks: a true 7.22 nats came out as 6.81 with chunks
-of 64 rows, although the gradients do not depend on it. `reduction: none` gives one bf16 loss per token,
-summed here in fp32, and recomputes the logits in the backward pass (4 products rather than 3). Evaluation
-always takes `none`, which costs nothing there. In fp32 both are exact.
+In bf16 the function returns its loss in bf16 and adds the weight's gradient over the chunks in bf16. It takes the
+upstream gradient in bf16, so the scale 1/tokens is off by up to 0.2 %. In fp32 both reductions are exact.
+
+* `reduction: sum` also adds the scalar loss in bf16 over the chunks. A true 7.22 nats came out as 6.81 with chunks of
+  64
+  rows. The gradients do not depend on this sum.
+* `reduction: none` gives one bf16 loss per token, summed here in fp32. It recomputes the logits in the backward pass (4
+  products rather than 3). Evaluation always uses `none`, which costs nothing there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The four architectures, built from FLA's own blocks, behind one interface: `LanguageModel`."""
+"""The four architectures, built from FLA's own blocks, with one interface: `LanguageModel`."""
 
 from linrnn.models.build import build_model
 from linrnn.models.language_model import LanguageModel

@@ -1,9 +1,10 @@
-"""Dimensions of a model, and its parameters counted from formulas; nothing is built here.
+"""Dimensions of a model, and its parameters counted from formulas. Nothing is built here.
 
-All four architectures of a size have the same depth, width and norms. A layer has about
-`layer_parameters_per_d2 · hidden_size²` parameters: the mixer takes what its heads need, the SwiGLU MLP's
-width fills the rest, rounded to the nearest multiple of d / 16 (in steps of 8, at least 8). Such a step is
-3/16 d² parameters, so that at 12 d² per layer the bodies are within 1.6 % of each other.
+All four architectures of a size have the same depth, width and norms. A layer has about `layer_parameters_per_d2 ·
+hidden_size²` parameters. The mixer takes what its heads need; the SwiGLU MLP gets the rest. Its width is rounded to the
+nearest multiple of d / 16 (in steps of 8, at least 8), which is 3/16 d² parameters. At 12 d² per layer the bodies of
+the
+four are therefore within 1.6 % of each other.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,17 +16,17 @@ from linrnn.core.tables import Table
 
 CONV_SIZE = 4  # taps of the short convolutions of Gated DeltaNet and KDA
 GLA_GATE_RANK = 16  # inner width of GLA's low-rank forget gate
-MAX_KEY_DIM = 256  # per head; the largest that FLA's delta-rule kernels take
+MAX_KEY_DIM = 256  # per head; FLA's delta-rule kernels take no more
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model at a size: everything that decides the shape of its parameters.
+    """A model at a size: everything that decides the shapes of its parameters.
 
     Attributes:
         model: the sequence mixer: gla, gated_deltanet, kda or transformer.
         size: the name of the size.
-        head_k_dim, head_v_dim: per head, of keys (and queries) and of values.
+        head_k_dim, head_v_dim: dimensions per head of keys (and queries) and of values.
         intermediate_size: width of the SwiGLU MLP.
         chunk_size: tokens per chunk of the recurrent kernel; None: the kernel's own default.
     """
@@ -44,39 +45,39 @@ class Architecture:
 
     @property
     def key_dim(self) -> int:
-        """Keys of all heads together."""
+        """Width of the keys of all heads."""
         return self.num_heads * self.head_k_dim
 
     @property
     def value_dim(self) -> int:
-        """Values of all heads together."""
+        """Width of the values of all heads."""
         return self.num_heads * self.head_v_dim
 
     @property
     def mixer_parameters(self) -> int:
-        """Of one layer's mixer, its inner norm, gates and convolutions included."""
+        """Parameters of one layer's mixer, including its inner norm, gates and convolutions."""
         if (formula := MIXER_PARAMETERS.get(self.model)) is None:
             raise ConfigError(f"model.name={self.model}: there is no such model", f"use one of {', '.join(MODELS)}")
         return formula(self)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer's SwiGLU MLP: gate, up and down projections."""
+        """Parameters of one layer's SwiGLU MLP: gate, up and down projections."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def norm_parameters(self) -> int:
-        """Of all norms over the hidden size: two per layer and the final one."""
+        """Parameters of all norms over the hidden size: two per layer and the final one."""
         return (2 * self.num_layers + 1) * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the input embedding; an untied output head has as many again."""
+        """Parameters of the input embedding. An untied output head has as many again."""
         return self.vocab_size * self.hidden_size
 
     @property
     def body_parameters(self) -> int:
-        """All but the embedding and the head."""
+        """All parameters but those of the embedding and the head."""
         return self.num_layers * (self.mixer_parameters + self.mlp_parameters) + self.norm_parameters
 
     @property
@@ -115,8 +116,8 @@ def _kda(arch: Architecture) -> int:
     return _projections(arch) + _convolutions(arch) + low_rank + d * heads + heads + keys + arch.head_v_dim
 
 
-# Parameters of one mixer: without them a layer's MLP cannot be given its width. A new model has its entry here, its
-# class in linrnn.models.fla_models, and may have formulas of its FLOPs and memory in linrnn.costs.
+# Parameters of one mixer; the width of a layer's MLP depends on them. A new model needs an entry here and a class in
+# linrnn.models.fla_models. Formulas of its FLOPs and memory in linrnn.costs are optional.
 MIXER_PARAMETERS: dict[str, Callable[[Architecture], int]] = {
     "gla": _gla,
     "gated_deltanet": _gated_deltanet,
@@ -130,7 +131,7 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
     """The architecture of `model` at `size` with a vocabulary of `vocab_size` entries.
 
     Raises:
-        ConfigError: dimensions that do not fit together, or a mixer larger than its layer may be.
+        ConfigError: dimensions do not fit together, or the mixer leaves its layer no room for an MLP.
     """
     if model.name not in size.mixers:
         raise ConfigError(
@@ -166,7 +167,7 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
 
 
 def _check_heads(arch: Architecture) -> None:
-    """What FLA's layers cannot express: they take widths as ratios, and attention splits the hidden size."""
+    """Reject dimensions that FLA's layers cannot express: widths are ratios, and attention splits the hidden size."""
     where = f"size.mixers.{arch.model}"
     k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
     if arch.model == "transformer":
@@ -191,10 +192,10 @@ def _check_heads(arch: Architecture) -> None:
 
 
 def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], default_vocab_size: int) -> str:
-    """The table of sizes in Markdown, a row per size and model; docs/models.md holds it.
+    """The table of sizes in docs/models.md: Markdown, one row per size and model.
 
     Args:
-        default_vocab_size: for the sizes that take their vocabulary from the data.
+        default_vocab_size: the vocabulary of sizes that take theirs from the data.
     """
     columns = (
         *("size", "model", "layers", "width", "heads", "key dim", "value dim", "MLP width", "body", "vocabulary"),

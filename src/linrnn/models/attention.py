@@ -1,7 +1,7 @@
 """Causal attention for FLA's `Attention` layer through torch's scaled_dot_product_attention, on CPU and GPU.
 
-FLA calls the flash_attn package, which few machines have; the two functions below have its signatures. They
-are installed even where flash_attn is present, so that results do not depend on it.
+FLA calls the flash_attn package, which few machines have. The two functions below have its signatures. They replace
+flash_attn even where it is installed, so that results do not depend on it.
 """
 
 import torch
@@ -16,7 +16,7 @@ from linrnn.models.fla_models import import_fla
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1)
 ) -> Tensor:
-    """Attention of q (B, T, H, D) on k, v (B, S, H, D), the last query seeing all S ≥ T keys."""
+    """Causal attention of q (B, T, H, D) on k, v (B, S, H, D), S ≥ T. The last query sees all S keys."""
     if not causal or tuple(window_size) != (-1, -1):
         raise UnsupportedError(
             "attention here is causal and without a window", "use FLA's Attention without window_size"
@@ -40,7 +40,7 @@ def flash_attn_varlen_func(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """The same within each document of packed q, k, v (T, H, D), bounded by `cu_seqlens_q`."""
+    """As :func:`flash_attn_func` within each document of packed q, k, v (T, H, D), bounded by `cu_seqlens_q`."""
     lengths = cu_seqlens_q.diff().tolist()
     documents = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     outputs = [

@@ -1,4 +1,4 @@
-"""From an `Architecture` to a model with deterministic weights."""
+"""Build a model with deterministic weights from an `Architecture`."""
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ def build_model(
 ) -> LanguageModel:
     """Build FLA's model for `arch`, initialised as FLA does.
 
-    Weights are drawn on the CPU in fp32, so that a seed gives the same ones on every device; the generator's
-    state is left as it was.
+    Weights are drawn on the CPU in fp32, so that a seed gives the same weights on every device. The generator's state
+    is
+    restored.
 
     Args:
         dtype: of the parameters, fp32 or bf16; A_log and dt_bias stay in fp32.
-        seed: of the weights; None: go on from the CPU generator's state.
+        seed: of the weights; None: continue from the CPU generator's state.
 
     Raises:
         ConfigError: another dtype.
@@ -51,7 +52,7 @@ def build_model(
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast in place all parameters but A_log and dt_bias, and no buffers; ties and attributes stay."""
+    """Cast all parameters but A_log and dt_bias in place. Buffers, ties and attributes stay as they are."""
     for name, parameter in module.named_parameters():
         if not name.endswith(KEPT_IN_FP32):
             parameter.data = parameter.data.to(dtype)

@@ -1,8 +1,8 @@
 """`model.chunk_size`: how many tokens FLA's recurrent kernels put in a chunk.
 
-FLA's layers do not pass a chunk size on; they look their kernel up in their module at each call.
-`with_chunk_size` stands a version with the size filled in there for the duration of one layer's call, so that
-models with different chunk sizes can live in one process.
+FLA's layers do not pass a chunk size on. They look their kernel up in their module at each call. `with_chunk_size`
+replaces the kernel there, during one layer's call, by a version with the chunk size filled in. Models with different
+chunk sizes can therefore live in one process.
 """
 
 import functools
@@ -15,21 +15,21 @@ from torch import Tensor
 from linrnn.models.cpu_ops import mixers
 from linrnn.models.fla_models import import_fla
 
-# FLA's module, the kernel's name there, and the sizes that it takes (for GLA: see `chunk_gla`; with 256 its backward
-# pass holds 256 x 256 scores in fp32, 256 KiB, in the shared memory of a multiprocessor, which has 227 at most).
+# FLA's module, the kernel's name there, and the chunk sizes that it takes (for GLA: see `chunk_gla`). 256 is too large
+# for GLA: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in shared memory, which has at most 227 KiB.
 KERNELS = {
     "gla": ("fla.layers.gla", "chunk_gla", (64, 128)),
     "gated_deltanet": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
     "kda": ("fla.layers.kda", "chunk_kda", (32, 64)),
 }
-# Multiply-adds that a thread of FLA's kernel for dv may unroll: what its largest configuration has with 64 tokens.
+# Multiply-adds that a thread of FLA's kernel for dv may unroll: the most of any configuration with 64 tokens.
 UNROLLED_MULTIPLY_ADDS = 8192
-# At this many tokens or fewer FLA's GLA layer takes its recurrent kernel, which has no chunks.
+# At this many tokens or fewer FLA's GLA layer uses its recurrent kernel, which has no chunks.
 GLA_RECURRENT_TOKENS = 64
 
 
 def with_chunk_size(forward: Callable[..., Any], model: str, chunk_size: int) -> Callable[..., Any]:
-    """`forward` of a block of `model`, run with kernels of this chunk size."""
+    """The `forward` of a block of `model`, run with kernels of this chunk size."""
     module_name, name, _ = KERNELS[model]
     module = import_fla(module_name)
     kernel = functools.partial(chunk_gla if model == "gla" else getattr(module, name), chunk_size=chunk_size)
@@ -58,7 +58,7 @@ def chunk_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's `chunk_gla`, which fixes 64, with a chunk size of 64 or 128; same arguments and results."""
+    """FLA's `chunk_gla` with a chunk size of 64 or 128 (FLA fixes 64). Arguments and results are the same."""
     if q.device.type == "cpu":
         options = {"output_final_state": output_final_state, "state_v_first": state_v_first}
         return mixers.chunk_gla(
@@ -68,7 +68,7 @@ def chunk_gla(
 
 
 class _ChunkGLA(torch.autograd.Function):
-    """FLA's forward and backward passes, which take any chunk size, tied together."""
+    """FLA's own forward and backward passes, which take any chunk size, as one function."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size):
@@ -87,7 +87,7 @@ class _ChunkGLA(torch.autograd.Function):
             g_cumsum, scores, _, state, output = gla.chunk_gla_fwd(
                 q=q, k=k, v=v, g=g, g_cumsum=None, output_final_state=output_final_state, **options
             )
-        # As FLA does: the decays' sums, or the decays, to be summed up again, where these take fewer bytes.
+        # As FLA does: save the decays' sums, or the decays themselves if they take fewer bytes (summed again later).
         decays = (None, g_cumsum) if g.dtype == torch.float32 else (g, None)
         ctx.save_for_backward(q, k, v, *decays, scores)
         ctx.options, ctx.g_dtype = options, g.dtype
@@ -115,10 +115,11 @@ class _ChunkGLA(torch.autograd.Function):
 
 @functools.cache
 def leave_out_slow_configurations(tuner: Any) -> None:
-    """Have FLA's autotuner for dv try no configuration that takes minutes to compile.
+    """Keep FLA's autotuner for dv from trying configurations that take minutes to compile.
 
-    That kernel multiplies the chunk's scores by the output's gradients in IEEE fp32, so without tensor cores, and
-    unrolls it: with 128 tokens, two warps and 128 value dimensions, 32,768 multiply-adds in each thread.
+    That kernel multiplies the chunk's scores by the output's gradients in IEEE fp32, so without tensor cores. It
+    unrolls the
+    product: with 128 tokens, two warps and 128 value dimensions, each thread has 32,768 multiply-adds.
     """
     usual = tuner.early_config_prune
 

@@ -1,4 +1,4 @@
-"""FLA's own model classes, imported only when one is built, and their configuration for an `Architecture`."""
+"""FLA's own model classes and their configuration for an `Architecture`. FLA is imported only when a model is built."""
 
 import importlib
 import warnings
@@ -15,7 +15,7 @@ CLASSES = {
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of FLA (seconds, the first time) without its remarks on a machine that has no GPU."""
+    """Import a module of FLA (seconds, the first time) without its warnings on a machine without a GPU."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")
@@ -23,13 +23,13 @@ def import_fla(module: str) -> Any:
 
 
 def fla_classes(model: str) -> tuple[Any, Any]:
-    """The causal language model's class and its configuration's."""
+    """The class of the causal language model, and the class of its configuration."""
     module = import_fla(f"fla.models.{model}")
     return getattr(module, f"{CLASSES[model]}ForCausalLM"), getattr(module, f"{CLASSES[model]}Config")
 
 
 def fla_config(arch: Architecture) -> Any:
-    """FLA's configuration; what is not named keeps FLA's default (initializer_range 0.02, norm_eps 1e-6)."""
+    """FLA's configuration. Settings not named here keep FLA's default (initializer_range 0.02, norm_eps 1e-6)."""
     shared = {
         "hidden_size": arch.hidden_size,
         "num_hidden_layers": arch.num_layers,

@@ -1,4 +1,4 @@
-"""A causal language model of FLA's without its loss: token ids in, hidden states out."""
+"""One of FLA's causal language models without its loss: token ids in, hidden states out."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,16 @@ from linrnn.core.errors import ConfigError
 from linrnn.models.architecture import Architecture
 from linrnn.models.chunk_size import GLA_RECURRENT_TOKENS, with_chunk_size
 
-# Parameters that FLA's kernels read in fp32 whatever the model's dtype: logarithms of decay rates.
+# Parameters that FLA's kernels always read in fp32: logarithms of decay rates.
 KEPT_IN_FP32 = ("A_log", "dt_bias")
 
 
 class LanguageModel(nn.Module):
-    """FLA's backbone and head, called separately.
+    """FLA's backbone and head, which can be called separately.
 
     Attributes:
-        hf: FLA's model, a transformers `PreTrainedModel`; its state dict has the names that checkpoints use.
-        arch: the dimensions it was built from.
+        hf: FLA's model, a transformers `PreTrainedModel`; checkpoints use the names of its state dict.
+        arch: the dimensions of the model.
     """
 
     def __init__(self, hf: Any, arch: Architecture) -> None:
@@ -39,13 +39,13 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids_BT: token ids, int64.
-            cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T.
-                State, convolutions and attention do not cross them; the ends of the B rows must be among
-                them. None: each row is one document.
+            cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T. They must
+                include
+                the ends of the B rows. State, convolutions and attention do not cross them. None: each row is one
+                    document.
 
         Raises:
-            ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use
-                chunks.
+            ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use chunks.
         """
         if self.arch.model == "gla" and self.arch.chunk_size is not None:
             n_tokens = input_ids_BT.shape[1] if cu_seqlens is None else input_ids_BT.numel()
@@ -63,15 +63,15 @@ class LanguageModel(nn.Module):
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """(V, D): logits are hidden states times its transpose; the embedding itself where tied."""
+        """(V, D): logits are hidden states times its transpose. It is the embedding itself if the two are tied."""
         return self.hf.lm_head.weight
 
     def head(self, dtype: torch.dtype) -> Tensor:
-        """The head as a loss takes it, in `dtype`: (V, D), or what :meth:`set_head` made of it."""
+        """The head for a loss, in `dtype`: (V, D), or the result of the function given to :meth:`set_head`."""
         return self._head_as(self.head_weight, dtype)
 
     def set_head(self, weight: nn.Parameter, head_as: Callable[[nn.Parameter, torch.dtype], Tensor]) -> None:
-        """Put another parameter into the head's place, of which `head_as` makes what a loss takes."""
+        """Replace the head's parameter. `head_as(weight, dtype)` turns it into what a loss takes."""
         self.hf.lm_head.weight = weight
         self._head_as = head_as
 
@@ -81,22 +81,22 @@ class LanguageModel(nn.Module):
         return self.hf.model.embeddings
 
     def set_embedding(self, module: nn.Module) -> None:
-        """Put another module into the embedding's place."""
+        """Replace the embedding by another module."""
         self.hf.model.embeddings = module
 
     @property
     def keeps_fp32(self) -> bool:
-        """Whether FLA's kernels need some parameters in fp32, whatever the others are in."""
+        """Whether FLA's kernels need some parameters in fp32, whatever the dtype of all others."""
         return any(name.endswith(KEPT_IN_FP32) for name, _ in self.named_parameters())
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The layers: a mixer and an MLP each, with their norms."""
+        """The layers. Each has a mixer and an MLP, with their norms."""
         return self.hf.model.layers
 
     @property
     def parts(self) -> dict[str, list[nn.Parameter]]:
-        """Every parameter once, by component: embedding, mixers, mlps, norms, head (empty where tied)."""
+        """Every parameter once, by component: embedding, mixers, mlps, norms, head (empty if tied)."""
         backbone = self.hf.model
         blocks = backbone.layers
         norms = [
@@ -117,14 +117,14 @@ class LanguageModel(nn.Module):
         return self._checkpointed
 
     def set_activation_checkpointing(self, mode: str) -> None:
-        """`none` keeps every activation; `full` keeps each block's input and computes the rest again."""
+        """`none` keeps every activation. `full` keeps each block's input and recomputes the rest."""
         if mode not in ("none", "full"):
             raise ConfigError(f"activation_checkpointing={mode} is not one of none, full", "use none or full")
         self._checkpointed = mode == "full"
         self._set_block_forwards()
 
     def compile_blocks(self) -> None:
-        """Compile each block with torch.compile; FLA's recurrent kernels stay outside the graphs."""
+        """Compile each block with torch.compile. FLA's recurrent kernels stay outside the graphs."""
         self._compiled = True
         self._set_block_forwards()
 

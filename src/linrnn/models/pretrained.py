@@ -1,4 +1,4 @@
-"""A Hugging Face directory in FLA's format, through FLA's own `from_pretrained`."""
+"""Open a Hugging Face directory in FLA's format with FLA's own `from_pretrained`."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from linrnn.models.fla_models import CLASSES, fla_classes
 
 
 def open_pretrained(directory: Path, device: torch.device) -> Any:
-    """The causal language model in `directory`, in fp32; safetensors alone are read, and no code.
+    """The causal language model in `directory`, in fp32. It reads only safetensors and runs no code from the directory.
 
     Raises:
         ConfigError: it is none of the architectures here.

@@ -1,4 +1,4 @@
-"""What cannot run on this machine is refused before anything is built, with the cause and the remedy."""
+"""Before anything is built, reject a model that cannot run on this machine, with cause and remedy."""
 
 import importlib.metadata
 import importlib.util
@@ -13,13 +13,13 @@ from linrnn.models.architecture import MODELS
 from linrnn.models.chunk_size import KERNELS
 
 FLA_VERSION = "0.6.0"
-# FLA 0.6.0 refuses the backward pass of scalar-gated delta rules on Hopper with these (wrong results; its
-# issue 640).
+# From the first to below the second version of Triton, scalar-gated delta rules have a wrong backward pass on Hopper.
+# FLA 0.6.0 refuses it there (its issue 640).
 WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
 
 
 def check_supported(model: ModelConfig, device: torch.device) -> None:
-    """Refuse a model that cannot train on `device` with the installed versions.
+    """Raise if a model cannot train on `device` with the installed versions.
 
     Raises:
         ConfigError: an unknown model, or a chunk size that its kernel does not take.
@@ -66,8 +66,8 @@ def _check_chunk_size(model: ModelConfig) -> None:
 
 
 def explain_resources(error: BaseException, model: ModelConfig) -> UnsupportedError | None:
-    """What it means that a Triton kernel asks for more shared memory than the GPU has; None for another error."""
-    if type(error).__name__ != "OutOfResources":  # Triton is not there to be imported on every machine
+    """The error to show when a Triton kernel needs more shared memory than the GPU has; None for any other error."""
+    if type(error).__name__ != "OutOfResources":  # compared by name: not every machine can import Triton
         return None
     chunk = f"model.chunk_size={model.chunk_size}" if model.chunk_size else "its chunk size"
     remedy = "use a smaller model.chunk_size, or null" if model.chunk_size else "use a size with smaller heads"

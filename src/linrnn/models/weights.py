@@ -1,4 +1,4 @@
-"""`init_from=` a model in FLA's Hugging Face format, a directory or on the hub: safetensors, never pickle."""
+"""`init_from=`: load a model in FLA's Hugging Face format, from a directory or the hub. Only safetensors are read."""
 
 import inspect
 import json
@@ -15,9 +15,9 @@ from linrnn.models.architecture import Architecture
 from linrnn.models.fla_models import CLASSES, fla_classes
 from linrnn.models.language_model import LanguageModel
 
-FILES = ["config.json", "*.safetensors", "*.index.json", "tokenizer.json", "tokenizer_config.json"]  # of the hub's
-# Settings that change neither a parameter's shape nor what the model computes, or that `_overrides` compares
-# itself.
+# The files to download from the hub.
+FILES = ["config.json", "*.safetensors", "*.index.json", "tokenizer.json", "tokenizer_config.json"]
+# Settings that change neither a parameter's shape nor what the model computes, and settings that `_overrides` compares.
 NOT_COMPARED = {
     "attn_mode",
     "bos_token_id",
@@ -47,7 +47,7 @@ NOT_COMPARED = {
 
 
 def find_pretrained(source: str) -> Path:
-    """The directory of a Hugging Face model: `source` itself, or the local copy of what the hub has under this name.
+    """The directory of a Hugging Face model: `source` itself, or a local copy of the hub's model of this name.
 
     Raises:
         DataError: there is neither.
@@ -56,11 +56,11 @@ def find_pretrained(source: str) -> Path:
 
 
 def pretrained_vocab_size(directory: Path, source: str) -> int:
-    """Entries of the vocabulary of the model in `directory`.
+    """Number of vocabulary entries of the model in `directory`.
 
     Raises:
         DataError: its config.json cannot be read.
-        ConfigError: it is none of the architectures here.
+        ConfigError: the model is not one of the architectures here.
     """
     settings = _settings(directory, source)
     if settings.get("model_type") not in CLASSES:
@@ -69,14 +69,14 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
 
 
 def load_weights(model: LanguageModel, source: str) -> None:
-    """Copy the weights of a Hugging Face model into `model`, in its dtype and on its device.
+    """Copy the weights of a Hugging Face model into `model`, in the dtype and on the device of `model`.
 
     Args:
         source: a directory, or the name of a model on the hub.
 
     Raises:
-        DataError: nothing there, no safetensors, or a damaged file.
-        ConfigError: another architecture; the remedy names the overrides that give this one.
+        DataError: `source` does not exist, has no safetensors, or a file is damaged.
+        ConfigError: the architectures differ. The remedy names the overrides that give this one.
     """
     directory = find_pretrained(source)
     check_checksums(directory)
@@ -105,7 +105,7 @@ def _same_size(arch: Architecture) -> str:
 
 
 def _download(name: str) -> Path:
-    """The hub's files in the local cache."""
+    """The local copy of the hub's files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -136,7 +136,7 @@ def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
-    """Compare what config.json says with the architecture here."""
+    """Compare config.json with the architecture of `arch`."""
     settings = _settings(directory, source)
     if settings.get("model_type") != arch.model:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Memory and time of a model's parts, measured on training steps: mixers, MLPs, norms, embedding, loss, optimizer."""
+"""Measure memory and time of a model's parts in training steps: mixers, MLPs, norms, embedding, loss, optimizer."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ from linrnn.profiling import BackwardMark
 
 
 def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
-    """The modules of each part; together they hold every parameter but an untied head's."""
+    """The modules of each part. Together they hold every parameter except an untied head's."""
     backbone = model.hf.model
     return {
         "embedding": [backbone.embeddings],
@@ -29,10 +29,13 @@ def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
 class SavedActivations:
     """Bytes that the autograd graph keeps for the backward pass, by the part that saved them.
 
-    Parts are those of :func:`part_modules`, `loss` (what is saved after the final norm, hidden states and a copy of the
-    head included), `other` (between the parts), and `weight_copies` (the blocks' weights in the compute dtype, under
-    autocast). A tensor that several keep counts once, for the first; parameters count nowhere. With activation
-    checkpointing a block keeps its inputs: they count as `other`.
+    The parts are those of :func:`part_modules` and:
+
+    * `loss`: saved after the final norm, including hidden states and a copy of the head.
+    * `weight_copies`: the blocks' weights in the compute dtype, under autocast.
+    * `other`: saved between the parts. With activation checkpointing a block's inputs count here.
+
+    A tensor that several parts keep counts once, for the first. Parameters do not count.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -45,7 +48,7 @@ class SavedActivations:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what is saved inside the block, for one forward and backward pass."""
+        """Count what is saved inside the block, during one forward and backward pass."""
         with contextlib.ExitStack() as hooks:
             for part, modules in part_modules(self._model).items():
                 for module in modules:
@@ -78,7 +81,7 @@ class SavedActivations:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._count(tensor)
-        return tensor.detach()  # the same memory; itself would be a cycle where it is the node's own output
+        return tensor.detach()  # shares the memory; a node that keeps its own output would be a reference cycle
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -93,23 +96,27 @@ class SavedActivations:
 class PartClock:
     """Time between the moments when the device enters and leaves each part, forward and backward.
 
-    On a GPU the moments are CUDA events: a part's time has the gaps in which the device waits for the host, so that
-    parts of small models take longer than their kernels. `recomputed` is what activation checkpointing runs again,
-    within a backward pass and not counted there; the clock has it finish each block, where it otherwise leaves out the
-    last product.
-    Also takes the place of `MemoryByComponent` for :func:`linrnn.profiling.watched_loss`.
+    On a GPU the moments are CUDA events. A part's time includes gaps in which the device waits for the host, so parts
+    of
+    small models take longer than their kernels.
+
+    `recomputed` is what activation checkpointing runs again. It happens within a backward pass and is not counted
+    there.
+    The clock makes checkpointing finish each block; normally it leaves out the last product.
+
+    The clock can replace `MemoryByComponent` in :func:`linrnn.profiling.watched_loss`.
     """
 
     def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._model, self._optimizer = model, optimizer
         self._cuda = device.type == "cuda"
         self._backward = False
-        self._open: dict[str, tuple[Any, int]] = {}  # the moment, and how many intervals there were
-        self._intervals: list[tuple[str, Any, Any, list[int]]] = []  # name, begun, ended, intervals to take off
+        self._open: dict[str, tuple[Any, int]] = {}  # the moment, and the number of intervals before it
+        self._intervals: list[tuple[str, Any, Any, list[int]]] = []  # name, begun, ended, intervals to subtract
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Time one step: forward and backward passes, optimizer."""
+        """Time one step: forward and backward passes and optimizer."""
         with contextlib.ExitStack() as hooks:
             for part, modules in part_modules(self._model).items():
                 for module in modules:
@@ -127,7 +134,7 @@ class PartClock:
             self._end("step")
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by `part/forward`, `part/backward`, `part/recomputed`, `optimizer`, `step`; waits for the device."""
+        """Seconds by `part/forward`, `part/backward`, `part/recomputed`, `optimizer`, `step`. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
         lengths = [
@@ -138,7 +145,7 @@ class PartClock:
             total[name] += length - sum(lengths[index] for index in inside)
         return dict(total)
 
-    # What watched_loss calls.
+    # Called by watched_loss.
     def loss_forward_begins(self) -> None:
         self._backward = False
         self._begin("loss/forward")
@@ -186,7 +193,7 @@ class PartClock:
         self._open[name] = self._now(), len(self._intervals)
 
     def _end(self, name: str) -> None:
-        # An embedding has no input that a gradient reaches: its backward pass has no end, and does not count.
+        # No gradient reaches the embedding's input, so its backward pass has no end and is not counted.
         if name not in self._open:
             return
         begun, first = self._open.pop(name)

@@ -1,4 +1,4 @@
-"""Peak memory by component, from marks on the allocator; no step becomes slower."""
+"""Peak memory by component, read from the allocator's counters. Steps do not become slower."""
 
 import resource
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of `tensors`, which share no memory, on this rank; None counts nothing."""
+    """Bytes of `tensors` on this rank; None counts as 0. The tensors must not share memory."""
     here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
     return sum(tensor.nbytes for tensor in here)
 
@@ -17,11 +17,12 @@ def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
 class MemoryByComponent:
     """Bytes of parameters, gradients, optimizer state, activations and the loss layer, and the peak.
 
-    After :meth:`start`, the first call of :func:`watched_loss` and the first optimizer update are taken
-    apart. The marks are host-side reads of the allocator's counters: that step takes as long as any other.
-
-    On CPU the tensors are counted, and the peak is that of the whole process's resident set since it began,
-    imports and data included (`resident_peak`); activations and loss layer cannot be told apart there.
+    After :meth:`start`, the first call of :func:`watched_loss` and the first optimizer update are measured in detail.
+    The
+    host only reads the allocator's counters, so that step takes no longer than others. On CPU the tensors are counted.
+    The
+    peak there is the resident set of the whole process since its start, including imports and data (`resident_peak`).
+    Activations and loss layer cannot be separated on CPU.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -29,26 +30,29 @@ class MemoryByComponent:
         self._cuda = device.type == "cuda"
         self._device = device
         self._before_loss = 0
-        self._earlier_peak = 0  # of the time before the last reset of the allocator's own peak
+        self._earlier_peak = 0  # the peak before the last reset of the allocator's own peak
         self._due: set[str] = set()
         self._bytes: dict[str, int] = {"parameters": tensor_bytes(self._parameters)}
         self._optimizer = optimizer
         optimizer.register_step_pre_hook(self._count_gradients)
 
     def start(self) -> None:
-        """Begin measuring: forget the peak so far, and take the next step apart."""
+        """Start measuring: reset the peak, and measure the next step in detail."""
         self._due = {"gradients", "loss_forward", "loss_backward"}
         if self._cuda:
             self._earlier_peak = 0
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def report(self) -> dict[str, int]:
-        """Bytes by component, of those measured so far.
+        """Bytes by component, for the components measured so far.
 
-        On CUDA `peak` is the most that was allocated at once since :meth:`start`. `activations` is what was
-        allocated when the loss layer began, less parameters, gradients and optimizer state: saved
-        activations, compute-dtype copies of weights, the batch. `loss_forward` and `loss_backward` are the
-        most that its two passes had allocated beyond that, gradients of hidden states and weight included.
+        On CUDA:
+
+        * `peak`: the most that was allocated at once since :meth:`start`.
+        * `activations`: allocated when the loss layer began, minus parameters, gradients and optimizer state. These are
+          saved activations, compute-dtype copies of weights, and the batch.
+        * `loss_forward`, `loss_backward`: the most that each pass of the loss layer allocated beyond that, including
+          gradients of hidden states and weight.
         """
         state = (value for entry in self._optimizer.state.values() for value in entry.values())
         report = {

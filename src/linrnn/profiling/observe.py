@@ -1,4 +1,4 @@
-"""The passes of the loss layer: who is told when they begin and end, and their ranges in a profile."""
+"""Observe the loss layer's passes: tell observers when a pass begins and ends, and mark the passes in a profile."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ LOSS_FORWARD, LOSS_BACKWARD = "loss forward", "loss backward"
 
 @contextlib.contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """A named range in Nsight Systems (with CUDA) and torch.profiler; microseconds otherwise."""
+    """A named range in Nsight Systems (with CUDA) and torch.profiler. Without a profiler it costs microseconds."""
     nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
     with torch.profiler.record_function(name), nvtx:
         yield
 
 
 class BackwardMark(torch.autograd.Function):
-    """Identity on a tensor; calls `reached` when the backward pass has its gradient."""
+    """Identity on a tensor. Calls `reached` when the backward pass has computed its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
@@ -34,7 +34,7 @@ class BackwardMark(torch.autograd.Function):
 
 
 class _BackwardEnds(torch.autograd.Function):
-    """Identity on the loss layer's inputs; its backward runs once the gradients of both are there."""
+    """Identity on the loss layer's inputs. Its backward pass runs once the gradients of both exist."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, end: Callable[[], None]) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class _BackwardEnds(torch.autograd.Function):
 
 
 class LossObserver(Protocol):
-    """Told when the loss layer's passes begin and end: :class:`MemoryByComponent`, :class:`LossTimer`, or a clock."""
+    """Told when the loss layer's passes begin and end. :class:`MemoryByComponent` and :class:`LossTimer` are two."""
 
     def loss_forward_begins(self) -> None: ...
     def loss_forward_ended(self) -> None: ...
@@ -66,14 +66,14 @@ def watched_loss(
     labels_N: Tensor,
     *observers: LossObserver,
 ) -> Any:
-    """Call a loss backend with NVTX ranges round its forward and its backward pass, and measure its memory and time.
+    """Call a loss backend, mark its forward and backward pass as NVTX ranges, and tell the observers.
 
     Args:
         loss: returns a dataclass with a scalar `sum_nats`.
         observers: are told when the passes begin and end.
 
     Returns:
-        What `loss` returned. Values and gradients are unchanged; the gradients are passed on, not copied.
+        The result of `loss`. Values and gradients are unchanged; gradients are passed on, not copied.
     """
     backward = contextlib.ExitStack()
 

@@ -1,7 +1,6 @@
-"""Time of training steps, measured without slowing them: CUDA events on a GPU, the clock on a CPU.
+"""Measure the time of training steps without slowing them: CUDA events on a GPU, the clock on a CPU.
 
-Nothing here makes the host wait for the device inside the training loop. Events are read once the device has passed
-them.
+Inside the training loop the host never waits for the device. Events are read once the device has passed them.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-RECENT_STEPS = 20  # that the speed on the console averages over
+RECENT_STEPS = 20  # the console's speed is the mean over this many steps
 
 
 class StepTimer:
@@ -22,7 +21,7 @@ class StepTimer:
 
     Args:
         device: where the steps run.
-        skip: first steps of this process that no figure counts: warm-up, tuning of kernels, traced steps.
+        skip: number of first steps that are not measured: warm-up, tuning of kernels, traced steps.
     """
 
     def __init__(self, device: torch.device, skip: int) -> None:
@@ -36,7 +35,7 @@ class StepTimer:
         self._begun = self._mark()
 
     def stop(self) -> None:
-        """The step ends; never waits for the device."""
+        """The step ends. Never waits for the device."""
         marks = self._begun, self._mark()
         if self._skip > 0:
             self._skip -= 1
@@ -55,13 +54,13 @@ class StepTimer:
 
 
 class LossTimer:
-    """Time between the moments when the device enters and leaves the loss layer's passes, of each step.
+    """For each step, the time between the moments when the device enters and leaves the loss layer's passes.
 
-    Gaps in which the device waits for the host count, so that a small model's loss takes longer than its kernels.
+    Gaps in which the device waits for the host count. A small model's loss therefore takes longer than its kernels.
 
     Args:
         device: where the steps run.
-        skip: steps left out, as of :class:`StepTimer`.
+        skip: number of first steps that are not measured, as for :class:`StepTimer`.
     """
 
     def __init__(self, device: torch.device, skip: int) -> None:
@@ -89,7 +88,7 @@ class LossTimer:
         self._passed("backward")
 
     def step_ended(self) -> None:
-        """The step's micro-steps count together; never waits for the device."""
+        """The step ends; its micro-steps count together. Never waits for the device."""
         step, self._step = self._step, {}
         if self._skip > 0:
             self._skip -= 1
@@ -101,8 +100,10 @@ class LossTimer:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Seconds of the forward and of the backward passes of the measured steps that the device has finished, in
-        order; a pass that a step did not have is missing."""
+        """Seconds of the forward and the backward passes of each measured step that the device has finished, in order.
+
+        A pass that did not occur in a step is missing.
+        """
         while self._pending and self._has_left(self._pending[0]):
             passes = self._pending.popleft()
             self._seconds.append({name: sum(_seconds_between(*m) for m in moments) for name, moments in passes.items()})
@@ -113,30 +114,31 @@ class LossTimer:
 
 
 class WallClock:
-    """Wall-clock time from the end of each step to the end of the next, without what was :meth:`paused`.
+    """Wall-clock time from the end of each step to the end of the next, without time that was :meth:`paused`.
 
-    A lap holds the step and what the host does before it. The device says when a step ended, on a GPU by a CUDA event:
-    the host learns that later, by as much as it is behind or ahead of the device.
+    A lap is one step and what the host does before it. On a GPU a CUDA event marks the end of a step, because the host
+    may
+    be behind or ahead of the device.
 
     Args:
         device: where the steps run.
-        skip: laps left out, as of :class:`StepTimer`.
+        skip: number of first laps that are not measured, as for :class:`StepTimer`.
     """
 
     def __init__(self, device: torch.device, skip: int) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._skip = skip
         self._begun: Any = None
-        self._stretches: list[tuple[Any, Any]] = []  # of the lap that runs, before its last pause
+        self._stretches: list[tuple[Any, Any]] = []  # parts of the current lap before its last pause
         self._pending: deque[list[tuple[Any, Any]]] = deque()
         self._seconds: list[float] = []
 
     def start(self) -> None:
-        """The first lap begins once the device has done what it was given."""
+        """The first lap begins once the device has finished its work so far."""
         self._begun = self._mark_when_idle()
 
     def lap(self) -> None:
-        """A step ends; never waits for the device."""
+        """A step ends. Never waits for the device."""
         now = _moment(self._cuda)
         stretches = [*self._stretches, (self._begun, now)]
         self._begun, self._stretches = now, []
@@ -147,7 +149,7 @@ class WallClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The block counts for no lap. At its beginning and its end the host waits for the device."""
+        """The block counts for no lap. The host waits for the device at the block's start and end."""
         if self._begun is not None:
             self._stretches.append((self._begun, self._mark_when_idle()))
         yield
@@ -180,8 +182,8 @@ class SpeedMeter:
 
     Args:
         device: where the steps run.
-        skip: first steps of this process that no figure counts: warm-up, tuning of kernels, traced steps.
-        tokens_per_step: of an optimizer step, all ranks.
+        skip: number of first steps that are not measured: warm-up, tuning of kernels, traced steps.
+        tokens_per_step: tokens of an optimizer step, over all ranks.
     """
 
     def __init__(self, device: torch.device, skip: int, tokens_per_step: int) -> None:
@@ -193,17 +195,17 @@ class SpeedMeter:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def step_begins(self) -> None:
-        """Before the step's first work."""
+        """Call before the step's first work."""
         self.steps.start()
 
     def step_ended(self) -> None:
-        """The step's last work is given to the device; never waits for it."""
+        """Call when the device has been given the step's last work. Never waits for the device."""
         self.steps.stop()
         self.loss.step_ended()
         self.clock.lap()
 
     def arrived(self, step_of_process: int) -> None:
-        """Step `step_of_process` (from 1) is done on the device; once for each step."""
+        """The device has finished step `step_of_process` (from 1). Call it once for each step."""
         if step_of_process <= self._skip:
             return
         wall = self.clock.seconds[self._measured]
@@ -232,7 +234,7 @@ class SpeedMeter:
 
 
 def _moment(cuda: bool) -> Any:
-    """Now: on a GPU an event that it will pass, else the clock."""
+    """Now: on a GPU an event in its queue, else the clock."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -241,12 +243,12 @@ def _moment(cuda: bool) -> Any:
 
 
 def _seconds_between(begun: Any, ended: Any) -> float:
-    """Seconds between two moments that are past."""
+    """Seconds between two past moments."""
     return begun.elapsed_time(ended) / 1e3 if isinstance(begun, torch.cuda.Event) else ended - begun
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 512, bursts: int = 5, seconds: float = 0.02) -> float:
-    """FLOP/s of a square matrix product on this CPU: the best of some short bursts, about 0.1 s in all."""
+    """FLOP/s of a square matrix product on this CPU: the best of several short bursts, about 0.1 s in all."""
     square = torch.randn(size, size, dtype=dtype)
     rates = []
     for _ in range(bursts):

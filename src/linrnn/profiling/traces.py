@@ -1,4 +1,4 @@
-"""Records for other programs: a trace of some steps, a snapshot of the allocator."""
+"""Files for other programs: a trace of some steps, a snapshot of the allocator."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,9 +13,11 @@ from linrnn.core.errors import StorageError, UnsupportedError
 def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], None]]:
     """Trace `profile_steps` steps with torch.profiler into `path` (.json or .json.gz; for Perfetto).
 
-    Yields a function to call at the end of every step. `skip` steps pass first, the last of them under the
-    profiler but unrecorded (it takes time to start). With `profile_steps=0` nothing happens. If the run ends
-    earlier, the steps recorded so far are written.
+    Yields a function to call at the end of every step. The first `skip` steps are not recorded. The profiler starts
+    during
+    the last of them, because starting takes time. With `profile_steps=0` nothing happens. If the run ends earlier, the
+    steps
+    recorded so far are written.
 
     Raises:
         StorageError: the trace cannot be written.
@@ -41,10 +43,10 @@ def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], No
 def memory_snapshot(path: Path, device: torch.device, max_entries: int = 200_000) -> Iterator[None]:
     """Record the block's allocations, with stack traces, into `path` (open at pytorch.org/memory_viz).
 
-    The snapshot is written however the block ends: it explains an out-of-memory error best.
+    The snapshot is also written if the block raises, since it explains an out-of-memory error best.
 
     Raises:
-        UnsupportedError: `device` is no GPU.
+        UnsupportedError: `device` is not a GPU.
         StorageError: the snapshot cannot be written.
     """
     if device.type != "cuda":
@@ -54,7 +56,7 @@ def memory_snapshot(path: Path, device: torch.device, max_entries: int = 200_000
     try:
         yield
     except BaseException:
-        with contextlib.suppress(StorageError):  # what went wrong in the block matters more
+        with contextlib.suppress(StorageError):  # the block's own error matters more
             _write_snapshot(path)
         raise
     else:

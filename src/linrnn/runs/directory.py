@@ -1,6 +1,6 @@
-"""A run's directory is its identity: `results/<group>/<run_name>/` holds everything that the run read and wrote.
+"""A run's directory `results/<group>/<run_name>/` is its identity. It holds everything that the run wrote.
 
-config.yaml, environment.json, metrics.jsonl (the source of truth), summary.json, train.log, checkpoints/.
+Its files: config.yaml, environment.json, metrics.jsonl (the source of truth), summary.json, train.log, checkpoints/.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ _ASIDE = "trainer.resume=never moves the old run aside and begins anew"
 class RunDirectory:
     """A run's directory: checked when constructed, locked by :meth:`open`, written from :meth:`begin` on.
 
-    Between :meth:`open` and :meth:`begin` a process reads what is there and decides what to do: a run that is finished
-    keeps every byte.
+    Between :meth:`open` and :meth:`begin` a process reads the directory and decides what to do. A finished run keeps
+    every
+    byte.
 
     Args:
         path: the directory.
@@ -49,11 +50,11 @@ class RunDirectory:
         self._check()
 
     def open(self) -> None:
-        """Make the directory this process's own until :meth:`close`.
+        """Lock the directory for this process until :meth:`close`.
 
         Raises:
-            ConfigError: another process uses it, or holds another configuration by now.
-            StorageError: it cannot be made.
+            ConfigError: another process uses the directory, or it now holds another configuration.
+            StorageError: the directory cannot be made.
         """
         try:
             self._is_new = not self.path.exists()
@@ -68,13 +69,13 @@ class RunDirectory:
             raise
 
     def begin(self, config_yaml: str) -> None:
-        """Write whose directory it is; `config_yaml` is for people. A run to be run again (`never`) is moved aside.
+        """Write the run's identity, and `config_yaml` for people. With `never`, the existing run is moved aside first.
 
-        The summary of an earlier process goes: it would not be true of what this one does, should that be killed.
+        The summary of an earlier process is deleted: it would be false if this process were killed.
 
         Raises:
             ConfigError: another process has taken the place of the run that was moved.
-            StorageError: it cannot be written.
+            StorageError: a file cannot be written.
         """
         if self._resume == "never" and not self._is_new:
             of_old, self._lock = self._lock, DirectoryLock(self.path)
@@ -90,11 +91,11 @@ class RunDirectory:
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def begin_process(self, process: Process) -> None:
-        """Record the process that goes on with the run from its `from_step`; earlier ones keep the steps before that.
+        """Record the process that continues the run from its `from_step`. Earlier processes keep the steps before that.
 
         Raises:
-            DataError: the record of the earlier ones is damaged.
-            StorageError: it cannot be written.
+            DataError: the record of earlier processes is damaged.
+            StorageError: the record cannot be written.
         """
         earlier = read_processes(self.path / ENVIRONMENT) if self.resumed else []
         self._processes = [*settled(earlier, process["from_step"]), process]
@@ -102,24 +103,24 @@ class RunDirectory:
 
     @property
     def started(self) -> str:
-        """When the first of the run's processes began, of those whose steps are left."""
+        """The start of the first process that has steps left in the run."""
         return str(self._processes[0]["started"])
 
     def end_process(self, step: int) -> None:
         """Record that this process has ended after `step`.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the record cannot be written.
         """
         *earlier, process = self._processes
         self.write_json(ENVIRONMENT, {"processes": [*earlier, ended(process, step)]})
 
     def in_use(self) -> bool:
-        """Whether another process has it open. A process that asks keeps no other from opening it."""
+        """Whether another process has the directory open. Asking keeps nobody from opening it."""
         return self._lock.taken()
 
     def close(self) -> None:
-        """Let others use the directory; one that this process made and left empty is removed."""
+        """Release the directory. If this process made it and left it empty, it is removed."""
         if self._is_new and [path.name for path in self.path.glob("*")] == [SIGN]:
             with contextlib.suppress(OSError):
                 (self.path / SIGN).unlink()
@@ -156,7 +157,7 @@ class RunDirectory:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether what an earlier process left counts for nothing."""
+        """Whether the files of earlier processes are ignored."""
         return self._resume == "never"
 
     @property
@@ -168,7 +169,7 @@ class RunDirectory:
         return self.path / METRICS
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The summary of an earlier process of this run, if it got that far."""
+        """The summary of an earlier process of this run, if one was written."""
         path = self.path / SUMMARY
         return read_object(path, ("status", "steps"), _ASIDE) if path.exists() else None
 
@@ -176,10 +177,10 @@ class RunDirectory:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write aside, then rename: a reader never sees half a file. Secrets of the environment are left out.
+        """Write `text` aside, then rename: a reader never sees half a file. Secrets of the environment are left out.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         partial = self.path / f".{name}.partial"
         try:
@@ -196,7 +197,7 @@ def _not_written(path: Path, error: OSError) -> StorageError:
 
 
 def another_horizon(path: Path, there: int, here: int) -> ConfigError:
-    """The refusal to continue a run under a schedule that ends at another step: its learning rate would jump."""
+    """The error for continuing a run under a schedule that ends at another step: its learning rate would jump."""
     return ConfigError(
         f"{path} holds a run whose schedule ends at step {there}, and this command's ends at step {here}: "
         "its learning rate would jump",
@@ -206,7 +207,7 @@ def another_horizon(path: Path, there: int, here: int) -> ConfigError:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Keys whose values differ between two flattened configurations, as `key: old -> new`."""
+    """Keys with different values in two flattened configurations, as `key: old -> new`."""
     absent = "(absent)"
     pairs = ((key, old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys()))
     return [f"{key}: {before} -> {after}" for key, before, after in pairs if before != after]

@@ -1,7 +1,7 @@
-"""What a run was made with, for environment.json: versions, hardware and commit.
+"""The software, hardware and commit of a run, for environment.json.
 
-Nothing that tells of a person or a place: no environment variables (but the CUDA allocator's), host or user
-names, paths or keys.
+Nothing in it identifies a person or a place. It has no host or user names, paths or keys, and no environment variables
+except the CUDA allocator's.
 """
 
 import os
@@ -51,10 +51,10 @@ CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
 
 def command_line() -> str:
-    """The command of this process, or of torchrun where torchrun started this process.
+    """The command of this process, or of torchrun if torchrun started this process.
 
-    Paths below the repository are relative to it, and a results directory elsewhere is called `results`: reports are
-    committed, and no path of one machine helps on another.
+    Reports are committed, and a path of one machine helps nobody elsewhere. Paths inside the repository are therefore
+    relative to it, and a results directory outside is called `results`.
     """
     starter = ["python"]
     if processes := os.environ.get("LOCAL_WORLD_SIZE"):
@@ -66,7 +66,7 @@ def command_line() -> str:
 
 
 def _without_machine_paths(arguments: Sequence[str]) -> list[str]:
-    """`key=value` arguments with paths relative to the repository, as :func:`command_line` describes."""
+    """`key=value` arguments with paths changed as :func:`command_line` describes."""
     pairs = [argument.partition("=") for argument in arguments]
     results = next((Path(value) for key, _, value in pairs if key == "results_dir"), Path("results"))
 
@@ -84,11 +84,14 @@ def _without_machine_paths(arguments: Sequence[str]) -> list[str]:
 def describe_process(config: Config, from_step: int, continues: dict[str, Any] | None) -> Process:
     """The entry of environment.json for this process, which trains a run from `from_step` on.
 
-    Beside :func:`describe_environment`: `command`; `started` and `ended` (null: it runs, or was killed); `from_step`
-    and `to_step` (optimizer steps done; null likewise); `settings`, the operational keys; `continues`.
+    It has the keys of :func:`describe_environment` and: `command`; `settings`, the operational keys; `continues`;
+    `started`
+    and `ended`, dates; `from_step` and `to_step`, optimizer steps done. `ended` and `to_step` are null while the
+    process
+    runs, or if it was killed.
 
     Args:
-        continues: the run, step and tokens whose weights and optimizer state the run began with (`continue_from`).
+        continues: the run, step and tokens whose weights and optimizer state this run began with (`continue_from`).
     """
     return {
         **describe_environment(),
@@ -103,7 +106,7 @@ def describe_process(config: Config, from_step: int, continues: dict[str, Any] |
 
 
 def describe_environment() -> dict[str, Any]:
-    """A JSON-ready description; what cannot be found out is null. Takes some tens of milliseconds."""
+    """A JSON-ready description. Values that cannot be found are null. Takes a few tens of milliseconds."""
     return {
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.machine()}",
@@ -120,9 +123,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
-    """Clocks, power, temperature of a GPU and how many other processes compute on it, now; null on a CPU.
+    """A GPU's current clocks, power and temperature, and the number of other processes on it; None on a CPU.
 
-    What nvidia-smi does not tell is null. Takes some tens of milliseconds.
+    Values that nvidia-smi does not report are None. Takes a few tens of milliseconds.
     """
     if device.type != "cuda":
         return None
@@ -169,7 +172,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _allocator() -> str | None:
-    """How memory is handed out, where that is not PyTorch's default: it decides what batch fits."""
+    """The setting of PyTorch's CUDA allocator, if there is one. It affects which batch fits."""
     return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None)
 
 
@@ -187,7 +190,7 @@ def _cpu_model() -> str | None:
 
 
 def _git_state(file: Path) -> dict[str, Any] | None:
-    """Commit, and whether code or configurations differ from it; null where `file` is not tracked by git.
+    """The commit, and whether code or configurations differ from it; None if git does not track `file`.
 
     A copy of the tree without its history takes the commit from the variable LINRNN_COMMIT.
     """
@@ -203,7 +206,7 @@ def _git_state(file: Path) -> dict[str, Any] | None:
 
 
 def _answer(program: str, *arguments: str) -> str | None:
-    """What a program prints, stripped; null if it is missing, fails or takes longer than ten seconds."""
+    """The stripped output of a program; None if it is missing, fails or takes longer than ten seconds."""
     if shutil.which(program) is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""A run's figures of speed and memory, from the records of metrics.jsonl: over all processes of the run.
+"""A run's speed and memory, from the records of metrics.jsonl: over all processes of the run.
 
-Two times of a step are measured. The device's lies between CUDA events round the step. The wall clock's goes from step
-to step, and also has what the host does between steps: metrics, wandb, collectives of the hosts, the console.
+Two times of a step are measured. The device's time lies between CUDA events around the step. The wall-clock time goes
+from step to step, so it also includes the host's work between steps: metrics, wandb, collectives, the console.
 :class:`linrnn.profiling.SpeedMeter` measures both.
 """
 
@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GIB = 2**30
-HOST_DECIDES = 0.02  # share of the wall-clock time between steps from which a report says so
+HOST_DECIDES = 0.02  # above this share of the wall-clock time, a report says that the host decides the speed
 
 
 def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
-    """The speed in a run's summary, from all of its `records`, whichever process wrote them; null without any.
+    """The speed for a run's summary, from all of its `records`. Values are None without records.
 
-    * `tokens_per_second`: tokens of the measured steps / their wall-clock seconds; `wall_step_ms`: of one step.
-    * `step_time_ms_median`: the device's time of a step. A record of several steps (`trainer.log_every`) holds their
-      mean, and counts that many times.
-    * `host_step_ms`: mean milliseconds of a step that the wall clock has beyond the device's time.
-    * `loss_layer_ms`: medians of the loss layer's passes, as `step_time_ms_median`.
+    * `tokens_per_second`: tokens of the measured steps / their wall-clock seconds. `wall_step_ms`: the same per step.
+    * `step_time_ms_median`: median of the device's time of a step. A record of several steps (`trainer.log_every`)
+      holds their mean, and counts that many times.
+    * `host_step_ms`: mean of wall-clock time minus device's time of a step.
+    * `loss_layer_ms`: medians for the loss layer's passes, like `step_time_ms_median`.
     """
     measured = [record for record in records if record.get("speed/measured_steps")]
     steps = sum(record["speed/measured_steps"] for record in measured)
@@ -38,13 +38,13 @@ def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> 
 
 
 def host_decides(summary: Mapping[str, Any]) -> bool:
-    """Whether what the host does between steps takes more than 2 % of the wall-clock time of a run."""
+    """Whether the host's work between steps takes more than 2 % of a run's wall-clock time."""
     host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
     return host is not None and wall is not None and host > HOST_DECIDES * wall
 
 
 def memory_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes by component: the most that any process has recorded, past its warm-up."""
+    """Bytes by component: the maximum that any process recorded after its warm-up."""
     most: dict[str, int] = {}
     for record in records:
         for key, gib in record.items():
@@ -55,16 +55,16 @@ def memory_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def wall_seconds_of_run(records: Sequence[Mapping[str, Any]]) -> float:
-    """That the processes of these records took until the last one, without the time between processes."""
+    """Wall-clock seconds of all processes up to the last record, without the time between processes."""
     return max((record.get("train/wall_seconds") or 0.0 for record in records), default=0.0)
 
 
 def _total(records: Sequence[Mapping[str, Any]], name: str) -> float:
-    """The sum over all steps of a mean over each record's steps."""
+    """The sum over all steps, if each record holds the mean over its steps."""
     return sum(record[name] * record["speed/measured_steps"] for record in records)
 
 
 def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Over steps, of the records that have the metric."""
+    """The median over all steps, if each record holds the mean over its steps; None if no record has the metric."""
     values = [value for r in records if name in r for value in [r[name]] * r["speed/measured_steps"]]
     return statistics.median(values) if values else None

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl (always), wandb (a mirror), the console and train.log (for people)."""
+"""Where a run's figures go: metrics.jsonl (always), wandb (a mirror), the console and train.log (for people)."""
 
 import contextlib
 import importlib.util
@@ -14,12 +14,14 @@ from linrnn.core.errors import UnsupportedError
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
 
-CONNECTION_SECONDS = 60  # that a run waits for wandb's server at its start, and again at its end
-_SERVICE_SECONDS = 120  # for wandb's own process to start: a loaded machine takes longer than its 30
+CONNECTION_SECONDS = 60  # how long a run waits for wandb's server at its start, and again at its end
+_SERVICE_SECONDS = (
+    120  # how long wandb's own process may take to start; its default of 30 is too short on a busy machine
+)
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb is there and finds an API key (environment or netrc), without asking for one or going online."""
+    """Whether wandb is installed and finds an API key (environment or netrc). Neither asks the user nor goes online."""
     if importlib.util.find_spec("wandb") is None:
         return False
     import wandb
@@ -29,7 +31,7 @@ def has_wandb_key() -> bool:
 
 
 def check_wandb(config: WandbConfig) -> None:
-    """Refuse a mode that wandb cannot serve here.
+    """Raise if wandb cannot serve the configured mode here.
 
     Raises:
         UnsupportedError: wandb is not installed, or `mode=online` without an API key.
@@ -46,21 +48,21 @@ def check_wandb(config: WandbConfig) -> None:
 
 
 class Silence:
-    """A console that says nothing: that of every rank but the first."""
+    """A console that prints nothing, for every rank but the first."""
 
     def line(self, text: str = "") -> None:
-        """A line for people."""
+        """Print a line for people."""
 
     def progress(self, text: str, *, final: bool = False) -> None:
-        """A progress line."""
+        """Print a progress line."""
 
 
 class Console(Silence):
-    """Lines for people, on standard output and, with the date, in train.log; progress lines at most every
-    `every_seconds`.
+    """Prints lines for people on standard output, and with the date in train.log.
 
-    A log that cannot be written stops no run: that is said once, and the run goes on without it. Nor does a standard
-    output that nobody reads any more.
+    Progress lines come at most every `every_seconds`. If the log cannot be written, one message says so and the run
+    goes on
+    without it. A closed standard output does not stop a run either.
     """
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:
@@ -74,7 +76,7 @@ class Console(Silence):
         self._record(text)
 
     def progress(self, text: str, *, final: bool = False) -> None:
-        """A progress line: always in train.log, on the console when it is due or `final`."""
+        """A progress line: always in train.log; on the console if it is due or `final`."""
         now = time.monotonic()
         self._record(text)
         if final or now - self._last >= self._every:
@@ -91,24 +93,27 @@ class Console(Silence):
 
     def close(self) -> None:
         if self._log is not None:
-            with contextlib.suppress(OSError):  # what could not be written before cannot be now
+            with contextlib.suppress(OSError):  # the text that could not be written before still cannot
                 self._log.close()
             self._log = None
 
 
 class WandbMirror:
-    """Mirrors metrics to wandb; whatever fails there is said and never stops a run.
+    """Mirrors metrics to wandb. A failure there is reported and never stops a run.
 
-    Without a connection at the start the run is recorded offline. What was not sent by the end, and what was recorded
-    offline, lies in `<directory>/wandb` for `wandb sync`. If wandb's own process dies, the run is recorded anew from
-    `history` at the end.
+    Without a connection at the start, the run is recorded offline. Offline records, and records not sent by the end,
+    stay in
+    `<directory>/wandb` for `wandb sync`. If wandb's own process dies, the whole run is recorded again from `history` at
+    the
+    end.
 
     Args:
         config: mode, project, entity and tags.
         directory: the run directory; offline runs lie in `<directory>/wandb/offline-run-*`.
-        run_name, group: names in wandb; the run's id is kept in `wandb_id`, so that a resumed run continues it.
+        run_name, group: names in wandb. The run's id is kept in the file `wandb_id`, so that a resumed run continues
+            it.
         hyperparameters: the whole configuration as a flat mapping.
-        history: every record of metrics.jsonl, each with its `step`.
+        history: returns every record of metrics.jsonl, each with its `step`.
         say: prints one line for the user.
     """
 
@@ -166,7 +171,7 @@ class WandbMirror:
                 silent=True,
                 x_disable_machine_info=True,
                 save_code=False,
-                disable_git=True,  # a remote's address may hold a password; environment.json has the commit
+                disable_git=True,  # a git remote's URL may hold a password; environment.json has the commit
                 x_service_wait=_SERVICE_SECONDS,
                 init_timeout=CONNECTION_SECONDS,
                 finish_timeout=CONNECTION_SECONDS,
@@ -189,13 +194,13 @@ class WandbMirror:
             self._say(f"wandb stopped ({_reason(error)}); metrics.jsonl goes on")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Mirror metrics of a step."""
+        """Mirror the metrics of a step."""
         if self._run is not None:
             with self._survive():
                 self._run.log(metrics, step=step)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Send what is left, for a minute at most; record the whole run anew if wandb was lost on the way."""
+        """Send what is left, for at most a minute. If wandb failed during the run, record the whole run again."""
         if self._lost:
             with self._survive():
                 self._record_anew()
@@ -222,7 +227,7 @@ class WandbMirror:
 
 
 def _end_service() -> None:
-    """Let wandb start a new process of its own: the one there is may be dead, or hold on to a run that failed."""
+    """Make wandb start a new process: the existing one may be dead, or stuck on a run that failed."""
     import wandb
 
     with contextlib.suppress(Exception):

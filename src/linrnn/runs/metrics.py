@@ -1,4 +1,4 @@
-"""Metric names with their units, the arithmetic behind them, and metrics.jsonl, a run's source of truth."""
+"""Metrics: their names and units, the arithmetic behind them, and metrics.jsonl, a run's source of truth."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from typing import Any
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import DataError, StorageError
 
-# What every metric is, with its unit. A loss backend's own figures (of rank 0's last micro-step) go below `loss/` and
-# are not listed here.
+# Every metric with its description and unit. A loss backend's own metrics (from rank 0's last micro-step) are named
+# `loss/…` and are not listed here.
 METRICS: dict[str, str] = {
     "train/loss_nats": "mean cross-entropy of the step's tokens, nats per token",
     "train/grad_norm": "global L2 norm of the gradients before clipping",
@@ -43,11 +43,11 @@ METRICS: dict[str, str] = {
     "valid/tokens": "validation tokens read",
 }
 LOSS_GROUP = "loss/"
-DATE = "time"  # of a record: when it was written, ISO 8601, UTC
+DATE = "time"  # when a record was written: ISO 8601, UTC
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp(nats); infinity where that exceeds a double, NaN for NaN."""
+    """exp(nats); infinity if that exceeds a double, NaN for NaN."""
     try:
         return math.exp(nats_per_token)
     except OverflowError:
@@ -55,16 +55,16 @@ def perplexity(nats_per_token: float) -> float:
 
 
 def bits_per_byte(nats: float, n_bytes: float) -> float:
-    """Cross-entropy of a text of `n_bytes`, in nats in all, in bits per byte: comparable between tokenizers."""
+    """Cross-entropy in bits per byte, comparable between tokenizers, of a text with `n_bytes` and `nats` in total."""
     if not n_bytes > 0:
         raise ValueError(f"n_bytes must be positive, got {n_bytes}")
     return nats / (math.log(2) * n_bytes)
 
 
 class JsonlWriter:
-    """Appends a strict-JSON line per record to metrics.jsonl; it reaches the system before `write` returns.
+    """Appends one line of strict JSON per record to metrics.jsonl. A line has left the process when `write` returns.
 
-    A last line that was cut off (the process was killed, the disk was full) is dropped on opening the file.
+    A last line that was cut off (the process was killed, the disk was full) is dropped when the file is opened.
 
     Raises:
         StorageError: the file cannot be opened or written.
@@ -79,11 +79,14 @@ class JsonlWriter:
         self._open()
 
     def write(self, record: Mapping[str, float | int | None]) -> None:
-        """Append `record`, metrics by name and `step`, the number of optimizer steps done.
+        """Append `record`: metrics by name, and `step`, the number of optimizer steps done.
 
-        The line gets the date as `time`. NaN and infinities become null: strict JSON has no word for them. Raises
-        ValueError for a record without `step`, or with a name that is neither in METRICS nor a loss backend's own
-        (`loss/…`).
+        The line also gets the date as `time`. NaN and infinities become null, because strict JSON cannot express them.
+
+        Raises:
+            ValueError: the record has no `step`, or a name that is neither in METRICS nor a loss backend's own
+                (`loss/…`).
+            StorageError: the line cannot be written.
         """
         if "step" not in record:
             raise ValueError("a record needs its step")
@@ -100,10 +103,10 @@ class JsonlWriter:
             raise _not_written(self.path, "no space left")
 
     def truncate_after(self, step: int, *, keep_validation: bool = True) -> None:
-        """Drop every record of a later step, so that a run resumed from `step` writes none twice.
+        """Drop every record after `step`, so that a run resumed from `step` writes none twice.
 
         Args:
-            keep_validation: False drops the validation of `step` too: the run makes it again.
+            keep_validation: False also drops the validation of `step`, because the run will repeat it.
         """
         self.close()
         self._rewrite(
@@ -134,7 +137,7 @@ class JsonlWriter:
             raise _not_written(self.path, error) from error
 
     def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep some of the whole lines; written aside and renamed, so that a kill here loses nothing."""
+        """Keep some of the whole lines. The file is written aside and renamed, so that a kill loses nothing."""
         lines = b"".join(line for line, record in _whole_lines(self.path) if keep(record))
         if len(lines) == self.path.stat().st_size:
             return
@@ -147,7 +150,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a metrics file, oldest first; a torn last line is left out.
+    """Every whole record of a metrics file, oldest first. A torn last line is left out.
 
     Raises:
         DataError: the file is missing, or a line before the last is not a JSON record.

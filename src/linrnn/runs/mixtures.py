@@ -1,21 +1,21 @@
-"""Whether figures are of one origin: what a run was made with, and in what two such origins differ."""
+"""The origin of figures: the environment of their run. Tells whether two origins agree."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# What two runs, and the processes of one run, must share for their figures to stand in one table.
+# Two runs, or two processes of one run, must share these for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
-# What an entry of environment.json has beside what its process was made with.
+# Keys of an entry of environment.json that describe the process and not its environment.
 OF_A_PROCESS = ("command", "started", "ended", "from_step", "to_step", "settings", "continues")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the processes of a run were made with.
+    """The environment of a run's processes.
 
     Attributes:
         environment: of the first process that trained steps of the run.
-        mixture: the keys of SAME_ORIGIN in which its processes differ; empty for a run of one origin.
+        mixture: the keys of SAME_ORIGIN in which the run's processes differ; empty for a run of one origin.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class Origin:
 
 
 def read_origin(content: dict[str, Any]) -> Origin:
-    """From environment.json, `{"processes": [entry, …]}`, or from the one flat entry of a committed report."""
+    """The origin from environment.json, `{"processes": [entry, …]}`, or from a committed report's one flat entry."""
     processes = content.get("processes", [content] if content else [])
     trained = [
         process for process in processes if "to_step" not in process or process["to_step"] != process["from_step"]
@@ -34,5 +34,5 @@ def read_origin(content: dict[str, Any]) -> Origin:
 
 
 def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The keys of the origin in which two environments differ."""
+    """The keys of SAME_ORIGIN in which two environments differ."""
     return [key for key in SAME_ORIGIN if a.get(key) != b.get(key)]

@@ -1,10 +1,10 @@
-"""Where a run's steps come from: environment.json has an entry for every process that trained some of them.
+"""Which process trained which steps of a run: environment.json has an entry for every process that trained some.
 
-    {"processes": [{…}, …]}    each as `linrnn.runs.environment.describe_process` begins it
+    {"processes": [{…}, …]}    each entry as `linrnn.runs.environment.describe_process` begins it
 
-`from_step` and `to_step` count optimizer steps done; `ended` and `to_step` are null while a process runs, and stay so
-when it is killed. The process after it begins at a checkpoint: steps that an earlier one trained beyond that are gone,
-and :func:`settled` takes them out of the record. The entries then cover the run's steps once, in order.
+`from_step` and `to_step` count optimizer steps done. `ended` and `to_step` are null while a process runs, and stay null
+if it is killed. The next process begins at a checkpoint; steps that an earlier process trained after it are lost.
+:func:`settled` removes them from the record. The entries then cover the run's steps once, in order.
 """
 
 import json
@@ -18,7 +18,7 @@ Process = dict[str, Any]
 
 
 def settled(processes: list[Process], step: int) -> list[Process]:
-    """Earlier processes, once another one begins at `step`: with the steps that are left of each, if any."""
+    """The entries of earlier processes when a new one begins at `step`: each with the steps that remain, if any."""
     kept = []
     for process in processes:
         to_step = step if process["to_step"] is None else min(process["to_step"], step)
@@ -33,10 +33,10 @@ def ended(process: Process, step: int) -> Process:
 
 
 def read_processes(path: Path) -> list[Process]:
-    """The entries of an environment.json; none where there is no file.
+    """The entries of an environment.json; none if there is no file.
 
     Raises:
-        DataError: the file was not written by this version, or is damaged.
+        DataError: another version wrote the file, or it is damaged.
     """
     if not path.exists():
         return []

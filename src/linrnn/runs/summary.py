@@ -1,4 +1,4 @@
-"""summary.json and what a run says to people: where it starts from, how it goes, what it found, what to try next."""
+"""summary.json, and the lines that a run prints: progress, memory, results and the next commands."""
 
 import dataclasses
 import os
@@ -16,11 +16,11 @@ from linrnn.runs.directory import LOG, METRICS, SUMMARY
 from linrnn.runs.figures import host_decides
 
 GIB = 2**30
-MEAN_OF_LAST = 50  # steps that train_loss_nats averages over, or all where there are fewer
+MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 
 
-# What every summary has, beside what names the run; null where a run did not get that far.
+# Keys that every summary has in addition to those that name the run. They are null if the run did not get that far.
 MEASURED = (
     "continues",
     "n_parameters",
@@ -56,10 +56,10 @@ MEASURED = (
 
 
 def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str, Any]:
-    """What tells a run from others, as every summary has it."""
+    """The keys by which a summary tells a run from others."""
     trainer = config.trainer
     return {
-        "choices": shlex.join(overrides_of(config)),  # all of them; a long name has only some
+        "choices": shlex.join(overrides_of(config)),  # all choices; a long run name has only some
         "model": config.model.name,
         "size": config.size.name,
         "loss": config.loss.name,
@@ -80,7 +80,7 @@ def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str
 
 
 def _training(config: Config, world_size: int) -> str:
-    """What else decides how a run learns and is validated: runs that differ in it are not compared."""
+    """Everything else that decides how a run learns and is validated. Runs that differ in it are not compared."""
     values = {f"optimizer.{key}": value for key, value in dataclasses.asdict(config.optimizer).items()}
     values |= {
         HORIZON: horizon(config, world_size),
@@ -96,7 +96,7 @@ def _training(config: Config, world_size: int) -> str:
 
 
 def summary_without_figures(config: Config, run_name: str, status: str, reason: str, command: str) -> dict[str, Any]:
-    """The summary of a run that could not start, or that died before it could write one."""
+    """The summary of a run that could not start, or that died before it wrote one."""
     return {
         "status": status,
         "reason": reason,
@@ -110,7 +110,7 @@ def summary_without_figures(config: Config, run_name: str, status: str, reason: 
 
 
 def status_of(exit_code: int) -> str:
-    """The status of a run whose process ended with this exit code, not 0."""
+    """The status of a run whose process ended with this exit code (not 0)."""
     return {4: "unsupported", 5: "out_of_memory", 6: "diverged"}.get(exit_code, "failed")
 
 
@@ -130,7 +130,7 @@ def progress_line(
     tokens_per_second: float | None,
     seconds_left: float | None,
 ) -> str:
-    """One line of progress: step, passes over the data, loss (and the floor it cannot pass), tokens/s, time left."""
+    """One line of progress: step, epoch, loss (and the lowest possible loss), tokens/s, time left."""
     words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"epoch {epochs:.2f}", f"loss {loss:.4f}"]
     if floor is not None:
         words[-1] += f" (floor {floor:.4f})"
@@ -141,13 +141,13 @@ def progress_line(
 
 
 def memory_lines(components: dict[str, int]) -> list[str]:
-    """Bytes by component as lines in GiB; `whole/part` stands indented."""
+    """Bytes by component as lines in GiB. A name `whole/part` is indented."""
     rows = [("  " * name.count("/") + name.rsplit("/", 1)[-1], size) for name, size in components.items()]
     return [f"  {name:<24}{size / GIB:10.3f} GiB" for name, size in rows]
 
 
 def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
-    """What a command is told whose run is finished: nothing was done, and what can be."""
+    """What a command prints if its run is finished already: nothing was done, and how to go on."""
     lines = [
         f"{directory} is finished: {steps} steps; nothing was run or written",
         "  -> trainer.resume=never moves it aside and runs it again",
@@ -160,7 +160,7 @@ def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
 
 
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
-    """The printed summary: the figures, the files, and the commands to go on with."""
+    """The printed summary: figures, files, and the next commands."""
 
     def show(value: float | None, form: str, unit: str = "") -> str:
         return "-" if value is None else f"{value:{form}}{unit}"
@@ -217,14 +217,14 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
 
 
 def _train_command(command: str, config: Config) -> str:
-    """The command that makes this run: the process's own, or train.py's where Python called the Trainer."""
+    """The command that makes this run: the process's own, or a train.py command if Python called the Trainer."""
     if "train.py" in shlex.split(command):
         return command
     return shlex.join(["python", "train.py", *overrides_of(config)])
 
 
 def _with_loss(command: str, loss: str, python: Path | str) -> str:
-    """The same run with another loss: without the options of its own, its name, and what became of an earlier one."""
+    """The same command with another loss: without the options of its own loss, its run_name and trainer.resume."""
     own = ("loss=", "loss.", "run_name=", "trainer.resume=")
     starter, *words = [word for word in shlex.split(command) if not word.startswith(own)]
     return shlex.join([str(python) if starter == "python" else starter, *words, f"loss={loss}"])

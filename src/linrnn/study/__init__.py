@@ -1,1 +1,1 @@
-"""What runs say: results, intervals, verdicts, plots and reports."""
+"""What the runs show: results, intervals, verdicts, plots and reports."""

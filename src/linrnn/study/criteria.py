@@ -7,8 +7,8 @@ from linrnn.study.curves import SMOOTHED_STEPS
 from linrnn.study.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
 
 MET, MISSED, UNDECIDED, OPEN = "met", "missed", "undecided", "open"
-LEAST_STEPS = 50  # of runs whose losses are compared: as many as train_loss_nats averages over
-LEAST_MEASURED = 5  # steps after the warm-up, of runs whose times are compared
+LEAST_STEPS = 50  # a run needs so many steps for its losses to be compared: train_loss_nats is a mean over 50
+LEAST_MEASURED = 5  # a run needs so many steps after the warm-up for its times to be compared
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,12 @@ class Criterion:
 
     Attributes:
         name: what is asked.
-        target: the bound that values are held against.
-        rule: AT_MOST, AT_LEAST, or WITHIN: equal within the target, to either side.
-        form: how values are shown.
+        target: the bound for the values.
+        rule: AT_MOST, AT_LEAST, or WITHIN: equal up to the target, in both directions.
+        form: the format of values.
         source: what must be run to answer it.
-        by_chance: whether values scatter from run to run, as speeds and losses do. Memory does not: one run decides.
-        ratio: whether values are ratios, else differences.
+        by_chance: whether values vary from run to run, as speeds and losses do. Memory does not: one run decides.
+        ratio: whether values are ratios; otherwise they are differences.
     """
 
     name: str
@@ -43,13 +43,14 @@ class Verdict:
     """One row: a criterion for a model and a backend, against a baseline.
 
     Attributes:
-        value: median over the pairs; None if nothing answers it.
-        low, high: what the verdict comes from: the 90 % interval; of what does not scatter, the range.
-        n: number of pairs; of the loss layer's shares, of runs.
-        verdict: MET or MISSED where all of the interval is on one side of the target; UNDECIDED where it is not, or
-            there are too few pairs; OPEN where nothing was measured.
-        setting: which of several settings it is about.
-        remark: why it is undecided or open; what else must be known.
+        value: median over the pairs; None if nothing was measured.
+        low, high: the interval that decides: the 90 % interval, or the range of values that do not vary by chance.
+        n: number of pairs; for the loss layer's shares, of runs.
+        verdict: MET or MISSED if the whole interval is on one side of the target. UNDECIDED if it is not, or there are
+            too
+            few pairs. OPEN if nothing was measured.
+        setting: the setting that it is about, if there are several.
+        remark: why it is undecided or open, or what else a reader must know.
     """
 
     criterion: Criterion
@@ -76,11 +77,11 @@ def judge(
     remark: str = "",
     doubts: Sequence[str] = (),
 ) -> Verdict:
-    """A verdict from one value a pair.
+    """A verdict from one value per pair.
 
     Args:
-        remark: is shown with whatever verdict.
-        doubts: each a reason for which the values decide nothing, however many there are.
+        remark: shown with any verdict.
+        doubts: reasons why the values decide nothing, however many there are.
     """
     if not values:
         reason = remark or f"not measured: needs {criterion.source}"

@@ -1,4 +1,4 @@
-"""Loss curves laid over each other: means over a number of steps, whatever steps were logged."""
+"""Compare loss curves: means over a number of steps, whichever steps were logged."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from math import fsum
 from statistics import fmean
 
 SMOOTHED_STEPS = 20
-LAST = 50  # steps at the end of a curve that are averaged, as train_loss_nats does
+LAST = 50  # average over this many last steps of a curve, as train_loss_nats does
 Curve = Sequence[tuple[int, float]]  # (step, value) of every logged step, oldest first
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two curves over the steps that both have.
+    """Two curves compared over their common steps.
 
     Attributes:
-        steps: logged steps that both have.
-        every: steps from one of these to the next, at most.
-        largest: the most that means over SMOOTHED_STEPS steps differ, nats; None where there is no such mean.
-        last: mean difference over the LAST steps that both have, nats.
+        steps: number of logged steps that both have.
+        every: largest distance between two such steps.
+        largest: the largest difference of means over SMOOTHED_STEPS steps, nats; None if there is no such mean.
+        last: mean difference over the LAST common steps, nats.
     """
 
     steps: int
@@ -30,25 +30,25 @@ class Comparison:
 
 
 def compare(curve: Curve, other: Curve) -> Comparison:
-    """To be called with the raw curves of metrics.jsonl: a thinned curve has lost some of what the means hold."""
+    """Compare two raw curves of metrics.jsonl. A thinned curve would not do: the means need all points."""
     common = _difference(curve, other)
     if not common:
         return Comparison(0, 0, None, None)
     steps = [step for step, _ in common]
     every = max((after - before for before, after in pairwise(steps)), default=steps[0])
-    # A window with a single logged step is no mean; the first windows are shorter than SMOOTHED_STEPS.
+    # Windows with a single logged step do not count, nor do the first windows, which are shorter than SMOOTHED_STEPS.
     full = [nats for step, nats in smoothed(common) if step >= SMOOTHED_STEPS] if 2 * every <= SMOOTHED_STEPS else []
     largest = max((abs(nats) for nats in full), default=None)
     return Comparison(len(common), every, largest, mean_of_last(common))
 
 
 def difference(curve: Curve, other: Curve) -> list[tuple[int, float]]:
-    """(step, nats above the other's), as a mean over SMOOTHED_STEPS steps."""
+    """(step, nats above `other`), as a mean over SMOOTHED_STEPS steps."""
     return smoothed(_difference(curve, other))
 
 
 def smoothed(curve: Curve) -> list[tuple[int, float]]:
-    """At each logged step s the mean of what was logged in the steps s - SMOOTHED_STEPS + 1 to s."""
+    """For each logged step s, the mean of the values logged in steps s - SMOOTHED_STEPS + 1 to s."""
     steps, values = [step for step, _ in curve], [value for _, value in curve]
     starts = (bisect_right(steps, step - SMOOTHED_STEPS) for step in steps)
     return [
@@ -58,13 +58,16 @@ def smoothed(curve: Curve) -> list[tuple[int, float]]:
 
 
 def mean_of_last(curve: Curve) -> float | None:
-    """Mean of what was logged in the last LAST steps."""
+    """Mean of the values logged in the last LAST steps."""
     return fmean(value for step, value in curve if step > curve[-1][0] - LAST) if curve else None
 
 
 def thinned(curve: Curve, every: int) -> list[tuple[int, float]]:
-    """Every n-th point from the first on, so that runs which ended at different steps keep the same ones; and all of
-    the last LAST steps, so that their mean stays what it was. Six digits."""
+    """Every n-th point and all points of the last LAST steps, with six digits.
+
+    Counting starts at the first point, so runs that ended at different steps keep the same points. The mean of the last
+    steps stays what it was.
+    """
     end = curve[-1][0] if curve else 0
     kept = [(step, value) for n, (step, value) in enumerate(curve) if n % every == 0 or step > end - LAST]
     return [(step, float(f"{value:.6g}")) for step, value in kept]

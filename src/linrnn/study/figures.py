@@ -1,4 +1,4 @@
-"""The pictures of README and docs, drawn from committed rows: results/figures/."""
+"""Draw the pictures of README and docs from committed rows into results/figures/."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from linrnn.study.plots import forest, largest_batches, memory_parts, study_rows
 from linrnn.study.results import MAX_BATCHES, read_committed, read_list
 from linrnn.study.verdicts import verdicts
 
-# The groups, below results/summaries, that the study's picture shows: the models at 1.3B, and the MVE over three seeds.
+# Groups below results/summaries for the study's picture: the models at 1.3B, and the MVE over three seeds.
 STUDY = (
     "mve",
     "phase2_expandable",
@@ -28,10 +28,10 @@ DEVICE = "nvidia_h200"
 
 
 def draw(results: Path, output: Path) -> list[Path]:
-    """Draw every picture from the rows below `results`; return the paths of the PNGs.
+    """Draw every picture from the rows below `results`. Return the paths of the PNGs.
 
     Raises:
-        DataError: rows that a picture needs are not there.
+        DataError: rows that a picture needs are missing.
     """
     pictures: dict[str, Callable[[Path], Any]] = {
         "hero": loss_layer,
@@ -43,7 +43,8 @@ def draw(results: Path, output: Path) -> list[Path]:
 
 
 def loss_layer(results: Path) -> Any:
-    """The loss layer's time against its memory, every loss, on two shapes. `cce_apple` comes from the set `filter`."""
+    """The loss layer's time against its memory for every loss, on two shapes. `cce_apple` comes from the set
+    `filter`."""
     directory = results / "bench_loss" / DEVICE
     rows = rows_for("shapes", [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)]).values()
     own = [row for row in rows if row.shape in HERO and row.logits == "peaked" and row.gradients == "bf16"]
@@ -54,20 +55,20 @@ def loss_layer(results: Path) -> Any:
 
 
 def study(results: Path) -> Any:
-    """What the study asked and what was measured, our exact loss."""
+    """The study's questions and its measurements, for our exact loss."""
     rows = []
     for group in STUDY:
         directory = results / "summaries" / group
         runs = read_committed(directory)
         rows += study_rows(runs, verdicts(runs, read_list(directory / MAX_BATCHES)))
     kept = {}
-    for row in rows:  # of a model and setting that two groups measured, the later one
+    for row in rows:  # if two groups measured a model in a setting, the later one is kept
         kept[row.verdict.criterion, row.name, row.verdict.against] = row
     return forest(list(kept.values()))
 
 
 def peak_memory(results: Path) -> Any:
-    """Peak memory by component, GLA 1b3, without and with activation checkpointing."""
+    """Peak memory by component for GLA 1b3, without and with activation checkpointing."""
     runs = []
     for group, kind in ((NO_CHECKPOINTING, "none"), (CHECKPOINTING, "full")):
         own = read_committed(results / "summaries" / group)
@@ -76,7 +77,7 @@ def peak_memory(results: Path) -> Any:
 
 
 def largest_batch(results: Path) -> Any:
-    """The largest batches that searches found exactly."""
+    """The largest batches from searches with an exact result."""
     answers = [answer for group in BATCHES for answer in read_list(results / "summaries" / group / MAX_BATCHES)]
     if not answers:
         raise DataError(f"{results / 'summaries'} holds no largest batches", "python scripts/find_max_batch.py")

@@ -1,4 +1,4 @@
-"""The proposal's "if the hypothesis is wrong": which of its branches the verdicts bear out."""
+"""The proposal's section "if the hypothesis is wrong": which of its branches the verdicts support."""
 
 from collections.abc import Sequence
 
@@ -19,20 +19,20 @@ from linrnn.study.criteria import (
 from linrnn.study.intervals import LEAST_PAIRS
 from linrnn.study.verdicts import BASELINES
 
-EXACT = ("compiled", "standard", "liger", "fla", "torch_native")  # losses beside ours
+EXACT = ("compiled", "standard", "liger", "fla", "torch_native")  # exact losses other than ours
 Branch = tuple[str, str, str]
 Setting = tuple[str, str]
 
 
 def branches(found: Sequence[Verdict]) -> list[Branch]:
-    """Each with holds | does not hold | undecided | open, and the figures."""
+    """Every branch with holds | does not hold | undecided | open, and its figures."""
     measured = [v for v in found if v.value is not None]
     named = [v.backend for v in measured if v.backend.split()[0] == "cce_kahan"]
     ours = next((name for name in named if "accumulate=kahan" in name or "accumulate" not in name), "cce_kahan")
     base = next((b for b in BASELINES if any((v.backend, v.against) == (ours, b) for v in measured)), BASELINES[0])
 
     def of(criterion: Criterion, backend: str) -> dict[Setting, Verdict]:
-        """By model and setting."""
+        """Verdicts on a criterion, by model and setting."""
         kind = (criterion, backend, base)
         return {(v.model, v.setting): v for v in measured if (v.criterion, v.backend, v.against) == kind}
 
@@ -48,7 +48,7 @@ def branches(found: Sequence[Verdict]) -> list[Branch]:
 
 
 def _saturated(batches: dict[Setting, Verdict], speeds: dict[Setting, Verdict]) -> Branch:
-    """From searches that ended with a larger batch than the baseline's."""
+    """Judged from searches that found a larger batch than the baseline's."""
     name = "a larger batch does not give speed: the GPU is saturated already"
     larger = {setting: _value(v) for setting, v in batches.items() if _value(v) > 1 and setting in speeds}
     if not larger:
@@ -63,7 +63,7 @@ def _saturated(batches: dict[Setting, Verdict], speeds: dict[Setting, Verdict]) 
 
 
 def _loses_precision(own: Sequence[Verdict], others: Sequence[Verdict]) -> Branch:
-    """It does where other exact losses, whose rounding differs too, stay closer to the baseline."""
+    """It holds if other exact losses, whose rounding also differs, stay closer to the baseline."""
     name = "CCE-Kahan loses precision in linear RNNs"
     if not own:
         return name, OPEN, CURVES.source
@@ -79,7 +79,7 @@ def _loses_precision(own: Sequence[Verdict], others: Sequence[Verdict]) -> Branc
 
 
 def _liger_suffices(own: dict[Setting, Verdict], liger: dict[Setting, Verdict]) -> Branch:
-    """Whether it saves nine tenths of the memory that ours saves, wherever ours saves any."""
+    """It holds if Liger saves nine tenths of our saving in memory wherever we save any."""
     name = "Liger already captures most of the benefit"
     shares = [
         (1 - _value(liger[setting])) / (1 - _value(v))
@@ -96,12 +96,12 @@ def _value(verdict: Verdict) -> float:
 
 
 def _distance(verdict: Verdict) -> float:
-    """From the baseline, to either side."""
+    """Distance from the baseline, in either direction."""
     return abs(_value(verdict))
 
 
 def _nearest(verdict: Verdict) -> float:
-    """The least distance from the baseline that the interval holds, of a verdict whose interval does not hold zero."""
+    """The smallest distance from the baseline within the interval of a verdict that excludes zero."""
     return min(abs(_value(verdict) if bound is None else bound) for bound in (verdict.low, verdict.high))
 
 

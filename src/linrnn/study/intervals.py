@@ -1,7 +1,7 @@
-"""The study's statistics, in one place: paired values, their median, a 90 % interval, and what it says of a bound.
+"""The study's statistics in one place: median and 90 % interval of paired values, and what they say about a bound.
 
-A value is one pair's: a run and the baseline's run of the same seed. Ratios are averaged as logarithms, so that the
-verdict is the same whichever of the two losses stands below the line.
+A value compares a run with the baseline's run of the same seed. Ratios are averaged as logarithms. The verdict is then
+the same whichever of the two losses is the denominator.
 """
 
 import math
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-CONFIDENCE = 0.90  # two-sided; so each of the two one-sided tests of an equivalence is one at 5 %
-LEAST_PAIRS = 5  # of speeds and losses: fewer decide nothing
+CONFIDENCE = 0.90  # two-sided; each of the two one-sided tests of an equivalence is then at 5 %
+LEAST_PAIRS = 5  # fewer pairs of speeds or losses decide nothing
 AT_MOST, AT_LEAST, WITHIN = "≤", "≥", "within ±"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What n values say.
+    """The estimate from n values.
 
     Attributes:
         n: number of values.
         value: their median.
-        low, high: the 90 % interval of their mean (of ratios: the geometric mean); None for a single value.
+        low, high: the 90 % interval of their mean (for ratios: the geometric mean); None for a single value.
     """
 
     n: int
@@ -31,14 +31,15 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], *, ratios: bool) -> Estimate:
-    """Median and Student's 90 % interval of one value a pair.
+    """Median and Student's 90 % interval of values, one per pair.
 
-    Student's t and no bootstrap: a bootstrap cannot leave the range of the values, and with five of them its interval
-    holds the truth far less often than it says.
+    A bootstrap would be wrong here. It cannot leave the range of the values, and with five values its interval contains
+    the
+    truth far less often than it claims.
 
     Args:
-        values: one a pair, at least one.
-        ratios: whether they are ratios, all positive, whose logarithms are averaged.
+        values: one per pair, at least one.
+        ratios: whether the values are positive ratios, whose logarithms are averaged.
     """
     scaled = [math.log(value) for value in values] if ratios else list(values)
     if len(scaled) < 2:
@@ -50,16 +51,16 @@ def estimate(values: Sequence[float], *, ratios: bool) -> Estimate:
 
 
 def extent(values: Sequence[float]) -> Estimate:
-    """Median and range of values that are not subject to chance, such as bytes."""
+    """Median and range of values that do not vary by chance, such as bytes."""
     several = len(values) > 1
     return Estimate(len(values), median(values), min(values) if several else None, max(values) if several else None)
 
 
 def answer(low: float, high: float, rule: str, target: float) -> bool | None:
-    """Whether everything from `low` to `high` keeps to a bound (True) or breaks it (False); None where it does both.
+    """Whether the interval from `low` to `high` meets a bound (True) or breaks it (False); None if it does both.
 
-    With `rule` WITHIN and a 90 % interval these are the two one-sided tests of equivalence (Schuirmann 1987): True says
-    that the losses are equal within `target`.
+    With `rule` WITHIN and a 90 % interval these are the two one-sided tests of equivalence (Schuirmann 1987). True then
+    means that the losses are equal within `target`.
     """
     if rule == WITHIN:
         if -target <= low and high <= target:

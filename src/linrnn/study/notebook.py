@@ -1,4 +1,4 @@
-"""What the notebooks call: results by name, tables and plots that say what is open where nothing was measured."""
+"""Functions for the notebooks: results by name, tables and plots. They say so if something was not measured."""
 
 import base64
 import io
@@ -29,8 +29,8 @@ from linrnn.study.results import (
 if TYPE_CHECKING:
     import pandas
 
-REPORTS = ("summaries", "superseded")  # below the results: directories of committed groups
-RESULTS = "LINRNN_RESULTS"  # variable that names another results directory than the repository's
+REPORTS = ("summaries", "superseded")  # directories of committed groups, below the results
+RESULTS = "LINRNN_RESULTS"  # environment variable for another results directory than the repository's
 
 
 def results_dir() -> Path:
@@ -39,10 +39,10 @@ def results_dir() -> Path:
 
 
 def load(*groups: str) -> list[Run]:
-    """The runs of the first of `groups` that was run here, else of the first that is committed; [] if none is.
+    """The runs of the first of `groups` that was run here, or else of the first that is committed; [] if none is.
 
     Raises:
-        ConfigError: they were made on different GPUs, with different versions or at different commits.
+        ConfigError: the runs were made on different GPUs, with different versions or at different commits.
     """
     for group in groups:
         try:
@@ -73,13 +73,13 @@ def _loaded(runs: list[Run], directory: Path) -> list[Run]:
 
 
 def max_batches() -> list[dict[str, Any]]:
-    """Answers of scripts/find_max_batch.py made here, else the committed ones."""
+    """Answers that scripts/find_max_batch.py found here, or else the committed ones."""
     found = read_max_batches(results_dir() / "max_batch")
     return found or read_committed_lists(results_dir() / "summaries", MAX_BATCHES)
 
 
 def breakdowns() -> list[dict[str, Any]]:
-    """What scripts/breakdown.py wrote here, else what is committed."""
+    """Breakdowns that scripts/breakdown.py wrote here, or else the committed ones."""
     found = read_breakdowns(results_dir() / "breakdown")
     summaries = results_dir() / "summaries"
     found = found or [*read_committed_lists(summaries, BREAKDOWNS), *read_breakdowns(summaries / "breakdown")]
@@ -89,8 +89,10 @@ def breakdowns() -> list[dict[str, Any]]:
 
 
 def bench_rows(device: str) -> list[Row]:
-    """Rows of the loss benchmark on `device` (a directory below results/bench_loss), else of the first that has any;
-    of a GPU rather than of a CPU."""
+    """Rows of the loss benchmark on `device` (a directory below results/bench_loss).
+
+    Without such rows: those of another device that has some, a GPU before a CPU.
+    """
     devices = [path for path in (results_dir() / "bench_loss").glob("*") if path.is_dir()]
     for path in sorted(devices, key=lambda path: (path.name != device, path.name == "cpu", path.name)):
         if rows := [row for file in sorted(path.glob("*.json")) for row in read_rows(file)]:
@@ -102,11 +104,11 @@ def bench_rows(device: str) -> list[Row]:
 
 
 def show_frame(table: "pandas.DataFrame", columns: Mapping[str, tuple[str, str]]) -> None:
-    """Display columns of a frame as a table that people read.
+    """Display columns of a frame as a table for people.
 
     Args:
-        table: any frame; without rows the table says so.
-        columns: of each column to be shown its heading and the format of its numbers ("" for words).
+        table: any frame; without rows, a line says so.
+        columns: for each column to show, its heading and the format of its numbers ("" for words).
     """
     if not len(table):
         print("open: nothing was measured")
@@ -123,7 +125,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def show_plot(draw: Callable[..., Any], runs: Sequence[Run], *arguments: Any) -> None:
-    """Draw and display a plot of :mod:`linrnn.study.plots`; without measured runs say so."""
+    """Draw and display a plot of :mod:`linrnn.study.plots`, or say that there are no measured runs."""
     if not any(run.finished and run.summary["tokens_per_second"] for run in runs):
         print("open: nothing to draw")
         return
@@ -134,7 +136,7 @@ def show_plot(draw: Callable[..., Any], runs: Sequence[Run], *arguments: Any) ->
 
 
 def show_figure(figure: Any) -> None:
-    """Display a figure once; without data say so."""
+    """Display a figure once, or say that it has no data."""
     from IPython.display import display
     from matplotlib import pyplot
 
@@ -153,10 +155,10 @@ def show_markdown(lines: Sequence[str]) -> None:
 
 
 def execute(notebook: Any, results: Path, kernel: Any = None) -> None:
-    """Run every cell of a notebook, as nbformat reads it, on the results below `results`, and store what it shows.
+    """Run every cell of a notebook (as nbformat reads it) on the results below `results`, and store the outputs.
 
     Args:
-        kernel: a started kernel that other notebooks have used; its names are forgotten. None starts one.
+        kernel: a started kernel that other notebooks have used; its variables are deleted. None starts one.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
@@ -181,7 +183,7 @@ def execute(notebook: Any, results: Path, kernel: Any = None) -> None:
 
 
 def _light(png: str) -> str:
-    """A PNG in base64, in as many colours as a plot needs: a third of the bytes."""
+    """A base64 PNG with only as many colours as a plot needs: a third of the bytes."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(96)

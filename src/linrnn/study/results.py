@@ -1,4 +1,4 @@
-"""What was measured, read back: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
+"""Read back what was measured: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
 
 import dataclasses
 import json
@@ -21,21 +21,21 @@ from linrnn.study.curves import Comparison
 if TYPE_CHECKING:
     import pandas
 
-# Of a report: its runs' summaries, environment, thinned loss curves, and what the raw curves say beside each other.
+# A report's file with its runs' summaries, environment, thinned loss curves, and comparisons of the raw curves.
 COMMITTED = "runs.json"
 REPORTS = ("summaries", "superseded")  # the folders of the results directory that hold committed reports
-MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # beside it: the answers and breakdowns that counted
-# What a table takes from every summary, and what to do where a file of a run is broken.
+MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # files beside it, with the report's other inputs
+# The keys that tables need from every summary, and the remedy if a run's file is broken.
 FIGURES = (
     *("status", "run_name", "model", "size", "loss", "seed", "batch_size", "seq_len", "vocab_size", "steps"),
     *("train_loss_nats", "valid_loss_nats", "valid_bits_per_byte", "peak_memory_bytes", "tokens_per_second"),
     *("step_time_ms_median", "mfu"),
 )
 AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
-STATISTIC = "loss/"  # begins the names of a loss's statistics in metrics.jsonl
-CURVE_POINTS = 1000  # of a committed curve, at most
-WALL_CLOCK = "wall clock"  # tokens_per_second_is of a summary; without it they come from the device time of a step
-# What tells settings apart: runs that share all of it differ in loss and seed alone.
+STATISTIC = "loss/"  # prefix of a loss's statistics in metrics.jsonl
+CURVE_POINTS = 1000  # a committed curve has at most this many points
+WALL_CLOCK = "wall clock"  # a summary's tokens_per_second_is; without it they come from a step's device time
+# The keys of a setting. Runs that share all of them differ only in loss and seed.
 SETTING = (
     "model",
     "size",
@@ -55,7 +55,7 @@ SETTING = (
     "horizon",
     "training",
 )
-# What runs share whose curves can be laid over each other, whether or not they reached their last step.
+# Runs whose curves can be compared share the keys of COURSE, whether or not they reached their last step.
 _HORIZON = re.compile(r"optimizer\.schedule_steps=(\d+) ?")
 _NOT_OF_A_COURSE = ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
 COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
@@ -63,16 +63,16 @@ COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
 
 @dataclass(frozen=True)
 class Run:
-    """One run, read.
+    """One run, as read from its files.
 
     Attributes:
         summary: summary.json.
-        environment: what it was made with; empty for a run that could not start.
+        environment: software, hardware and commit; empty for a run that could not start.
         losses: (step, nats per token) of every logged step, or of a committed report's thinned curve.
-        statistics: what the loss reports beside it (a filter's `dropped_mass_mean`, say), by name, in the same way.
+        statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
         validations: (step, perplexity) of every validation.
-        mixture: in what the processes that trained it differ (keys of SAME_ORIGIN); its figures decide nothing.
-        thinned: whether `losses` has lost points; then `comparisons` has what they said.
+        mixture: keys of SAME_ORIGIN in which the run's processes differ. If there are any, its figures decide nothing.
+        thinned: whether `losses` has lost points. `comparisons` then has the results from the raw curves.
         comparisons: with other runs of its report, by their names, from the raw curves.
     """
 
@@ -95,35 +95,35 @@ class Run:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it trained on a GPU: only there a peak of what was allocated is known."""
+        """Whether it trained on a GPU. Only there the peak of allocated memory is known."""
         return "peak" in (self.summary.get("memory_bytes") or {})
 
     @property
     def horizon(self) -> int | None:
-        """The step at which its schedule ends; None for an unfinished run of before this was recorded."""
+        """The step at which its schedule ends; None for an unfinished run that did not record it."""
         recorded = _HORIZON.search(self.summary.get("training") or "")
         if recorded:
             return int(recorded[1])
         return self.summary["steps"] if self.finished else None
 
     def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
-        """Of keys of a setting."""
+        """The values of keys of a setting."""
         own = {**self.summary, "horizon": self.horizon, "training": without_horizon(self.summary.get("training"))}
         return tuple(own.get(key) for key in keys)
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What it shares with the runs that it can be compared with."""
+        """The values that it shares with the runs that it can be compared with."""
         return self.values(SETTING)
 
     @property
     def course(self) -> tuple[Any, ...]:
-        """What it shares with the runs whose curves can be laid over its own, but for the horizon."""
+        """The values, except for the horizon, that it shares with runs whose curves can be compared with its own."""
         return self.values(COURSE)
 
 
 def without_horizon(training: str | None) -> str | None:
-    """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    """A run's `training` without its horizon, which follows from batch and tokens."""
     return training and _HORIZON.sub("", training)
 
 
@@ -132,7 +132,7 @@ class Group:
     """The runs of a group, and where they were read.
 
     Attributes:
-        committed: whether they come from a committed report, else from the runs themselves.
+        committed: whether they come from a committed report and not from the runs themselves.
     """
 
     runs: list[Run]
@@ -141,10 +141,10 @@ class Group:
 
 
 def find_group(results: Path, name: str) -> Group:
-    """The runs of a group that was run here; where there are none, those of its committed report.
+    """The runs of a group that was run here, or else of its committed report.
 
     Raises:
-        DataError: there is neither; it names the groups that there are.
+        DataError: there is neither. The error names the existing groups.
     """
     if any((results / name).glob(f"*/{SUMMARY}")):
         return Group(read_runs(results / name), results / name, committed=False)
@@ -160,7 +160,7 @@ def find_group(results: Path, name: str) -> Group:
 
 
 def read_runs(group: Path) -> list[Run]:
-    """Every run below `group` that left a summary, by name; not those that were moved aside (`<run_name>.1`).
+    """Every run below `group` with a summary, by name. Runs that were moved aside (`<run_name>.1`) are left out.
 
     Raises:
         DataError: there is none.
@@ -177,7 +177,7 @@ def read_runs(group: Path) -> list[Run]:
 
 
 def read_committed(directory: Path) -> list[Run]:
-    """The runs of a report that was written to `directory`.
+    """The runs of a committed report in `directory`.
 
     Raises:
         DataError: it holds no report.
@@ -209,8 +209,10 @@ def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
 
 
 def write_committed(runs: Sequence[Run], path: Path) -> None:
-    """Summaries, the environment that all share, curves of about `CURVE_POINTS` points at most, and what the raw curves
-    say beside each other, so that verdicts can be had from this file alone."""
+    """Write summaries, the shared environment, thinned curves (about `CURVE_POINTS` points) and curve comparisons.
+
+    This file alone is enough to compute the verdicts: the comparisons are of the raw curves.
+    """
     every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
     content = {
         "environment": next((run.environment for run in runs if run.environment and not run.mixture), {}),
@@ -233,7 +235,7 @@ def write_committed(runs: Sequence[Run], path: Path) -> None:
 
 
 def comparison(run: Run, base: Run) -> Comparison | None:
-    """Their loss curves over the steps that both have; None where thinned curves do not tell."""
+    """Two runs' loss curves compared over their common steps; None if only thinned curves exist without a result."""
     if not run.thinned and not base.thinned:
         return curves.compare(run.losses, base.losses)
     return run.comparisons.get(base.name) or _reversed(base.comparisons.get(run.name))
@@ -244,14 +246,16 @@ def _reversed(found: Comparison | None) -> Comparison | None:
 
 
 def alike(a: Run, b: Run) -> bool:
-    """Whether their curves can be laid over each other: they differ in loss, seed and the step that they reached alone.
-    An unfinished run of before horizons were recorded is taken to have the other's."""
+    """Whether two runs' curves can be compared: they differ only in loss, seed and the last step that they reached.
+
+    An unfinished run without a recorded horizon is assumed to have the other's.
+    """
     horizons = {a.horizon, b.horizon} - {None}
     return a.course == b.course and len(horizons) < 2
 
 
 def _comparisons(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Of every two runs that are alike and share loss or seed."""
+    """Comparisons of every two runs that are alike and share loss or seed."""
     names = backend_names([run.summary for run in runs])
     found: dict[str, dict[str, Any]] = {}
     for (a, name), (b, other) in combinations(zip(runs, names, strict=True), 2):
@@ -262,7 +266,7 @@ def _comparisons(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def check_origin(runs: Iterable[Run], title: str) -> None:
-    """Refuse to mix. A run that is a mixture in itself is left out: reports name it, and it decides nothing.
+    """Reject runs of different origins. A run that mixes origins itself is ignored, and reports name it.
 
     Raises:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
@@ -287,7 +291,7 @@ def read_breakdowns(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_list(path: Path) -> list[dict[str, Any]]:
-    """The answers or breakdowns of a report (MAX_BATCHES or BREAKDOWNS in its directory); [] where it has none."""
+    """The answers or breakdowns of a report (MAX_BATCHES or BREAKDOWNS in its directory); empty if it has none."""
     return read_json(path) if path.exists() else []
 
 
@@ -297,7 +301,7 @@ def read_committed_lists(summaries: Path, name: str) -> list[dict[str, Any]]:
 
 
 def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for the loss of each summary: with its options where the same loss stands there with others."""
+    """A name for the loss of each summary. It includes the options in which summaries of the same loss differ."""
     options: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         options.setdefault(summary["loss"], []).append(summary.get("loss_options") or {})
@@ -310,13 +314,13 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def loss_time_share(run: Run) -> float | None:
-    """The loss layer's part of the time of a step; None where it was not measured."""
+    """The loss layer's share of a step's time; None if it was not measured."""
     times, step = run.summary.get("loss_layer_ms"), run.summary.get("step_time_ms_median")
     return sum(times.values()) / step if times and step else None
 
 
 def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
-    """One row a run: its summary, `backend`, GPU and commit, memory in GiB, the loss layer's share of peak and step."""
+    """One row per run: summary, `backend`, GPU, commit, memory in GiB, and the loss layer's shares of peak and step."""
     import pandas
 
     gib, nested = 2**30, ("memory_bytes", "loss_options", "loss_layer_ms")

@@ -1,10 +1,10 @@
-"""How sparse a model's softmax is: share of its entries above 2^-k, and the mass below, by k and token frequency.
+"""How sparse a model's softmax is: the share of entries above 2^-k and the mass below, by k and token frequency.
 
-An entry is one token of the vocabulary at one position. Bands are of the entries' frequency among the labels that are
-read: the most frequent sixteenth of one per cent of the vocabulary, one per cent, ten per cent, and the rest.
+An entry is one vocabulary token at one position. Bands group the tokens by their frequency among the labels: the most
+frequent 1/1600 of the vocabulary, up to 1 %, up to 10 %, and the rest.
 
-How much mass the first entries of the vocabulary have between them depends on the order: by mean probability it is the
-most; the others are known before the softmax is.
+A second table gives the mass of the vocabulary's first entries in three orders. Ordered by mean probability they have
+the most mass. The two other orders are known before the softmax is computed.
 """
 
 import json
@@ -25,21 +25,23 @@ from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel
 from linrnn.training.step import loss_inputs
 
-EXPONENTS = 32  # 2^-0 to 2^-31; what is smaller counts to the last
+EXPONENTS = 32  # 2^-0 to 2^-31; smaller values count as the last
 BANDS = {"top 1/1600": 1 / 1600, "to 1 %": 0.01, "to 10 %": 0.1, "rest": 1.0}
-PAPER_EXPONENT = 12  # of the CCE paper's threshold
-FIRST = {"1/32": 1 / 32, "1/8": 1 / 8}  # of the vocabulary
+PAPER_EXPONENT = 12  # the CCE paper's threshold is 2^-12
+FIRST = {"1/32": 1 / 32, "1/8": 1 / 8}  # shares of the vocabulary
 ORDERS = ("mean probability", "logit of the mean hidden state", "frequency")
-_BLOCK_ENTRIES = 2**24  # of the softmax at a time
+_BLOCK_ENTRIES = 2**24  # entries of the softmax computed at a time
 
 
 @dataclass
 class Profile:
-    """Of one model: entries and softmax mass by band and exponent.
+    """Entries and softmax mass of one model, by band and exponent.
 
-    `share_above[band][k]`: share of the band's entries with p ≥ 2^-k. `mass_below[band][k]`: mean softmax mass per
-    token of the band's entries with p < 2^-k. Band "all" is the whole vocabulary. `mass_of_first[order][i]`: mean
-    softmax mass per token of the first entries in that order (ORDERS), as many as FIRST says of the vocabulary.
+    Attributes:
+        share_above: `[band][k]`: share of the band's entries with p ≥ 2^-k. Band "all" is the whole vocabulary.
+        mass_below: `[band][k]`: mean softmax mass per token of the band's entries with p < 2^-k.
+        mass_of_first: `[order][i]`: mean softmax mass per token of the first entries in that order (ORDERS); FIRST says
+            how many.
     """
 
     name: str
@@ -60,7 +62,11 @@ def profile(
     precision: str,
     device: torch.device,
 ) -> Profile:
-    """Read the softmax of every label of `batches`; counts_V (V,): how often each token occurs, for the bands."""
+    """Read the softmax at every label of `batches`.
+
+    Args:
+        counts_V: (V,) how often each token occurs, for the bands.
+    """
     bands_V = bands(counts_V).to(device)
     entries = torch.zeros(len(BANDS), EXPONENTS, dtype=torch.float64, device=device)
     mass, n_tokens, nats = torch.zeros_like(entries), 0, 0.0
@@ -91,14 +97,14 @@ def profile(
 
 
 def mass_of_first(mean_p_V: Tensor, orders: Iterable[Tensor]) -> dict[str, list[float]]:
-    """What the first entries have of mean_p_V (V,) by each of ORDERS, the largest number (V,) first; see Profile."""
+    """The mass of mean_p_V (V,) in the first entries by each of ORDERS, largest number (V,) first; see Profile."""
     ends = [math.ceil(share * len(mean_p_V)) - 1 for share in FIRST.values()]
     sums = (mean_p_V[by_V.argsort(descending=True, stable=True)].cumsum(0)[ends].tolist() for by_V in orders)
     return dict(zip(ORDERS, sums, strict=True))
 
 
 def bands(counts_V: Tensor) -> Tensor:
-    """Each token's band (V,), 0 for the most frequent ones; ties by index."""
+    """Each token's band (V,), 0 for the most frequent tokens. Ties are ordered by index."""
     ranks = torch.empty_like(counts_V)
     ranks[counts_V.argsort(descending=True, stable=True)] = torch.arange(len(counts_V), device=counts_V.device)
     ends = torch.tensor([math.ceil(share * len(counts_V)) for share in BANDS.values()], device=counts_V.device)
@@ -106,7 +112,7 @@ def bands(counts_V: Tensor) -> Tensor:
 
 
 def add_histograms(log_p: Tensor, bands_V: Tensor, entries: Tensor, mass: Tensor) -> None:
-    """Add entries (N, V) to both histograms (bands, EXPONENTS): k counts 2^-k ≤ p < 2^-(k - 1)."""
+    """Add entries (N, V) to both histograms (bands, EXPONENTS). Bin k counts 2^-k ≤ p < 2^-(k - 1)."""
     exponents = (-log_p / math.log(2)).ceil().clamp(0, EXPONENTS - 1).long()
     cells = (bands_V[None, :] * EXPONENTS + exponents).flatten()
     entries += torch.bincount(cells, minlength=entries.numel()).view_as(entries)
@@ -114,7 +120,7 @@ def add_histograms(log_p: Tensor, bands_V: Tensor, entries: Tensor, mass: Tensor
 
 
 def write(profiles: list[Profile], directory: Path) -> list[Path]:
-    """sparsity.json, sparsity.md, sparsity.png and sparsity.svg; returns their paths."""
+    """Write sparsity.json, sparsity.md, sparsity.png and sparsity.svg. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data, page, picture = (directory / f"sparsity.{ending}" for ending in ("json", "md", "png"))
     data.write_text(json.dumps([asdict(profile) for profile in profiles], indent=1) + "\n", encoding="utf-8")
@@ -124,7 +130,7 @@ def write(profiles: list[Profile], directory: Path) -> list[Path]:
 
 
 def markdown(profiles: list[Profile]) -> str:
-    """A table, a line a model and band."""
+    """The two tables: one row per model and band, and one per model and share."""
     k = PAPER_EXPONENT
     by_band = [
         (
@@ -183,7 +189,7 @@ def _figure(profiles: list[Profile]) -> Any:
 
 
 def in_words(name: str) -> str:
-    """A profile's name as a legend shows it: the model and the step, without the hash of its run."""
+    """A profile's name for a legend: the model and the step, without the hash of its run."""
     model, _, size = name.split(",")[0].partition(" ")
     step = re.search(r"step_(\d+)", name)
     return model_in_words(model, size) + (f", step {int(step[1])}" if step else "")

@@ -1,4 +1,4 @@
-"""The study's criteria, each answered from runs, paired by seed: met, missed, undecided or open."""
+"""Answer the study's criteria from runs paired by seed: met, missed, undecided or open."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,11 +39,11 @@ from linrnn.study.results import (
     without_horizon,
 )
 
-BASELINES = ("compiled", "standard")  # verdicts against compiled cross-entropy first, eager second
-FILTERS = ("cce_filter", "cce_apple")  # others' forward passes may do a part of their backward passes' work
+BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
+FILTERS = ("cce_filter", "cce_apple")  # in other losses the forward pass may do part of the backward pass's work
 DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
 
-# What two searches for the largest batch must share.
+# Two searches for the largest batch must share these.
 ANSWER_SETTING = (
     "accumulation_steps",
     "seq_len",
@@ -59,13 +59,13 @@ ANSWER_SETTING = (
 # ------------------------------------------------------------------------------------------------ comparing a pair
 @dataclass(frozen=True)
 class Compared:
-    """What a run and the baseline's of its seed say.
+    """The comparison of a run with the baseline's run of the same seed.
 
     Attributes:
         value: their ratio or difference.
-        doubt: why the value decides nothing.
-        note: what else must be known.
-        limits: the least and the most that the ratio can be if the loss is all that differs between the two.
+        doubt: a reason why the value decides nothing; empty if there is none.
+        note: what else a reader must know.
+        limits: the lowest and highest ratio that is possible if the two differ only in the loss.
     """
 
     value: float
@@ -78,7 +78,7 @@ Compare = Callable[[Run, Run], Compared | None]
 
 
 def speed_ratio(run: Run, base: Run) -> Compared | None:
-    """Of tokens/s of two GPU runs; None where one is too short or they are told by different clocks."""
+    """Ratio of tokens/s of two GPU runs; None if one is too short, or their clocks differ."""
     value, other = (one.summary.get("tokens_per_second") for one in (run, base))
     if not value or not other or not _timed(run, base):
         return None
@@ -95,19 +95,19 @@ def speed_ratio(run: Run, base: Run) -> Compared | None:
 
 
 def speed_ratio_across_batches(run: Run, base: Run) -> Compared | None:
-    """As :func:`speed_ratio`, where the loss is not all that differs: without limits."""
+    """As :func:`speed_ratio`, for runs that differ in more than the loss: without limits."""
     found = speed_ratio(run, base)
     return found and Compared(found.value, found.doubt, found.note)
 
 
 def memory_ratio(run: Run, base: Run) -> Compared | None:
-    """Of what was allocated on the GPU; a CPU's process holds more than the step."""
+    """Ratio of the peaks allocated on the GPU. None on a CPU, where a process holds more than the step."""
     value, other = ((one.summary.get("memory_bytes") or {}).get("peak") for one in (run, base))
     return Compared(value / other) if value is not None and other else None
 
 
 def _difference(key: str) -> Compare:
-    """Of what was learnt."""
+    """A comparison that returns the difference of `key` between two trained runs."""
 
     def compare(run: Run, base: Run) -> Compared | None:
         value, other = run.summary.get(key), base.summary.get(key)
@@ -119,7 +119,7 @@ def _difference(key: str) -> Compare:
 
 
 def curve_difference(run: Run, base: Run) -> Compared | None:
-    """The most that two curves differ."""
+    """The largest difference between two loss curves."""
     found = comparison(run, base)
     if not _learnt(run, base) or found is None or found.largest is None:
         return None
@@ -127,13 +127,13 @@ def curve_difference(run: Run, base: Run) -> Compared | None:
 
 
 def backward_speed_up(run: Run, base: Run) -> Compared | None:
-    """Of the loss layer's own kernels."""
+    """Speed-up of the loss layer's own backward kernels."""
     own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
     return Compared(other / own) if own and other and _timed(run, base) else None
 
 
 def free_loss_speed_up(run: Run) -> float | None:
-    """How many times as fast its steps would be if the loss layer took no time; None where that was not measured."""
+    """How many times as fast a run's steps would be if the loss layer took no time; None if unknown."""
     of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
     step = summary.get("wall_step_ms") or summary.get("step_time_ms_median")
     if not of_loss or not step:
@@ -143,12 +143,12 @@ def free_loss_speed_up(run: Run) -> float | None:
 
 
 def _learnt(run: Run, base: Run) -> bool:
-    """Whether losses can be compared: runs of a few steps, made for speed and memory, say nothing about them."""
+    """Whether losses can be compared. Runs of a few steps, made for speed and memory, say nothing about them."""
     return min(run.summary.get("steps") or 0, base.summary.get("steps") or 0) >= LEAST_STEPS
 
 
 def _timed(run: Run, base: Run) -> bool:
-    """Whether times can be compared: a median of a step or two says nothing, and a CPU shares its time with others."""
+    """Whether times can be compared. A median of a step or two says nothing, and a CPU shares its time with others."""
     measured = min(one.summary.get("measured_steps", LEAST_MEASURED) or 0 for one in (run, base))
     return measured >= LEAST_MEASURED and run.on_gpu and base.on_gpu
 
@@ -173,13 +173,14 @@ Settings = Mapping[tuple[Any, ...], Mapping[str, list[Run]]]  # runs by setting,
 
 
 def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) -> list[Verdict]:
-    """Every criterion for every model and backend of `runs`, with and without activation checkpointing, in the setting
-    that most backends share. Runs that are a mixture of origins take no part.
+    """Every criterion for every model and backend of `runs`, with and without activation checkpointing.
+
+    Each verdict is about the setting that most backends share. Runs that mix several origins are left out.
 
     Args:
         runs: of one origin.
-        max_batches: as :mod:`linrnn.study.results` reads them. The verdict leaves out those of another origin, and says
-            so.
+        max_batches: as :mod:`linrnn.study.results` reads them. Those of another origin are left out, and the verdict
+            says so.
     """
     names = backend_names([run.summary for run in runs])
     kinds: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
@@ -207,7 +208,7 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
 def _against(
     own: list[Run], backend: str, against: str, by_setting: Settings, setting: tuple[Any, ...], where: str
 ) -> list[Verdict]:
-    """What one backend's runs say beside a baseline's."""
+    """The verdicts on one backend's runs against one baseline."""
     first = own[0].summary
     criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
     criteria += PAIRED_MVE if first["size"] == "mve" else ()
@@ -221,7 +222,7 @@ def _against(
 
 
 def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:
-    """What of a setting others do not have, as `vocab_size=32000`; what follows from something else is left out."""
+    """The part of a setting in which it differs from others, as `vocab_size=32000`, without implied keys."""
     every = [dict(zip(SETTING, other, strict=True)) for other in others]
     implied = {"n_parameters", "data_fingerprint", "steps", "training"}
     sizes = {(one["batch_size"], one["seq_len"]) for one in every}
@@ -241,7 +242,7 @@ def _paired(
     where: str,
     remark: str = "",
 ) -> Verdict:
-    """Seed by seed; of runs that were made again the median."""
+    """Compare seed by seed. If a seed was run several times, its value is the median."""
     values, limits, doubts, notes = [], [], [], []
     for seed in dict.fromkeys(run.summary["seed"] for run in own):
         pairs = ((run, other) for run in own for other in base if run.summary["seed"] == other.summary["seed"] == seed)
@@ -258,7 +259,7 @@ def _paired(
 
 
 def _noise(ratio: float, least: float, most: float) -> list[str]:
-    """Beyond these limits something else than the loss decided, on either side."""
+    """A ratio beyond these limits cannot come from the loss alone."""
     if ratio > most:
         return [f"beyond what a free loss would give ({most:.3f}): noise"]
     if ratio < least:
@@ -267,8 +268,10 @@ def _noise(ratio: float, least: float, most: float) -> list[str]:
 
 
 def _fastest_batches(run: Run, backend: str, against: str, by_setting: Settings) -> Verdict:
-    """Each loss at the batch where its median speed over seeds is highest, of the batches that both ran; among runs
-    like `run` but for the batch, of about as many tokens."""
+    """Compare each loss at its fastest batch (by median speed over seeds), among the batches that both ran.
+
+    Only runs like `run` count: they may differ in the batch, and have about as many tokens.
+    """
     own, base = (_by_batch(run, name, by_setting) for name in (backend, against))
     names = (run.summary["model"], backend, against)
     common = sorted(own.keys() & base.keys())
@@ -291,7 +294,7 @@ def _fastest(by_batch: Mapping[int, list[Run]], batches: Sequence[int]) -> int:
 
 
 def _by_batch(run: Run, backend: str, by_setting: Settings) -> dict[int, list[Run]]:
-    """Its comparable runs by batch: they differ from `run` in loss, seed and what follows from the batch."""
+    """The comparable runs by batch. They differ from `run` in loss, seed and what follows from the batch."""
     kind = [key for key in SETTING if key not in ("batch_size", "steps", "horizon")]
 
     found: dict[int, list[Run]] = defaultdict(list)
@@ -331,13 +334,16 @@ def _largest_batches(
 
 
 def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, str]) -> list[Verdict]:
-    """From two searches for the largest batch. One that did not end exact has a lower bound: it can say that enough
-    fits, of the loss that is judged, and nothing else."""
+    """Verdicts from two searches for the largest batch.
+
+    A search that did not end exactly gives a lower bound. If it is the judged loss's, it can show that enough fits; it
+    decides nothing else.
+    """
     where = (
         f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
         f"checkpointing {own.get('activation_checkpointing')}, {own['memory_budget_gib']:g} GiB"
     )
-    unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, and there were batches left to try
+    unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, but smaller batches were not tried
     batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
     enough = base["exact"] and bool(batches) and batches[0] >= BATCH.target
     inexact = "" if own["exact"] and base["exact"] else "a search did not end exact"
@@ -358,12 +364,12 @@ def _checkpointing(summary: dict[str, Any]) -> str:
 
 
 def _best_probe(answer: dict[str, Any]) -> dict[str, Any]:
-    """The probe at the largest batch; empty where none fitted."""
+    """The probe at the largest batch; empty if none fitted."""
     return next((p for p in answer["probes"] if p["batch"] == answer["max_sequences"] and p["fits"]), {})
 
 
 def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[Verdict]:
-    """Of the peak: what the loss layer's passes add at most, with and without the gradients that they return."""
+    """The loss layer's share of the peak: with the gradients that it returns, and without them."""
     shares, without = {}, {}
     for run in runs:
         s, memory = run.summary, run.summary.get("memory_bytes") or {}
@@ -381,7 +387,7 @@ def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[V
 
 
 def _hidden_size(size: str) -> int:
-    """Of a size of configs/size, for summaries of before they held it."""
+    """The width of a size in configs/size, for old summaries without it."""
     from linrnn.config import load_config
 
     return int(load_config([f"size={size}"]).size.hidden_size)

@@ -1,1 +1,1 @@
-"""One run: the plan, the trainer, checkpoints and validation."""
+"""One training run: the plan, the trainer, checkpoints and validation."""

@@ -1,4 +1,4 @@
-"""Validation: one deterministic pass over held-out tokens, as nats per token, perplexity and bits per byte."""
+"""Validation: one deterministic pass over held-out tokens. Results: nats per token, perplexity and bits per byte."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from linrnn.training.step import loss_inputs
 
 @dataclass
 class Evaluation:
-    """Result of :func:`evaluate`; `bits_per_byte` is None where the labels' bytes of text are not known."""
+    """Result of :func:`evaluate`. `bits_per_byte` is None if the bytes of the labels' text are not known."""
 
     loss_nats: float
     perplexity: float
@@ -24,7 +24,7 @@ class Evaluation:
     n_tokens: int
 
     def metrics(self) -> dict[str, float | None]:
-        """The figures by their metric names."""
+        """The results under their metric names."""
         return {
             "valid/loss_nats": self.loss_nats,
             "valid/perplexity": self.perplexity,
@@ -53,9 +53,9 @@ def evaluate(
     """Mean loss over every label of `batches` (each counts once), in evaluation mode.
 
     Args:
-        batches: the same ones on all ranks. Their `n_bytes` are those of the bits per byte.
-        ranks: share the batches; each gets the same result.
-        before_batch: called before every batch, on all ranks as often; what it raises ends the pass.
+        batches: the same batches on all ranks. Bits per byte use their `n_bytes`.
+        ranks: share the batches; each rank gets the same result.
+        before_batch: called before every batch, equally often on all ranks. If it raises, the pass ends.
 
     Raises:
         DataError: no batch has a label.

@@ -1,4 +1,4 @@
-"""Speed and memory of a run's steps, as the ranks measure them."""
+"""Speed and memory of a run's steps, measured by the ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ GIB = 2**30
 
 
 class Measurements:
-    """What this process measures of its steps.
+    """This process's measurements of its steps.
 
     Attributes:
         speed: time of the steps and of the loss layer.
         memory: bytes by component.
-        gpu_state: clocks, power and temperature at the last steps; None on a CPU and before.
+        gpu_state: clocks, power and temperature at the last steps; None on a CPU and before that.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Measurements:
         self._memory_recorded = False
 
     def began(self, state: RunState) -> bool:
-        """Whether this process is past its warm-up. The memory of the warm-up (tuning of kernels) counts nowhere."""
+        """Whether this process is past its warm-up. Memory of the warm-up (tuning of kernels) is never counted."""
         return state.steps_here > self._plan.unmeasured_steps
 
     def of_steps(self, state: RunState) -> dict[str, float | None]:
-        """The metrics of the steps since the last call: speed, MFU, and memory the first time."""
+        """The metrics of the steps since the last call: speed and MFU; the first time also memory."""
         metrics = self.speed.record()
         if wall_ms := metrics.get("speed/wall_step_ms"):
             metrics |= {f"speed/{name}": share for name, share in self.mfu(wall_ms / 1e3).items()}
@@ -63,7 +63,7 @@ class Measurements:
         return {f"memory/{name}_gib": size / GIB for name, size in self.memory_of_ranks().items()}
 
     def memory_of_ranks(self) -> dict[str, int]:
-        """Bytes by component: of each, those of the rank that has most."""
+        """Bytes by component; each is the maximum over the ranks."""
         report = self.memory.report()
         sizes = self._ranks.largest(*report.values())
         return {name: int(size) for name, size in zip(report, sizes, strict=True)}
@@ -83,7 +83,7 @@ class Measurements:
 
 @contextlib.contextmanager
 def recordings(trainer: TrainerConfig, directory: Path, device: torch.device) -> Iterator[Callable[[], None]]:
-    """The profiler's trace and the memory snapshot that `trainer` asks for; yields what ends a profiled step."""
+    """The profiler's trace and memory snapshot that `trainer` asks for. Yields a function to call after each step."""
     with contextlib.ExitStack() as stack:
         if trainer.memory_snapshot:
             stack.enter_context(memory_snapshot(directory / "memory_snapshot.pickle", device))

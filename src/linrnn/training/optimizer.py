@@ -15,11 +15,12 @@ NO_DECAY_SUFFIXES = ("bias", "A_log", "dt_bias")
 
 
 def decay_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the trainable parameters that AdamW decays (`decay`) and leaves alone (`no_decay`).
+    """Names of the trainable parameters with weight decay (`decay`) and without (`no_decay`).
 
-    Left alone are vectors and scalars (norm weights, biases, A_log, dt_bias) and whatever carries FLA's
-    `_no_weight_decay` mark. Embeddings and the output head decay like every other matrix, as in GPT-2 and
-    Llama: a tied embedding is the output head. A tied parameter is listed once.
+    Vectors and scalars (norm weights, biases, A_log, dt_bias) have no decay, nor has any parameter with FLA's mark
+    `_no_weight_decay`. Embeddings and the output head decay like every other matrix, as in GPT-2 and Llama. A tied
+    parameter
+    is listed once.
     """
     groups: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in model.named_parameters():
@@ -66,16 +67,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.dev
 
 
 class Schedule:
-    """The learning rate of every step of a run; it has no state, so a resumed run just continues.
+    """The learning rate of every step of a run. It has no state, so a resumed run simply continues.
 
-    Step s (0-based) of W warm-up steps gets (s + 1) / W of the peak. After that, with m = min_lr_ratio and x
-    the share of the remaining (cosine) or decaying (WSD: Hu et al. 2024, arXiv:2404.06395, linear here) steps
-    already done:    cosine  m + (1 - m) (1 + cos πx) / 2;    WSD  1 - (1 - m) x;    constant  1.
+    Warm-up step s (0-based) of W gets (s + 1) / W of the peak. After the warm-up, let m = min_lr_ratio. Let x be the
+    share
+    of the remaining steps (cosine) or of the decay steps (WSD: Hu et al. 2024, arXiv:2404.06395, linear here) already
+    done:
+
+        cosine  m + (1 - m) (1 + cos πx) / 2;    WSD  1 - (1 - m) x;    constant  1
 
     Args:
-        optimizer: whose groups :meth:`apply` sets.
+        optimizer: :meth:`apply` sets the rate of its groups.
         config: peak, shape, warm-up and decay.
-        horizon: the step at which the schedule ends. A run may stop before it; beyond it, only `constant` has a rate.
+        horizon: the step at which the schedule ends. A run may stop before it. Beyond it, only `constant` has a rate.
 
     Raises:
         ConfigError: the warm-up (and the WSD decay) do not fit into the schedule.
@@ -99,7 +103,7 @@ class Schedule:
             )
 
     def describe(self) -> dict[str, Any]:
-        """All that decides the learning rate of every step, JSON-ready: what a checkpoint records."""
+        """Everything that decides the learning rate of every step, JSON-ready, for a checkpoint."""
         config = self.config
         return {
             "schedule": config.schedule,
@@ -132,15 +136,16 @@ class Schedule:
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, horizon: int) -> Schedule:
-    """The schedule that `config` names, which ends at step `horizon`."""
+    """The schedule that `config` names, ending at step `horizon`."""
     return Schedule(optimizer, config, horizon)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm` (null: leave them).
+    """Scale all gradients so that their global L2 norm is at most `max_norm` (None: leave them).
 
-    Gradients may all be cut over ranks (DTensors of one mesh). Returns the norm before clipping, a scalar on the
-    gradients' device; the host does not wait for it.
+    Gradients may be sharded (DTensors of one mesh). Returns the norm before clipping, a scalar on the gradients'
+    device. The
+    host does not wait for it.
     """
     if max_norm is None:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

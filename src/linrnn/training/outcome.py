@@ -1,4 +1,4 @@
-"""What became of a run: the status that an error means, why memory ran out, and the summary."""
+"""How a run ended: the status that an error means, why memory ran out, and the summary."""
 
 from collections.abc import Callable
 from statistics import fmean
@@ -39,10 +39,10 @@ def concerns_all_ranks(failure: BaseException | None) -> bool:
 def explained(
     error: BaseException, config: Config, ranks: Ranks, out_of_memory: Callable[[BaseException], OutOfMemoryError]
 ) -> tuple[str, BaseException]:
-    """The status of a run that ends with this error, and the error that explains it best.
+    """The status of a run that ends with `error`, and the error that explains it best.
 
     Args:
-        out_of_memory: makes the explanation where memory ran out.
+        out_of_memory: returns the explanation if memory ran out.
     """
     if isinstance(error, InterruptedRun | KeyboardInterrupt):
         return "interrupted", error
@@ -66,7 +66,7 @@ def explain_out_of_memory(
     measured: dict[str, int],
     say: Callable[[str], None],
 ) -> OutOfMemoryError:
-    """Say the measured components and what the formula expects; returns the error that names what to lower.
+    """Print the measured components and the formulas' estimate. Return the error that names what to lower.
 
     Args:
         where: "at step 3".
@@ -109,7 +109,7 @@ def summary_of_run(
     measurements: Measurements,
     epochs: float,
 ) -> dict[str, Any]:
-    """What summary.json holds, from the records of all processes of the run and what this one measured."""
+    """The content of summary.json, from the records of all processes of the run and this process's measurements."""
     records = session.records()
     here = measurements.memory_of_ranks() if concerns_all_ranks(failure) else measurements.memory.report()
     memory = memory_of_run(records)

@@ -1,4 +1,4 @@
-"""What a configuration decides before anything is built: device, precision, steps; and the refusals that follow."""
+"""What a configuration decides before anything is built: device, precision, steps. It also rejects impossible ones."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from linrnn.training.runtime import compute_dtype, resolve_device, resolve_preci
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration that can run on this machine, by `world_size` processes."""
+    """A configuration that can run on this machine, with `world_size` processes."""
 
     config: Config
     device: torch.device
@@ -29,17 +29,17 @@ class Plan:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one optimizer step, all ranks and micro-steps."""
+        """Sequences in one optimizer step, over all ranks and micro-steps."""
         return steps.sequences_per_step(self.config, self.world_size)
 
     @property
     def sequences_of_rank(self) -> int:
-        """Sequences of one rank's micro-step."""
+        """Sequences in one micro-step of one rank."""
         return self.config.trainer.batch_size * self.config.parallel.data_ranks(self.world_size) // self.world_size
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, all ranks, ignored labels included."""
+        """Tokens in one optimizer step, over all ranks. Ignored labels count."""
         return steps.tokens_per_step(self.config, self.world_size)
 
     @cached_property
@@ -54,15 +54,15 @@ class Plan:
 
     @property
     def unmeasured_steps(self) -> int:
-        """First steps of a process that no figure of speed or memory counts: warm-up and traced steps.
+        """Number of first steps whose speed and memory are not measured: warm-up and traced steps.
 
-        In a short run, all but the last step.
+        In a short run all but the last step.
         """
         trainer = self.config.trainer
         return min(trainer.warmup_measurement_steps + trainer.profile_steps, self.total_steps - 1)
 
     def architecture(self, data_vocab_size: int) -> Architecture:
-        """Dimensions for a vocabulary of `size.vocab_size`, or of the data's where that is null.
+        """The architecture with a vocabulary of `size.vocab_size` entries, or the data's number if that is null.
 
         Raises:
             ConfigError: `size.vocab_size` is smaller than the data's vocabulary.
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that hold one model between them."""
+        """Number of ranks that share one model."""
         parallel = self.config.parallel
         return (parallel.shard_ranks or self.world_size) if isinstance(parallel, FsdpConfig) else 1
 
@@ -86,7 +86,7 @@ class Plan:
         return costs.training_state(arch, self.precision, shard_ranks=self.shard_ranks)
 
     def memory_estimate(self, arch: Architecture) -> costs.MemoryEstimate | None:
-        """Memory that a step is foreseen to need on each rank; None for a model or a loss without formulas."""
+        """Expected memory of a step on each rank; None for a model or a loss without formulas."""
         trainer, parallel, shard_ranks = self.config.trainer, self.config.parallel, self.shard_ranks
         return costs.memory_estimate(
             arch,
@@ -95,7 +95,7 @@ class Plan:
             precision=self.precision,
             loss=self.config.loss,
             activation_checkpointing=trainer.activation_checkpointing,
-            # A replica's gradients lie in buckets that stay, as those of an earlier micro-step do.
+            # A replica's gradients lie in buckets that stay allocated, like gradients of an earlier micro-step.
             accumulation_steps=max(trainer.accumulation_steps, 1 if shard_ranks > 1 else min(self.world_size, 2)),
             shard_ranks=shard_ranks,
             by_vocabulary=isinstance(parallel, VocabConfig),
@@ -103,11 +103,11 @@ class Plan:
 
 
 def make_plan(config: Config) -> Plan:
-    """Resolve what is `auto`, and refuse what cannot run here; enough to evaluate a checkpoint.
+    """Resolve every `auto`, and reject what cannot run here. A plan is enough to evaluate a checkpoint.
 
     Raises:
         UnsupportedError: the device, the loss or the model cannot run here.
-        ConfigError: dimensions that do not fit.
+        ConfigError: dimensions do not fit together.
     """
     device = resolve_device(config.device)
     precision = resolve_precision(config.trainer.precision, device)
@@ -119,12 +119,13 @@ def make_plan(config: Config) -> Plan:
 
 
 def make_training_plan(config: Config) -> Plan:
-    """:func:`make_plan`, and what only training asks for.
+    """:func:`make_plan`, plus the checks that only training needs.
 
     Raises:
-        UnsupportedError: as there, or the logger or the memory snapshot cannot run here.
-        ConfigError: as there, no limit of steps or tokens, fewer tokens than one step takes, more steps than the
-            schedule has, two sources of weights, or processes that do not belong to `parallel`.
+        UnsupportedError: as for `make_plan`, or the logger or the memory snapshot cannot run here.
+        ConfigError: as for `make_plan`, or the settings contradict each other: no limit of steps or tokens, fewer
+            tokens than one step takes, or more steps than the schedule has. Also two sources of weights, and processes
+            that do not match `parallel`.
     """
     world_size = Launch.from_environment().world_size_of(config.parallel)
     plan = replace(make_plan(config), world_size=world_size)
@@ -135,7 +136,7 @@ def make_training_plan(config: Config) -> Plan:
             "use trainer.memory_snapshot=false or device=cuda",
         )
     _check_parallel(plan)
-    _ = plan.horizon  # refuses a run without an end, and one that goes beyond its schedule's
+    _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
     if config.init_from and config.continue_from:
         raise ConfigError(
             "init_from and continue_from are both given",
@@ -145,7 +146,7 @@ def make_training_plan(config: Config) -> Plan:
 
 
 def _check_parallel(plan: Plan) -> None:
-    """Refuse what does not go with the number of ranks."""
+    """Reject settings that do not fit the number of ranks."""
     parallel, world_size = plan.config.parallel, plan.world_size
     if world_size == 1 or not isinstance(parallel, FsdpConfig):
         return

@@ -1,8 +1,8 @@
-"""Whether what is foreseen fits into what is there: asked before anything is built.
+"""Check, before anything is built, that the expected memory is available.
 
-On a CPU a process that takes too much memory is killed without a word, and others with it: what cannot fit is refused.
-The formulas describe GPU kernels and the CPU's take more, so that the figures are the least that a step needs. A GPU
-answers for itself, and an out-of-memory error loses nothing: refused is only what no step could hold.
+On a CPU the system kills a process that takes too much memory without a message, and other processes with it. What
+cannot fit is therefore rejected. The formulas describe GPU kernels; CPU kernels need more, so the figures are lower
+bounds. A GPU raises its own out-of-memory error, which loses nothing. There only what no step could hold is rejected.
 """
 
 import os
@@ -19,14 +19,14 @@ SMALLER = "a smaller size or trainer.batch_size, trainer.activation_checkpointin
 
 
 def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
-    """Refuse a training step that cannot fit; otherwise a line for the user where it probably will not, or None.
+    """Reject a training step that cannot fit. Return a line for the user if it probably will not fit, else None.
 
     On a CPU the processes of a run on one machine (torchrun's LOCAL_WORLD_SIZE) share its memory.
 
     Raises:
-        UnsupportedError: on a CPU, the least that a step needs is more than this machine has free now.
-        OutOfMemoryError: parameters, gradients and optimizer state alone are more than the GPU, or
-            `memory_budget_gib`, has.
+        UnsupportedError: on a CPU, a step needs at least more than this machine has free now.
+        OutOfMemoryError: parameters, gradients and optimizer state alone exceed the GPU's memory or
+            `memory_budget_gib`.
     """
     state, estimate = sum(plan.training_state(arch).values()), plan.memory_estimate(arch)
     parts = f"{state / GIB:.1f} GiB of it parameters, gradients and optimizer state"
@@ -53,14 +53,14 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
 
 
 def check_memory(needed: int, what: str, remedy: str) -> None:
-    """Refuse on a CPU what needs more bytes than are free.
+    """On a CPU, reject what needs more bytes than are free.
 
     Args:
-        what: a sentence with the figure that is foreseen.
+        what: a sentence with the expected figure.
         remedy: what to use instead.
 
     Raises:
-        UnsupportedError: this machine has less.
+        UnsupportedError: this machine has fewer bytes free.
     """
     there = available_memory()
     if there is not None and needed > there:
@@ -71,13 +71,13 @@ def check_memory(needed: int, what: str, remedy: str) -> None:
 
 
 def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0) -> None:
-    """Refuse on a CPU a model whose fp32 weights cannot be held to read with it (evaluation, generation, sparsity).
+    """On a CPU, reject a model whose fp32 weights do not fit (for evaluation, generation, sparsity).
 
     Args:
-        loss_bytes: what the loss holds beside them.
+        loss_bytes: bytes that the loss holds in addition.
 
     Raises:
-        UnsupportedError: they need more than this machine has free.
+        UnsupportedError: weights and loss need more than this machine has free.
     """
     if device.type == "cpu":
         needed = FP32 * arch.n_parameters + loss_bytes

@@ -1,4 +1,4 @@
-"""From where a run goes on, whether it may, and whether its checkpoints will fit on the disk."""
+"""Where a run continues, whether it may, and whether its checkpoints will fit on the disk."""
 
 import math
 from pathlib import Path
@@ -11,20 +11,20 @@ from linrnn.training.plan import Plan
 
 
 def newest_checkpoint(directory: RunDirectory) -> Path | None:
-    """The newest sound checkpoint of the run; None where there is none or the run begins anew."""
+    """The newest undamaged checkpoint of the run; None if there is none or the run starts again."""
     return None if directory.begins_anew else checkpoint.newest(directory.checkpoints)
 
 
 def progress_to_resume(
     newest: Path, plan: Plan, directory: RunDirectory, schedule: dict[str, Any]
 ) -> checkpoint.Progress:
-    """Where the run stood at its newest checkpoint.
+    """The run's progress at its newest checkpoint.
 
     Args:
-        schedule: this run's, as `Schedule.describe` says it.
+        schedule: this run's schedule, as `Schedule.describe` returns it.
 
     Raises:
-        ConfigError: the run has gone further than this command asks for, or was trained under another schedule.
+        ConfigError: the run has more steps than this command asks for, or was trained under another schedule.
     """
     progress = checkpoint.read_progress(newest)
     check_not_beyond(progress.step, plan, directory)
@@ -37,7 +37,11 @@ def progress_to_resume(
 
 
 def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
-    """Raises ConfigError: the run has gone further than this command asks for."""
+    """Check that the run at `step` does not have more steps than this command asks for.
+
+    Raises:
+        ConfigError: it has more.
+    """
     if step > plan.total_steps:
         raise ConfigError(
             f"{directory.path} holds a run of {step} steps, and this command stops at {plan.total_steps}",
@@ -46,14 +50,14 @@ def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
 
 
 def checkpoints_planned(plan: Plan, directory: RunDirectory, model: Any, step: int) -> str | None:
-    """When checkpoints will be written, and whether the disk can hold them; None for a run without checkpoints.
+    """A line that says when checkpoints are written and how much room the disk has; None without checkpoints.
 
     Args:
-        model: whose state a checkpoint holds.
-        step: from which the run goes on.
+        model: the model that checkpoints will hold.
+        step: the step from which the run continues.
 
     Raises:
-        StorageError: the disk cannot hold them.
+        StorageError: the disk has too little room.
     """
     trainer = plan.config.trainer
     if trainer.checkpoint_every == 0:

@@ -13,10 +13,10 @@ from linrnn.core.errors import ConfigError, UnsupportedError
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one, else the CPU.
+    """The device of this name. `auto` is the GPU if there is one, else the CPU.
 
     Raises:
-        UnsupportedError: `cuda` was asked for and PyTorch sees none.
+        UnsupportedError: `cuda` was asked for, and PyTorch sees no GPU.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -37,27 +37,27 @@ def resolve_precision(name: str, device: torch.device) -> str:
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """The dtype that parameters (and so gradients and optimizer state) are kept in."""
+    """The dtype of parameters, and so of gradients and optimizer state."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """The dtype of matrix products, and of the hidden states and weight that a loss backend receives."""
+    """The dtype of matrix products, and of a loss backend's hidden states and weight."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 @contextlib.contextmanager
 def autocast(precision: str, device: torch.device) -> Iterator[None]:
-    """bf16 autocast where the precision asks for it; otherwise nothing."""
+    """bf16 autocast if the precision asks for it, else nothing."""
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
         yield
 
 
 def prepare_process(config: Config, device: torch.device) -> None:
-    """Seed every generator, set determinism, Triton's cache and the memory budget.
+    """Seed every generator; set determinism, Triton's cache and the memory budget.
 
     Raises:
-        ConfigError: a memory budget without a GPU, or above what the GPU has.
+        ConfigError: there is a memory budget but no GPU, or the budget exceeds the GPU's memory.
     """
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
@@ -75,7 +75,7 @@ def check_memory_budget(gib: float | None, device: torch.device) -> float | None
     """The budget as a share of the GPU's memory; None for no budget.
 
     Raises:
-        ConfigError: a memory budget without a GPU, or above what the GPU has.
+        ConfigError: there is a memory budget but no GPU, or the budget exceeds the GPU's memory.
     """
     if gib is None:
         return None
@@ -91,11 +91,12 @@ def check_memory_budget(gib: float | None, device: torch.device) -> float | None
 
 
 def _keep_triton_cache() -> None:
-    """Hold this process to Triton's own cache (TRITON_CACHE_DIR, or its default).
+    """Keep Triton's own cache (TRITON_CACHE_DIR, or its default) for this process.
 
-    Inductor sets TRITON_CACHE_DIR to a directory of its own with the first kernel that it builds. In a step with
-    a compiled loss that is after the model's forward pass: FLA would then look for its backward kernels in an
-    empty cache and tune them for minutes, though they were tuned before.
+    Inductor sets TRITON_CACHE_DIR to its own directory when it builds its first kernel. With a compiled loss that
+    happens
+    after the model's forward pass. FLA would then look for its backward kernels in an empty cache and tune them for
+    minutes, although they were tuned before.
     """
     from triton import knobs
 

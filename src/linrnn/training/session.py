@@ -1,4 +1,4 @@
-"""What a run has around its training: its directory, the console, the metrics file and wandb. Rank 0 alone writes."""
+"""Everything around a run's training: its directory, the console, the metrics file and wandb. Only rank 0 writes."""
 
 import contextlib
 import time
@@ -25,12 +25,12 @@ from linrnn.training.step import RunState
 
 
 class Session:
-    """The files and the listeners of one process of a run.
+    """The files, console and wandb mirror of one process of a run.
 
     Attributes:
-        name: of the run.
-        directory: of the run.
-        console: where lines go; silent before :meth:`begin`, and on every rank but the first.
+        name: the run's name.
+        directory: the run's directory.
+        console: prints lines; silent before :meth:`begin`, and on every rank but the first.
 
     Raises:
         LinrnnError: the directory holds another configuration.
@@ -46,18 +46,18 @@ class Session:
             resume=config.trainer.resume,
         )
         self.console: Silence = Silence()
-        self._seconds_before = 0.0  # that earlier processes of the run took
+        self._seconds_before = 0.0  # wall-clock seconds of earlier processes of the run
         self._began_at = time.monotonic()
 
     # ------------------------------------------------------------------------------------------- begin and end
     def open(self, closing: contextlib.ExitStack) -> None:
-        """Claim the directory; nothing is written."""
+        """Claim the directory. Nothing is written."""
         if self._ranks.is_first:
             self.directory.open()
             closing.callback(self.directory.close)
 
     def finished(self) -> dict[str, Any] | None:
-        """The summary of a run that has nothing left to do; what can be done with it is printed, nothing is written."""
+        """The summary if the run has nothing left to do, else None. Prints how to go on; writes nothing."""
         summary = None if self.directory.begins_anew else self.directory.read_summary()
         if summary is None or summary["status"] != "finished":
             return None
@@ -69,7 +69,7 @@ class Session:
         return summary
 
     def begin(self, closing: contextlib.ExitStack, state: RunState, data: PreparedData) -> None:
-        """Write the first files of this process, and open those that it goes on writing."""
+        """Write this process's first files, and open those that it keeps writing."""
         if not self._ranks.is_first:
             return
         self.directory.begin(to_yaml(self._config))
@@ -81,12 +81,12 @@ class Session:
         closing.callback(console.close)
         self._metrics = JsonlWriter(self.directory.metrics)
         closing.callback(self._metrics.close)
-        # A process that has no step left to train makes the last validation again.
+        # A process that has no step left to train repeats the last validation.
         self._metrics.truncate_after(state.step, keep_validation=state.step < self._plan.total_steps)
         self._seconds_before = wall_seconds_of_run(self.records())
 
     def mirror_to_wandb(self) -> None:
-        """Join the run's page on wandb, or say why not."""
+        """Open the run's page on wandb, or say why not."""
         if self._ranks.is_first:
             self._wandb = WandbMirror(
                 self._config.logger.wandb,
@@ -100,17 +100,21 @@ class Session:
             )
 
     def start_clock(self) -> None:
-        """The wall-clock time of this process begins."""
+        """Start this process's wall clock."""
         self._began_at = time.monotonic()
 
     def write_summary(self, step: int, summary: dict[str, Any]) -> None:
-        """Raises StorageError: the disk does not take it."""
+        """Write summary.json, and record that this process ended after `step`.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
         if self._ranks.is_first:
             self.directory.end_process(step)
             self.directory.write_json(SUMMARY, summary)
 
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
-        """The summary of a run whose first rank waits in vain for a rank that has failed."""
+        """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
         summary = summary_without_figures(self._config, self.name, "failed", failure.cause, command_line())
         tokens = step * self._plan.tokens_per_step
         self.write_summary(step, summary | {"steps": step, "tokens": tokens, "started": self.started})
@@ -124,7 +128,7 @@ class Session:
 
     # --------------------------------------------------------------------------------------------- what happens
     def announce(self, architecture: Architecture, data: PreparedData, *notes: str | None) -> None:
-        """Say what is trained, on what, for how long, and every note that is not None."""
+        """Print what is trained, on what data and for how long, and every note that is not None."""
         config, plan = self._config, self._plan
         say_line = self.console.line
         say_line(
@@ -150,11 +154,11 @@ class Session:
             say_line("the first steps tune GPU kernels: minutes on a machine that has not run this model before")
 
     def show_progress(self, step: int, epochs: float, loss: float, floor: float | None, seconds: float | None) -> None:
-        """The console's line of progress.
+        """Print the console's progress line.
 
         Args:
-            floor: entropy of the data, nats, where it is known.
-            seconds: of a recent step; None during the warm-up.
+            floor: entropy of the data in nats, if known.
+            seconds: time of a recent step; None during the warm-up.
         """
         plan = self._plan
         speed = None if seconds is None else plan.tokens_per_step / seconds
@@ -169,17 +173,17 @@ class Session:
             self._wandb.log(step, metrics)
 
     def records(self) -> list[dict[str, Any]]:
-        """All records of metrics of the run; empty on every rank but the first."""
+        """All metric records of the run; empty on every rank but the first."""
         return read_jsonl(self.directory.metrics) if self._ranks.is_first else []
 
     def has_validation_of(self, step: int) -> bool:
-        """Whether the run has validated at this step; every rank gets the same answer."""
+        """Whether the run has validated at this step. Every rank gets the same answer."""
         return self._ranks.from_first(
             lambda: any(record["step"] == step and "valid/loss_nats" in record for record in self.records())
         )
 
     def wall_seconds(self) -> float:
-        """That all processes of the run have taken so far, without the time between them."""
+        """Wall-clock seconds of all processes of the run so far, without the time between processes."""
         return self._seconds_before + time.monotonic() - self._began_at
 
     @property

@@ -1,4 +1,4 @@
-"""One step: what the loss gets, where the run stands, and the step's scalars on their way from the device."""
+"""One step: the loss's inputs, the state of the run, and the step's scalars on their way from the device."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from linrnn.training.runtime import autocast, compute_dtype
 def loss_inputs(
     model: LanguageModel, batch: Batch, precision: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three tensors that every backend gets: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
+    """The three inputs of every loss backend: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
     dtype = compute_dtype(precision)
     cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
     input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
@@ -25,8 +25,10 @@ def loss_inputs(
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on the device. To a GPU from pinned memory: from other memory the host may have to wait until the GPU
-    has done all that was launched before."""
+    """Copy `tensor` to the device; to a GPU from pinned memory.
+
+    From other memory the host might wait until the GPU has finished all earlier work.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -34,12 +36,12 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class RunState:
-    """Where a run stands.
+    """The state of a run.
 
     Attributes:
-        step: optimizer steps done, by all processes of the run.
+        step: optimizer steps done by all processes of the run.
         steps_here: steps done by this process.
-        recent_losses: of the latest steps, nats.
+        recent_losses: losses of the latest steps, nats.
         continues: the run, step and tokens behind step 0; None for a run from scratch.
         saved_step: step of the newest checkpoint.
     """
@@ -52,11 +54,11 @@ class RunState:
 
 
 class StepRecord:
-    """A step's scalars on their way from the device: copied without waiting, read once they have arrived.
+    """A step's scalars on their way from the device. They are copied without waiting, and read once they have arrived.
 
     Attributes:
-        step: of the run.
-        number_here: of this process, from 1.
+        step: number of the step in the run.
+        number_here: number of the step in this process, from 1.
         lr: the step's learning rate.
     """
 

@@ -1,6 +1,6 @@
-"""What a run starts from instead of random weights: `init_from` (weights) and `continue_from` (all state).
+"""What a run starts from instead of random weights: `init_from` (weights only) or `continue_from` (all state).
 
-Weights know token ids, not text: they are of use only where the data's ids stand for what they stood for in training.
+Weights know token ids, not text. They are useful only if the data's ids mean the same as in their training.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a run's checkpoint, or of a Hugging Face directory.
+    """Weights from a run's checkpoint or from a Hugging Face directory.
 
     Attributes:
-        source: what `init_from` or `continue_from` names.
+        source: the value of `init_from` or `continue_from`.
         directory: the checkpoint, or the Hugging Face directory.
-        is_checkpoint: which of the two.
-        remark: what cannot be known of their tokens, in a line for the log; None if there is nothing to say.
+        is_checkpoint: which of the two `directory` is.
+        remark: a line for the log about what is unknown about their tokens; None if there is nothing to say.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Weights:
         """Copy the weights into `model`.
 
         Raises:
-            ConfigError: another architecture.
+            ConfigError: the weights are for another architecture.
             DataError: a file cannot be read.
         """
         if self.is_checkpoint:
@@ -48,15 +48,16 @@ class Weights:
 
 
 def find_weights(source: str, data: PreparedData) -> Weights:
-    """The weights that `init_from` names, once it is known that they are of use with the tokens of `data`.
+    """The weights that `init_from` names, after a check that they fit the tokens of `data`.
 
     Args:
         source: a run's directory (its newest checkpoint), a checkpoint, a Hugging Face directory in FLA's format, or
-            the name of one on the hub.
+            the
+            name of one on the hub.
 
     Raises:
-        ConfigError: they were trained with another tokenizer.
-        DataError: there is nothing, or it is damaged.
+        ConfigError: the weights were trained with another tokenizer.
+        DataError: `source` has no weights, or they are damaged.
     """
     if directory := checkpoint.resolve(Path(source)):
         check_tokens(directory, data)
@@ -68,16 +69,16 @@ def find_weights(source: str, data: PreparedData) -> Weights:
 def continue_from(
     source: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: PreparedData
 ) -> checkpoint.Progress:
-    """Restore the weights and the optimizer's state of another run; returns where that run stood.
+    """Restore the weights and the optimizer's state of another run. Returns that run's progress.
 
-    Every rank calls it, and reads what it holds of model and optimizer.
+    Every rank calls it, and reads its own part of model and optimizer.
 
     Args:
         source: a run's directory (its newest checkpoint) or a checkpoint.
 
     Raises:
-        ConfigError: there is no checkpoint, or it is of another model or tokenizer.
-        DataError: it is damaged.
+        ConfigError: there is no checkpoint, or its model or tokenizer differs.
+        DataError: the checkpoint is damaged.
     """
     directory = checkpoint.resolve(Path(source))
     if directory is None:
@@ -93,16 +94,16 @@ def continue_from(
 
 
 def as_continued(progress: checkpoint.Progress) -> dict[str, Any]:
-    """What a run records of the checkpoint that it continues: run, step, and all tokens behind the weights."""
+    """What a run records about the checkpoint that it continues: run, step, and all tokens behind the weights."""
     before = progress.continues["tokens"] if progress.continues else 0
     return {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
 
 
 def check_tokens(directory: Path, data: PreparedData) -> None:
-    """Refuse data whose token ids are not those that a checkpoint was trained with.
+    """Reject data whose token ids differ from those that a checkpoint was trained with.
 
     Raises:
-        ConfigError: the remedy names the tokenizer to use, where the run's is at hand.
+        ConfigError: the ids differ. The remedy names the tokenizer to use, if the run's tokenizer is there.
         DataError: an earlier version wrote the checkpoint.
     """
     wanted = checkpoint.read_progress(directory).token_fingerprint
@@ -111,7 +112,7 @@ def check_tokens(directory: Path, data: PreparedData) -> None:
 
 
 def _check_pretrained(directory: Path, source: str, data: PreparedData) -> str | None:
-    """The same for a Hugging Face directory; what to say where it carries no tokenizer."""
+    """:func:`check_tokens` for a Hugging Face directory. Returns a remark if the directory has no tokenizer."""
     if (directory / TOKENIZER).is_file():
         wanted = load_tokenizer(str(directory)).hash
         if wanted != data.token_fingerprint:
@@ -128,7 +129,7 @@ def _check_pretrained(directory: Path, source: str, data: PreparedData) -> str |
 
 
 def _other_tokens(source: Path, data: PreparedData, wanted: str, files: Path) -> ConfigError:
-    """The refusal of data that is not tokenised as the weights at `source` were; `files` may hold their tokenizer."""
+    """The error for data with another tokenizer than the weights at `source`; `files` may hold their tokenizer."""
     theirs = load_tokenizer(str(files)) if (files / TOKENIZER).is_file() else None
     its_own = f"with {data.tokenizer.name}" if data.tokenizer else "as generated text"
     cause = f"the data is tokenised {its_own}, and {source} was trained with another tokenizer"
@@ -140,7 +141,9 @@ def _other_tokens(source: Path, data: PreparedData, wanted: str, files: Path) ->
 
 
 def _place(files: Path, tokenizer: Tokenizer, wanted: str) -> Path:
-    """Where data.tokenizer finds the tokenizer with the hash `wanted`: its file, or the directory where
-    tokenizer_config.json names an end token that the file alone does not tell."""
+    """The value of data.tokenizer for the tokenizer with the hash `wanted`.
+
+    It is the tokenizer's file, or its directory if only tokenizer_config.json names the end token.
+    """
     alone = Tokenizer(tokenizer.json, tokenizer.name)
     return files / TOKENIZER if alone.hash == wanted else files

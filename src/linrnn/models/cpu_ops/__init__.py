@@ -1,8 +1,8 @@
 """Plain-torch versions of the FLA 0.6.0 functions that its layers call, so that its models run without a GPU.
 
-FLA's layers look these functions up in their module at each call. `install()` puts one in front of each: it
-sends CPU tensors to the version here and every other tensor to FLA's own, so a GPU model in the same process
-is not affected.
+FLA's layers look these functions up in their module at each call. `install()` puts a wrapper in place of each function.
+The wrapper sends CPU tensors to the version here and all other tensors to FLA's own. A GPU model in the same process is
+not affected.
 """
 
 import functools

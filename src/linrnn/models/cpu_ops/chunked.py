@@ -6,14 +6,15 @@ Per head, with a state S (K × V) and log-decays g ≤ 0 (a vector over K, or on
     delta rules  S_t = diag(exp g_t) S_{t−1} + β_t k_t (v_t − S̃ᵀ k_t)ᵀ     with S̃ = diag(exp g_t) S_{t−1}
     output       o_t = scale · S_tᵀ q_t
 
-Inside a chunk of C tokens the recurrence is a masked product (sources: GLA, arXiv:2312.06635, section 4; the
-WY form of the delta rule, arXiv:2406.06484, section 3, with decay as in arXiv:2412.06464 and
-arXiv:2510.26692); a Python loop over the T / C chunks carries the state. Decays enter as exp(b_i − b_j) with
-i ≥ j and b the running sum of g, always as factors that are at most 1, so that nothing overflows however
-strong the gate.
+Inside a chunk of C tokens the recurrence is a masked product. A Python loop over the T / C chunks carries the state.
+Decays enter as exp(b_i − b_j) with i ≥ j and b the running sum of g. All such factors are at most 1, so nothing
+overflows, however strong the gate.
 
-Shapes: q, k (B, T, H, K); v (B, T, H, V); g (B, T, H, K) or (B, T, H, 1); beta (B, T, H); states (N, H, K, V)
-for N sequences. Work is done in fp32 (fp64 for fp64 inputs), results have v's dtype.
+Sources: GLA, arXiv:2312.06635, section 4; the WY form of the delta rule, arXiv:2406.06484, section 3, with decay as in
+arXiv:2412.06464 and arXiv:2510.26692.
+
+Shapes: q, k (B, T, H, K); v (B, T, H, V); g (B, T, H, K) or (B, T, H, 1); beta (B, T, H); states (N, H, K, V) for N
+sequences. Work is done in fp32 (fp64 for fp64 inputs); results have v's dtype.
 """
 
 from collections.abc import Sequence
@@ -28,14 +29,14 @@ CHUNK_SIZE = 64
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """How T tokens lie on a grid of chunks, so that no chunk holds tokens of two documents.
+    """Places T tokens on a grid of chunks, so that no chunk holds tokens of two documents.
 
     Attributes:
         chunk_size: tokens in a chunk, a power of two.
         n_chunks: chunks in each row.
         n_tokens: T.
-        slots_T: the grid position of each token of a packed row; None: a row is one document and fills the
-            grid in order.
+        slots_T: the grid position of each token of a packed row. None: a row is one document and fills the grid in
+            order.
         document_starts: the chunks of a packed row that begin with an empty state.
     """
 
@@ -59,7 +60,7 @@ class ChunkGrid:
         return cls(size, int(chunks_D.sum()), n_tokens, slots_T, frozenset(first_chunk_D.tolist()))
 
     def split(self, x_BTHD: Tensor) -> Tensor:
-        """(B, T, H, D) to (B, H, n_chunks, chunk_size, D), zeros where there is no token."""
+        """(B, T, H, D) to (B, H, n_chunks, chunk_size, D), with zeros in slots without a token."""
         total = self.n_chunks * self.chunk_size
         if self.slots_T is not None:
             padded = x_BTHD.new_zeros(x_BTHD.shape[0], total, *x_BTHD.shape[2:])
@@ -75,21 +76,22 @@ class ChunkGrid:
 
 
 def running_sum(g: Tensor) -> Tensor:
-    """Inclusive sums along the chunk (…, C, D): a product with a triangle of ones (faster than cumsum)."""
+    """Inclusive sums along the chunk (…, C, D). A product with a triangle of ones is faster than cumsum."""
     return torch.ones(g.shape[-2], g.shape[-2], dtype=g.dtype, device=g.device).tril() @ g
 
 
 def decayed_scores(rows: Sequence[Tensor], keys: Tensor, b: Tensor) -> list[Tensor]:
     """For each x in `rows`: A[i, j] = Σ_d x[i, d] keys[j, d] exp(b[i, d] − b[j, d]) for j ≤ i, else 0.
 
+    With one decay per token the differences b[i] − b[j] are formed directly. With a vector of decays that would take
+    C·K
+    numbers per token. Instead the triangle is built from blocks whose size doubles each time. A block of later rows
+    against
+    earlier keys uses decays relative to the last earlier key m: b[i] − b[m] and b[m] − b[j], both ≤ 0.
+
     Args:
         rows, keys: (…, C, K), C a power of two.
         b: running sums of the log-decay, (…, C, K), or (…, C, 1) for one decay per token.
-
-    With one decay per token the differences are formed outright. With a vector of decays that would take C·K
-    numbers per token; instead the triangle is built from blocks twice as large each time: the block of later
-    rows against earlier keys takes its decay relative to the last earlier key, b[i] − b[m] and b[m] − b[j],
-    both ≤ 0.
     """
     size = keys.shape[-2]
     if b.shape[-1] == 1:
@@ -156,7 +158,7 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gated delta rule with one decay per token (g (B, T, H, 1)) or per key dimension; returns as `gla`."""
+    """Gated delta rule with one decay per token (g (B, T, H, 1)) or per key dimension. Returns the same as `gla`."""
     dtype = v.dtype
     q, k, v, g, beta = _compute_dtype(q, k, v, g, beta)
     grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
@@ -165,8 +167,8 @@ def delta_rule(
     total = b[..., -1:, :]
     decay = b.exp()
     query_scores, key_scores = decayed_scores([q, k], k, b)
-    # Each token writes v minus what the tokens before it in the chunk, and the state before the chunk,
-    # already predict from its key: a unit lower triangular system for all C tokens at once.
+    # Each token writes v minus a prediction from its key. Earlier tokens of the chunk and the state before the chunk
+    # both contribute to the prediction. One unit lower triangular system gives the writes of all C tokens.
     system = (beta * key_scores).tril(-1)
     solution = torch.linalg.solve_triangular(
         system, beta * torch.cat([v, (k * decay).expand_as(k)], -1), upper=False, unitriangular=True

@@ -1,7 +1,7 @@
-"""FLA's small fused functions in plain torch, with FLA's signatures as its layers call them.
+"""FLA's small fused functions in plain torch, with the signatures that FLA's layers call.
 
-Norms and rotations work in fp32 and return the dtype of their input, as FLA's kernels do. A convolution's
-state is the last W inputs of each sequence, (N, D, W).
+Norms and rotations compute in fp32 and return the dtype of their input, as FLA's kernels do. A convolution's state is
+the last W inputs of each sequence, (N, D, W).
 """
 
 import torch
@@ -25,7 +25,7 @@ def rms_norm(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm of x (+ residual); with `prenorm` also the sum itself, in the residual's dtype."""
+    """RMSNorm of x (+ residual). With `prenorm` it also returns the sum, in the residual's dtype."""
     total = x if residual is None else x + residual
     total = total.float() if residual_in_fp32 else total
     y = _normalised(total, weight, eps).to(x.dtype)
@@ -75,7 +75,7 @@ def rotary_embedding(
 ) -> Tensor:
     """Rotate the two halves of each head of x (B, T, H, D) by tables cos, sin (positions, D / 2).
 
-    Positions count from `seqlen_offsets`, and anew in each document of a packed row.
+    Positions start at `seqlen_offsets`. In a packed row they start again in each document.
     """
     if interleaved or inplace or isinstance(seqlen_offsets, Tensor):
         raise _not_here("an interleaved, in-place or per-sequence rotary embedding")
@@ -98,7 +98,7 @@ def causal_conv1d(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Depthwise causal convolution of x (B, T, D) with weight (D, W), each document for itself."""
+    """Depthwise causal convolution of x (B, T, D) with weight (D, W). It does not cross document borders."""
     if residual is not None or (cu_seqlens is not None and (initial_state is not None or output_final_state)):
         raise _not_here("a convolution with a residual, or with documents and a state,")
     n_tokens, width = x.shape[1], weight.shape[1]
@@ -123,7 +123,7 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token per sequence: x (N, 1, D), weight (D, W); the state (N, D, W) moves on in place."""
+    """One token per sequence: x (N, 1, D), weight (D, W). The state (N, D, W) is updated in place."""
     if residual is not None or weight is None:
         raise _not_here("a convolution step with a residual or without weights")
     cache.copy_(torch.cat([cache[..., 1:], x.reshape(len(cache), -1, 1)], -1))
@@ -136,7 +136,7 @@ def _activated(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor
 
 
 def _positions(cu_seqlens: Tensor) -> Tensor:
-    """Each token's place in its document, (T,)."""
+    """Each token's position in its document, (T,)."""
     lengths_D = cu_seqlens.long().diff()
     starts_T = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths_D)
     return torch.arange(len(starts_T), device=starts_T.device) - starts_T

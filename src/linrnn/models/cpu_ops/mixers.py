@@ -1,8 +1,8 @@
-"""FLA's recurrent kernels in plain torch, with FLA's signatures as its layers call them (see `chunked`).
+"""FLA's recurrent kernels in plain torch, with the signatures that FLA's layers call (see `chunked`).
 
-Shapes: q, k (B, T, H, K); v (B, T, H, V); states (N, H, K, V), or (N, H, V, K) with `state_v_first`.
-`chunk_size` is a matter of speed alone. A packed row of documents (`cu_seqlens`) starts each of them from an
-empty state.
+Shapes: q, k (B, T, H, K); v (B, T, H, V); states (N, H, K, V), or (N, H, V, K) with `state_v_first`. `chunk_size`
+changes
+only the speed. In a packed row (`cu_seqlens`) every document starts from an empty state.
 """
 
 import torch
@@ -51,7 +51,7 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What FLA's layer calls at 64 tokens or fewer."""
+    """The function that FLA's layer calls at 64 tokens or fewer."""
     return chunk_gla(q, k, v, gk, None, initial_state, output_final_state, state_v_first, cu_seqlens)
 
 
@@ -78,10 +78,9 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule of Gated DeltaNet (g (B, T, H)) and of KDA (g (B, T, H, K)); beta (B, T, H).
 
-    With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,)
-    or (H·K,).
-
-    The signature is wide because it is that of FLA's own function, whose place this one takes.
+    With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,) or (H·K,).
+    The
+    signature is wide because this function replaces FLA's, which has the same one.
     """
     _check_packing(cu_seqlens, initial_state, output_final_state)
     if q.shape[2] != v.shape[2] or safe_gate or lower_bound is not None:

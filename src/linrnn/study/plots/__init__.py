@@ -1,4 +1,4 @@
-"""Plots of runs: one message each, labelled axes with units, the same colour for a loss everywhere."""
+"""Plots of runs. Each has one message and axes with units. A loss has the same colour in all of them."""
 
 from linrnn.core.plot_style import save
 from linrnn.study.plots.forest import Row, forest, study_rows

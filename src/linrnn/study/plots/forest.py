@@ -1,4 +1,4 @@
-"""The study in one picture: each criterion's ratio of our loss to a baseline, its target, and what is attainable."""
+"""The study in one picture: for each criterion our loss's ratio to a baseline, the target, and the attainable ratio."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from linrnn.study.plots.select import loss_layer_share
 from linrnn.study.results import Run
 from linrnn.study.verdicts import free_loss_speed_up
 
-# What a panel asks, in words, and what lies on the good side of its target.
+# A panel's question in words, and which direction is better.
 ASKED: dict[Criterion, tuple[str, str]] = {
     MEMORY: ("Peak memory, same batch", "less is better"),
     SPEED: ("Tokens/s, same batch", "more is better"),
     BATCH: ("Largest batch in 80 GiB", "more is better"),
     SPEED_AT_LARGEST: ("Tokens/s, each at its largest batch", "more is better"),
 }
-OFFSET = 0.2  # of the two points of a row, from its middle
+OFFSET = 0.2  # distance of a row's two points from its middle
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Row:
     """One point of the forest plot.
 
     Attributes:
-        verdict: the ratio, its interval, and what it says of the criterion.
+        verdict: the ratio, its interval, and the answer to the criterion.
         name: the model and its setting, in words.
-        attainable: the ratio of a loss layer without time or memory of its own; None where nothing tells.
+        attainable: the ratio of a loss layer that takes no time or memory; None if unknown.
     """
 
     verdict: Verdict
@@ -40,9 +40,9 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cc
     """Rows for the verdicts on `backend` that have a value.
 
     Args:
-        runs: those that the verdicts are about.
-        found: their verdicts.
-        backend: the loss as verdicts name it, with or without options behind it.
+        runs: the runs that the verdicts are about.
+        found: the verdicts.
+        backend: the loss as verdicts name it, with or without options.
     """
     rows = []
     for verdict in found:
@@ -73,10 +73,11 @@ def _attainable(verdict: Verdict, bases: Sequence[Run]) -> float | None:
 
 
 def forest(rows: Sequence[Row], title: str = "What the study asked, and what was measured") -> Any:
-    """A panel a criterion, a line a model: the ratio to compiled and to eager, with its 90 % interval.
+    """One panel per criterion, one line per model: the ratio to compiled and to eager with its 90 % interval.
 
-    A vertical tick is the target, a pale bar reaches from 1 to what a loss layer that cost nothing would give. Hollow
-    points are undecided.
+    A vertical line is the target. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points
+    are
+    undecided.
     """
     criteria = [criterion for criterion in ASKED if any(row.verdict.criterion == criterion for row in rows)]
     names = {
@@ -117,7 +118,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
 
 
 def _names(names: Sequence[str]) -> list[str]:
-    """Models in the order in which they come, each without checkpointing before itself with it."""
+    """Model names in order of appearance. A model with checkpointing follows the same model without it."""
     models = list(dict.fromkeys(name.split(",")[0] for name in names))
     return sorted(dict.fromkeys(names), key=lambda name: (models.index(name.split(",")[0]), "," in name))
 
@@ -140,7 +141,7 @@ def _handle(look: Any) -> Any:
 
 
 def _plain_ticks(axes: Any, rows: Sequence[Row]) -> None:
-    """Ratios on a logarithmic axis with plain numbers,."""
+    """Set plain numbers as the ticks of a logarithmic axis of ratios."""
     values = [1.0, rows[0].verdict.criterion.target]
     for row in rows:
         bounds = (row.verdict.value, row.verdict.low, row.verdict.high, row.attainable)

@@ -1,4 +1,4 @@
-"""Curves by training step: losses, and what a filter leaves out of the gradient. Seeds of a loss are one band."""
+"""Curves by training step: losses, and what a filter leaves out of the gradient. A loss's seeds form one band."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,16 +10,17 @@ from linrnn.study.curves import SMOOTHED_STEPS, Curve, difference, smoothed
 from linrnn.study.plots.select import baseline_of, heading, named, one_course
 from linrnn.study.results import Run
 
-MOST_LINES = 6  # of a panel
-STEEP = 0.1  # of the steps at the beginning, in which every loss falls alike: the axis begins below them
+MOST_LINES = 6  # in one panel
+STEEP = 0.1  # share of steps at the start in which all losses fall alike; the axis leaves their values out
 
 
 def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same model?") -> Any:
-    """Training losses, and each loss's difference from the baseline of the same seed below them, a column a model.
+    """Training losses; below them each loss's difference from the baseline of the same seed. One column per model.
 
-    Of each model the setting that most runs share is drawn: curves of different settings cannot be laid over each
-    other. A line is the mean over the seeds, a band reaches from the lowest seed to the highest. Of more than six
-    losses the first six are drawn, the baseline among them.
+    For each model only the setting that most runs share is drawn, because curves of different settings cannot be
+    compared. A
+    line is the mean over seeds; a band reaches from the lowest to the highest seed. At most six losses are drawn, the
+    baseline among them.
     """
     runs = one_course(runs)
     baseline = baseline_of(runs)
@@ -61,7 +62,7 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
 
 
 def dropped_mass(runs: Sequence[Run]) -> Any:
-    """Softmax mass that filters drop from a token, mean and 99th percentile, by step, a panel a model."""
+    """Softmax mass that filters drop per token by step: mean and 99th percentile. One panel per model."""
     filtered = [(run, name) for run, name in named(runs) if "dropped_mass_mean" in run.statistics]
     labels = list(dict.fromkeys(name for _, name in filtered))
     models = list(dict.fromkeys(run.summary["model"] for run, _ in filtered))
@@ -92,13 +93,13 @@ def dropped_mass(runs: Sequence[Run]) -> Any:
 
 
 def _dash(key: str, label: str, labels: Sequence[str]) -> Any:
-    """Of a line: the mean is drawn through, the percentile is dotted; a second rule's lines are broken."""
+    """The dash of a line: solid for the mean, dotted for the percentile; other dashes for a second filter."""
     mean, percentile = (("-", ":"), ("--", (0, (1, 4))), ("-.", (0, (4, 1, 1, 1, 1, 1))))[min(labels.index(label), 2)]
     return mean if key == "dropped_mass_mean" else percentile
 
 
 def _band(axes: Any, curves: Sequence[Curve], look: Look) -> Any:
-    """The mean of several curves over the steps that all have, and a band from the lowest to the highest."""
+    """The mean of several curves over their common steps, and a band from the lowest to the highest."""
     common = set.intersection(*({step for step, _ in curve} for curve in curves))
     values: dict[int, list[float]] = defaultdict(list)
     for curve in curves:
@@ -115,7 +116,7 @@ def _band(axes: Any, curves: Sequence[Curve], look: Look) -> Any:
 
 
 def _begin_below_the_start(axes: Any, curves: Sequence[Curve]) -> None:
-    """Leave the steep beginning out, so that the losses' differences are seen."""
+    """Limit the axis to values after the steep start, so that the losses' differences are visible."""
     last = max(step for curve in curves for step, _ in curve)
     rest = [value for curve in curves for step, value in curve if step >= STEEP * last]
     low, high = min(rest), max(rest)
@@ -124,6 +125,6 @@ def _begin_below_the_start(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def _first_six(names: Sequence[str], baseline: str) -> list[str]:
-    """The baseline, and as many other losses as a panel shows."""
+    """The baseline, and as many other losses as fit in a panel."""
     labels = list(dict.fromkeys(names))
     return [label for label in labels if label in sorted(labels, key=lambda label: label != baseline)[:MOST_LINES]]

@@ -1,4 +1,4 @@
-"""Bars: where a step's memory goes, and how many sequences fit."""
+"""Bar charts: the components of a step's memory, and how many sequences fit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from linrnn.study.plots.select import heading, measured, named
 from linrnn.study.results import Run, backend_names
 
 GIB = 2**30
-# What is held while the loss layer runs, and its colour.
+# The components of memory while the loss layer runs, with their colours.
 PARTS = {
     "parameters": "#AAB7C4",
     "optimizer": "#7C8DA0",
@@ -18,10 +18,10 @@ PARTS = {
 
 
 def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a training step goes") -> Any:
-    """Memory by component while the loss layer runs, a bar a loss, and the measured peak of the whole step.
+    """Memory by component while the loss layer runs, one bar per loss, and the measured peak of the whole step.
 
-    Of each loss the first seed's run is drawn. Where the peak lies beyond the bar, it is reached elsewhere: in the
-    layers' backward pass, when the loss layer has released its memory.
+    Each loss is drawn from its first seed's run. If the peak lies beyond the bar, it occurs elsewhere: in the layers'
+    backward pass, after the loss layer has released its memory.
     """
     firsts: dict[tuple[str, str, str, int], Run] = {}
     for run, name in named(measured(runs)):
@@ -71,7 +71,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
 
 
 def _held(run: Run) -> dict[str, float]:
-    """Bytes by component; of the loss layer the larger of its two passes. Gradients of parameters come later."""
+    """Bytes by component; for the loss layer the larger of its two passes. Gradients of parameters come later."""
     memory = run.summary.get("memory_bytes") or {}
     of_loss = max(memory.get("loss_forward", 0), memory.get("loss_backward", 0))
     return {**{kind: memory.get(kind, 0) for kind in list(PARTS)[:-1]}, "loss layer": of_loss}
@@ -82,9 +82,9 @@ def _gib(size: float) -> str:
 
 
 def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many sequences fit in 80 GiB?") -> Any:
-    """The largest batch by model and loss, a panel with and one without activation checkpointing.
+    """The largest batch by model and loss. One panel with and one without activation checkpointing.
 
-    Only searches that ended exactly are drawn. Above a bar: the sequences, and their ratio to `compiled`'s.
+    Only searches with an exact result are drawn. The label of a bar: the sequences, and their ratio to `compiled`'s.
     """
     own = [
         (answer["activation_checkpointing"] or "none", answer["model"], name, answer["max_sequences"])

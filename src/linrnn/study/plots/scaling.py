@@ -1,4 +1,4 @@
-"""Speed, and the loss layer's share of time and memory, against what runs differ in. A panel a model."""
+"""Speed, and the loss layer's share of time and memory, against what runs differ in. One panel per model."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from linrnn.study.results import Run, loss_time_share
 
 GIB = 2**30
 AXES = {"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}
-CROWDED = 1.3  # two ticks of a logarithmic axis whose ratio is smaller would overlap
+CROWDED = 1.3  # two ticks of a logarithmic axis with a smaller ratio would overlap
 
 
 def pareto(runs: Sequence[Run]) -> Any:
-    """Tokens/s against peak memory, a panel a model: up and to the left is better."""
+    """Tokens/s against peak memory, one panel per model. Up and to the left is better."""
     return _panels(
         runs,
         x=lambda s: s["peak_memory_bytes"] / GIB,
@@ -26,7 +26,7 @@ def pareto(runs: Sequence[Run]) -> Any:
 
 
 def batch_scaling(runs: Sequence[Run]) -> Any:
-    """Tokens/s against the batch, a panel a model."""
+    """Tokens/s against the batch, one panel per model."""
     return _panels(
         runs,
         x=lambda s: s["batch_size"],
@@ -37,7 +37,7 @@ def batch_scaling(runs: Sequence[Run]) -> Any:
 
 
 def length_scaling(runs: Sequence[Run]) -> Any:
-    """Tokens/s against the sequences' length at equal tokens a step, a panel a model."""
+    """Tokens/s against the sequences' length at equal tokens per step, one panel per model."""
     return _panels(
         runs,
         x=lambda s: s["seq_len"],
@@ -49,7 +49,7 @@ def length_scaling(runs: Sequence[Run]) -> Any:
 
 
 def chunk_sizes(runs: Sequence[Run]) -> Any:
-    """Tokens/s against the recurrent kernel's chunk size, a panel a model; runs that leave it to FLA are not drawn."""
+    """Tokens/s against the recurrent kernel's chunk size, one panel per model. Runs with FLA's default are left out."""
     return _panels(
         [run for run in runs if run.summary.get("chunk_size")],
         x=lambda s: s["chunk_size"],
@@ -60,7 +60,7 @@ def chunk_sizes(runs: Sequence[Run]) -> Any:
 
 
 def vocabulary_crossover(runs: Sequence[Run]) -> Any:
-    """Tokens/s relative to the baseline of the same seed by vocabulary, a panel a model: above 1 a loss pays."""
+    """Tokens/s relative to the baseline of the same seed by vocabulary, one panel per model. Above 1 is faster."""
     baseline = baseline_of(runs)
     speed: dict[tuple[Any, ...], float] = {}
     for run in measured(runs):
@@ -79,7 +79,7 @@ def vocabulary_crossover(runs: Sequence[Run]) -> Any:
 
 
 def loss_time(runs: Sequence[Run], along: str) -> Any:
-    """The loss layer's share of a step's time against `along` (seq_len or vocab_size), a panel a model."""
+    """The loss layer's share of a step's time against `along` (seq_len or vocab_size), one panel per model."""
     return _panels(
         [run for run in runs if loss_time_share(run) is not None],
         x=lambda s: s[along],
@@ -93,7 +93,7 @@ def loss_time(runs: Sequence[Run], along: str) -> Any:
 
 
 def loss_share(runs: Sequence[Run], along: str) -> Any:
-    """The loss layer's share of peak memory against `along` (seq_len or vocab_size), a panel a model."""
+    """The loss layer's share of peak memory against `along` (seq_len or vocab_size), one panel per model."""
     return _panels(
         [run for run in runs if loss_layer_share(run) is not None],
         x=lambda s: s[along],
@@ -118,12 +118,16 @@ def _panels(
     level: float | None = None,
     from_zero: bool = False,
 ) -> Any:
-    """A panel a model with and one without checkpointing, a colour a loss.
+    """One panel per model and kind of checkpointing, one colour per loss.
 
-    A point is the median over seeds, with the 90 % interval where there are several; single seeds are pale. A line
-    joins a loss's points. With `along` these are settings that differ in that key alone; of several such families each
-    model's largest is drawn. Tokens/s begin at zero, so that what runs differ in by chance looks as small as it is.
-    `from_zero`: other values do as well, in one scale for all panels.
+    A point is the median over seeds, with the 90 % interval if there are several; single seeds are pale. A line joins a
+    loss's points. With `along`, these points are settings that differ only in that key. If a model has several such
+    families
+    of settings, its largest is drawn.
+
+    Tokens/s start at zero, so that chance differences look as small as they are. `from_zero`: other values also start
+    at
+    zero, with one scale for all panels.
     """
     value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
     own = named(measured(runs) if along is None else family(measured(runs), along))
@@ -156,7 +160,7 @@ def _panels(
             axes.minorticks_off()
         else:
             axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
-            axes.locator_params(axis="x", nbins=6)  # long figures close to each other would overlap
+            axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
             axes.ticklabel_format(axis="x", useOffset=False)
         if y is not None:
             axes.ticklabel_format(axis="y", useOffset=False)
@@ -164,7 +168,7 @@ def _panels(
         axes.set_xlabel(x_label)
     for row in grid:
         row[0].set_ylabel(f"{y_label}\n({clock_of(runs)})" if "tokens/s" in y_label else y_label)
-    if from_zero or y is None:  # once all points are there
+    if from_zero or y is None:  # after all points are drawn
         for axes in grid.flat[: len(panels)]:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
             axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -174,7 +178,7 @@ def _panels(
 
 
 def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Any) -> Any:
-    """A loss's points, medians over the seeds of a setting, joined by a line; its intervals; single seeds, pale."""
+    """Draw a loss's points (medians over a setting's seeds), their line and intervals, and pale single seeds."""
     middles, low, high = [], [], []
     for seeds in settings:
         found = estimate([b for _, b in seeds], ratios=False)
@@ -199,13 +203,13 @@ def _panel(run: Run) -> tuple[str, str]:
 
 
 def _heading(panel: tuple[str, str], runs: Sequence[Run]) -> str:
-    """A panel's model with its size, where the runs share one, and its checkpointing."""
+    """A panel's model, with its size if all runs share one, and its checkpointing."""
     words = heading(runs)
     return words if panel[1] == "none" else f"{words}, {panel[1]} checkpointing"
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Ticks that stand apart; of two that would overlap the smaller one."""
+    """The values that leave enough room between ticks. The smaller of two that would overlap is kept."""
     ticks: list[float] = []
     for value in values:
         if not ticks or value > CROWDED * ticks[-1]:

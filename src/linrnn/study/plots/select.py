@@ -1,4 +1,4 @@
-"""Which runs belong into one plot, and what is said of them in words."""
+"""Select the runs that belong into one plot, and describe them in words."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from linrnn.study.intervals import LEAST_PAIRS
 from linrnn.study.results import SETTING, WALL_CLOCK, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES
 
-DEVICE_TIME = "device time"  # of a step: what tokens/s of before come from
+DEVICE_TIME = "device time"  # earlier tokens/s come from the device time of a step
 
 
 def clock_of(runs: Sequence[Run]) -> str:
-    """What the runs' tokens/s come from, in words."""
+    """How the runs' tokens/s were measured, in words."""
     kinds = {run.summary.get("tokens_per_second_is") == WALL_CLOCK for run in measured(runs)}
     if kinds == {True}:
         return WALL_CLOCK
@@ -24,38 +24,40 @@ def clock_of(runs: Sequence[Run]) -> str:
 
 
 def speeds_rank(runs: Sequence[Run]) -> bool:
-    """Whether the runs' tokens/s rank losses: they are by wall clock, and no run waits for the host."""
+    """Whether the runs' tokens/s can rank losses: all are wall-clock speeds, and no run waits for the host."""
     return clock_of(runs) == WALL_CLOCK and not any(host_decides(run.summary) for run in runs)
 
 
 def baseline_of(runs: Sequence[Run]) -> str:
-    """The loss that ratios are taken to: compiled where it was run, else eager, else our exact one."""
+    """The loss that ratios refer to: compiled if it was run, else eager, else our exact loss."""
     losses = {run.summary["loss"] for run in runs if run.finished and not run.mixture}
     return next((name for name in (*BASELINES, "cce_kahan") if name in losses), BASELINES[0])
 
 
 def heading(runs: Sequence[Run], separator: str = " ") -> str:
-    """The model of a panel's runs, with its size and parameters where all share them."""
+    """The model of a panel's runs, with size and number of parameters if all runs share them."""
     sizes = {(run.summary["size"], run.summary.get("n_parameters")) for run in runs}
     size, n_parameters = sizes.pop() if len(sizes) == 1 else ("", None)
     return model_in_words(runs[0].summary["model"], size, n_parameters).replace(" (", f"{separator}(")
 
 
 def varies(runs: Sequence[Run], along: str) -> bool:
-    """Whether runs that can be joined by a line differ in `along`."""
+    """Whether some runs differ only in `along`, so that a line can join them."""
     return bool(family(measured(runs), along))
 
 
 def loss_layer_share(run: Run) -> float | None:
-    """The most that the loss layer's passes add, gradients included, as a share of the peak; None on a CPU."""
+    """The most that the loss layer's passes add, including gradients, as a share of the peak; None on a CPU."""
     memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
     sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
     return max(sizes) / peak if sizes and peak else None
 
 
 def crossover_lines(runs: Sequence[Run]) -> list[str]:
-    """In words: the vocabularies at which a loss passes the baseline, between those measured: its steps, and the loss
-    layer's own kernels. Steps are left out where :func:`speeds_rank` says that they rank nothing."""
+    """Sentences that say at which vocabulary a loss overtakes the baseline, interpolated between the measured ones.
+
+    They compare whole steps and the loss layer's own kernels. Steps are left out if :func:`speeds_rank` is False.
+    """
     baseline, joined = baseline_of(runs), named(family(measured(runs), "vocab_size"))
     times: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     ranked = speeds_rank([run for run, _ in joined])
@@ -98,12 +100,13 @@ def named(runs: Sequence[Run]) -> list[tuple[Run, str]]:
 
 
 def family(runs: Sequence[Run], along: str) -> list[Run]:
-    """Of each model the runs whose settings differ in `along` (and what follows from it) and checkpointing alone; none
-    of a model with one value of `along`.
+    """For each model the runs that differ only in `along`, in what follows from it, and in checkpointing.
+
+    A model with only one value of `along` has none.
     """
     follow = {along, "steps", "horizon", "n_parameters", "activation_checkpointing", "data_fingerprint"}
     if along == "seq_len":
-        follow.add("batch_size")  # equal tokens a step
+        follow.add("batch_size")  # steps have equal tokens
 
     def family(run: Run) -> tuple[Any, ...]:
         return run.values(key for key in SETTING if key not in follow)
@@ -122,7 +125,7 @@ def family(runs: Sequence[Run], along: str) -> list[Run]:
 
 
 def one_course(runs: Sequence[Run]) -> list[Run]:
-    """Of each model the runs whose curves can be laid over each other: the course that most of them took."""
+    """For each model the largest set of runs whose curves can be compared."""
     kept: list[Run] = []
     for model in dict.fromkeys(run.summary["model"] for run in runs):
         own = [run for run in runs if run.summary["model"] == model and run.losses]

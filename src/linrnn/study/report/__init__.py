@@ -1,6 +1,6 @@
-"""A group of runs as people read it: report.md, verdicts.md, plots, and report.html, one page that needs no other file.
+"""Reports on a group of runs: report.md, verdicts.md, plots, and report.html, a page that needs no other file.
 
-`tables` and `remarks` say what a report holds, `sections` puts that in order, `page` renders it, `write` writes files.
+`tables` and `remarks` make the content, `sections` orders it, `page` renders it, and `write` writes the files.
 """
 
 from linrnn.study.report.tables import course_lines, verdict_table

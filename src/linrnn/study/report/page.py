@@ -1,4 +1,4 @@
-"""A report's sections as Markdown, and as one HTML page that needs no other file and no network."""
+"""Render a report's sections as Markdown, and as one HTML page that needs no other file and no network."""
 
 import base64
 import re
@@ -41,7 +41,7 @@ class Commands:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Plots, in files beside report.md."""
+    """Plots, as files beside report.md."""
 
     paths: Sequence[Path]
 
@@ -54,11 +54,11 @@ Block = str | Bullets | Commands | Pictures | Table
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it.
+    """A heading and the blocks below it.
 
     Attributes:
-        level: of the heading.
-        folded: whether the page shows the heading alone until a click unfolds the rest.
+        level: level of the heading.
+        folded: whether the page hides the blocks until a click on the heading.
     """
 
     title: str
@@ -79,7 +79,7 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def to_html(title: str, sections: Sequence[Section], source: str, again: str) -> str:
-    """The sections as one HTML page, pictures inlined.
+    """The sections as one HTML page, with inlined pictures.
 
     Args:
         source: what the report was read from.
@@ -97,7 +97,7 @@ def to_html(title: str, sections: Sequence[Section], source: str, again: str) ->
 
 
 def inline(text: str) -> Markup:
-    """A sentence, escaped; its bold words and code are marked up."""
+    """A sentence as HTML: escaped, with bold words, emphasis and code marked up."""
     marked = str(escape(text))
     for pattern, replacement in _MARKS:
         marked = pattern.sub(replacement, marked)
@@ -105,7 +105,7 @@ def inline(text: str) -> Markup:
 
 
 def data_uri(path: Path) -> str:
-    """A PNG as the content of an `img`."""
+    """A PNG as the `src` of an `img`."""
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
@@ -120,5 +120,5 @@ def slug(title: str) -> str:
 
 
 def _kind(block: Block) -> str:
-    """Which of the template's forms a block has."""
+    """The name of the template's form for a block."""
     return "paragraph" if isinstance(block, str) else type(block).__name__.lower()

@@ -1,4 +1,4 @@
-"""The sentences of a report: what its figures are, where the runs were made, what decides their speed, what is next."""
+"""The sentences of a report: what its figures mean, where runs were made, what limits their speed, and what is next."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from linrnn.study.report.tables import checkpointed
 from linrnn.study.results import WALL_CLOCK, Run, backend_names, loss_time_share
 from linrnn.study.verdicts import free_loss_speed_up
 
-OURS = ("cce_kahan", "cce_filter")  # the backends whose verdicts stand in report.md itself
-SATURATED = 0.9  # share of the device's peak above which a larger batch cannot help
+OURS = ("cce_kahan", "cce_filter")  # report.md itself has the verdicts on these backends
+SATURATED = 0.9  # above this share of the device's peak a larger batch cannot help
 FOLLOW_UPS = (
     "Follow-up 2 (FP8 or INT4 scan): open. This harness has no such scan.",
     "Follow-up 5 (MFA's shared projections): open. This harness has no such projections.",
@@ -23,7 +23,7 @@ FOLLOW_UPS = (
 
 # --------------------------------------------------------------------------------------------------------- the runs
 def on_figures(runs: Sequence[Run]) -> str:
-    """What the columns of the table of runs hold."""
+    """A sentence on the columns of the table of runs."""
     measured = next((run.summary for run in runs if run.summary["peak_memory_is"]), None)
     return (
         f"Train loss is the mean of the last {LAST} steps, or of all steps where there are fewer. {_on_speed(runs)} "
@@ -34,7 +34,7 @@ def on_figures(runs: Sequence[Run]) -> str:
 
 
 def _on_speed(runs: Sequence[Run]) -> str:
-    """What tokens/s are, and what they leave out."""
+    """How tokens/s were measured, and what they leave out."""
     clock = plots.clock_of(runs)
     if clock == WALL_CLOCK:
         return "Tokens/s are by wall clock, over all steps after the warm-up."
@@ -49,7 +49,7 @@ def _on_speed(runs: Sequence[Run]) -> str:
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
-    """What must be known of single runs: failures, mixtures of origins, and speeds that the host decides."""
+    """Remarks on single runs: failures, mixtures of origins, and speeds that the host limits."""
     names = backend_names([run.summary for run in runs])
     failures = [
         f"{run.summary['model']} x {name}, B = {run.summary['batch_size']}: {run.summary['status']}: "
@@ -72,7 +72,7 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
 
 
 def on_origin(runs: Sequence[Run]) -> list[str]:
-    """Device, commit, versions and clocks."""
+    """Device, commit, versions and clocks of the runs."""
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
@@ -89,7 +89,7 @@ def on_origin(runs: Sequence[Run]) -> list[str]:
 
 
 def _on_gpus(runs: Sequence[Run]) -> list[str]:
-    """The clocks that the runs had, and who else used the GPU."""
+    """The clocks of the runs' GPUs, and other processes on them."""
     states = [(run.summary["run_name"], state) for run in runs if (state := run.summary.get("gpu_state"))]
     clocks = [state["sm_mhz"] for _, state in states if state["sm_mhz"] is not None]
     lines = [f"SM clock at the end of training: {min(clocks):,.0f} to {max(clocks):,.0f} MHz"] if clocks else []
@@ -102,7 +102,7 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------- the verdicts
 def on_count(found: Sequence[Verdict]) -> str:
-    """How many verdicts there are of each kind."""
+    """The number of verdicts of each kind."""
     counts = {word: sum(v.verdict == word for v in found) for word in ("met", "missed", "undecided")}
     missing = sum(v.verdict == OPEN for v in found)
     words = [f"{count} {word}" for word, count in counts.items()]
@@ -110,7 +110,7 @@ def on_count(found: Sequence[Verdict]) -> str:
 
 
 def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
-    """How verdicts are reached, and which rules were changed after results were seen."""
+    """How verdicts are reached, and which rules changed after results were seen."""
     lines = [RULES]
     if any(verdict.criterion.name.startswith("MVE") for verdict in found):
         lines.append(MVE_CHANGED)
@@ -120,13 +120,13 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
 
 
 def on_branches(found: Sequence[Verdict]) -> list[str]:
-    """The proposal's "if the hypothesis is wrong"."""
+    """The branches of the proposal's "if the hypothesis is wrong", with their answers."""
     return [f"{branch}: **{word}** ({figures})" for branch, word, figures in branches(found)]
 
 
 # -------------------------------------------------------------------------------------------------- what comes next
 def on_bottlenecks(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[str]:
-    """The largest part of time and of memory with our loss, and the most that a loss without cost could give."""
+    """The largest part of time and memory with our loss, and the most that a loss without cost could gain."""
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
     lines = _on_free_losses(runs)
@@ -144,7 +144,7 @@ def on_bottlenecks(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) ->
 
 
 def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
-    """Sentences on one run that was taken apart; `step` in seconds."""
+    """Sentences on the breakdown of one run; `step` in seconds."""
     run = breakdown["run"]
     parts = {name: sum(v or 0 for v in row.values()) for name, row in breakdown["time"].items() if name != "step"}
     name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
@@ -166,7 +166,7 @@ def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
 
 
 def _on_free_losses(runs: Sequence[Run]) -> list[str]:
-    """Of each model and loss, with and without checkpointing: what a loss that cost no time would make of its step."""
+    """For each model and loss, with and without checkpointing: the step's speed with a loss that takes no time."""
     firsts: dict[tuple[str, str, str], tuple[Run, float, float]] = {}
     for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
         share, bound = loss_time_share(run), free_loss_speed_up(run)

@@ -1,4 +1,4 @@
-"""What a report holds, in order: verdicts, plots, runs, what follows from them, and how the runs were made."""
+"""The sections of a report, in order: verdicts, plots, runs, conclusions, and how the runs were made."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +23,9 @@ def sections(
     """A report's sections.
 
     Args:
-        every_loss: whether verdicts on losses other than ours stand in it. The page has them; report.md names
-            verdicts.md instead.
+        every_loss: whether to include verdicts on other losses than ours. The HTML page does; report.md links to
+            verdicts.md
+            instead.
     """
     own = [verdict for verdict in found if verdict.backend.split()[0] in remarks.OURS]
     others = [verdict for verdict in found if verdict not in own]
@@ -57,7 +58,7 @@ _ELSEWHERE = "All losses: [verdicts.md](verdicts.md)."
 
 
 def of_verdicts(found: Sequence[Verdict]) -> list[Section]:
-    """Verdicts in up to three sections: those that have an answer, undecided ones, and what was not measured."""
+    """Verdicts in up to three sections: answered, undecided, and not measured."""
     answered = [verdict for verdict in found if verdict.verdict in tables.ANSWERED]
     undecided = [verdict for verdict in found if verdict.verdict == UNDECIDED]
     missing = tables.not_measured(found)

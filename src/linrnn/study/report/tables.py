@@ -1,4 +1,4 @@
-"""The tables of a report: runs, verdicts, curves over the steps that two runs have, and what filters kept."""
+"""The tables of a report: runs, verdicts, curves over the common steps of two runs, and what filters kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ ANSWERED = (MET, MISSED)
 
 @dataclass(frozen=True)
 class Answer:
-    """The word of a verdict, in a cell: bold in Markdown, coloured and with a sign on the page."""
+    """The word of a verdict in a cell: bold in Markdown; coloured and with a sign on the page."""
 
     word: str
 
@@ -34,9 +34,9 @@ class Answer:
 
 # --------------------------------------------------------------------------------------------------------- verdicts
 def of_verdicts(found: Sequence[Verdict]) -> Table:
-    """A row a verdict that has a value: answered ones first, then by criterion, compiled before eager.
+    """One row for each verdict with a value: answered ones first, then by criterion, compiled before eager.
 
-    Verdicts on what was not measured have no row: :func:`not_measured` names them.
+    Verdicts without a measurement have no row: :func:`not_measured` lists them.
     """
     criteria = list(dict.fromkeys(verdict.criterion.name for verdict in found))
     measured = [verdict for verdict in found if verdict.verdict != OPEN]
@@ -63,7 +63,7 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
 
 
 def _beside_target(verdict: Verdict) -> str:
-    """The value, with further digits where rounding would make it look like the target: 0.6003 for ≤ 0.600."""
+    """The value, with more digits if rounding would make it equal to the target: 0.6003 for ≤ 0.600."""
     value, target, form = verdict.value, verdict.criterion.target, verdict.criterion.form
     if value is None or abs(value) == target:
         return show(value, form)
@@ -76,7 +76,7 @@ def _beside_target(verdict: Verdict) -> str:
 
 
 def not_measured(found: Sequence[Verdict]) -> list[str]:
-    """What no run answers: criteria, what is missing, for which losses. Criteria that lack the same share a line."""
+    """Criteria that no run answers, what is missing, and for which losses. Criteria that lack the same share a line."""
     baselines: dict[tuple[str, str], dict[str, list[str]]] = {}
     for v in found:
         if v.verdict == OPEN:
@@ -92,7 +92,7 @@ def not_measured(found: Sequence[Verdict]) -> list[str]:
 
 
 def verdict_table(found: Sequence[Verdict]) -> list[str]:
-    """Verdicts as Markdown: a table, answered ones first, and below it what was not measured."""
+    """Verdicts as Markdown: a table with answered ones first, and below it what was not measured."""
     missing = not_measured(found)
     below = ["", "Not measured:", "", *(f"* {line}" for line in missing)] if missing else []
     return [*(of_verdicts(found).markdown() if len(missing) < len(found) else []), *below]
@@ -100,12 +100,12 @@ def verdict_table(found: Sequence[Verdict]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------- runs
 def of_runs(runs: Sequence[Run]) -> Table:
-    """A row a run; ratios are to the baseline's run of the same setting and seed."""
+    """One row per run. Ratios are to the baseline's run of the same setting and seed."""
     checkpointing = plots.varies(runs, "activation_checkpointing")
     horizons = len({run.horizon for run in runs if run.horizon}) > 1
     named = list(zip(runs, backend_names([run.summary for run in runs]), strict=True))
     labels = [(*_order(run, name), checkpointed(run), run.horizon) for run, name in named]
-    same = len(set(labels)) < len(labels)  # runs that differ in what has no column are told apart by their names
+    same = len(set(labels)) < len(labels)  # some runs differ only in what has no column: show their names
     columns = (
         *(["run"] if same else []),
         *("model", "size", "loss"),
@@ -143,7 +143,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
 
 
 def _figures(s: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """Of a summary, and of the baseline's."""
+    """Cells from a summary, and their ratios to the baseline's."""
     return [
         show(s["train_loss_nats"], ".4f"),
         show(s["valid_loss_nats"], ".4f"),
@@ -157,7 +157,7 @@ def _figures(s: dict[str, Any], base: dict[str, Any]) -> list[str]:
 
 
 def of_courses(runs: Sequence[Run]) -> Table | None:
-    """Where a run ended early: curves over the steps that two have, of two losses or of two seeds of one."""
+    """If a run ended early: compare curves over common steps, of two losses or of two seeds of one loss."""
     if not any(run.losses and not run.finished for run in runs):
         return None
     names = dict(zip((run.name for run in runs), backend_names([r.summary for r in runs]), strict=True))
@@ -191,7 +191,7 @@ def of_courses(runs: Sequence[Run]) -> Table | None:
 
 
 def course_lines(runs: Sequence[Run]) -> list[str]:
-    """:func:`of_courses` as Markdown, with its heading; [] where every run finished."""
+    """:func:`of_courses` as Markdown, with its heading; empty if every run finished."""
     table = of_courses(runs)
     return ["## Over the steps that two runs have", "", *table.markdown(), "", BATCH_NOISE, ""] if table else []
 
@@ -200,7 +200,7 @@ BATCH_NOISE = "Two seeds see different batches. Their curves differ by the noise
 
 
 def of_filters(runs: Sequence[Run]) -> Table | None:
-    """What filters kept and dropped, means over the last steps of each run."""
+    """What filters kept and dropped: means over the last steps of each run."""
     rows = []
     for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
         if run.statistics:
@@ -212,12 +212,12 @@ def of_filters(runs: Sequence[Run]) -> Table | None:
 
 # ------------------------------------------------------------------------------------------------------------ cells
 def checkpointed(run: Run) -> str:
-    """Its kind of activation checkpointing, in a word."""
+    """A run's kind of activation checkpointing."""
     return run.summary.get("activation_checkpointing") or "none"
 
 
 def _steps(run: Run) -> str:
-    """Of a run, and of its schedule where that is longer."""
+    """The steps of a run, and its schedule's end if that is later."""
     steps, horizon = run.summary["steps"], run.horizon
     return f"{steps} of {horizon}" if horizon and horizon != steps else str(steps)
 

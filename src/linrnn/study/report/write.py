@@ -1,4 +1,4 @@
-"""Write a group's report: `make_report` finds the runs or the committed rows, `write_report` writes the files."""
+"""Write a group's report. `make_report` finds the runs or the committed rows; `write_report` writes the files."""
 
 import json
 import shlex
@@ -31,12 +31,12 @@ from linrnn.study.verdicts import verdicts
 
 
 def make_report(config: ReportConfig) -> list[Path]:
-    """What scripts/report.py does; prints what it reads and returns what it wrote, report.md first.
+    """The work of scripts/report.py. Prints what it reads; returns the paths that it wrote, report.md first.
 
-    Of a group that has runs here, the runs are read; else its committed rows, which stay as they are.
+    If the group has runs here, these are read. Otherwise its committed rows are read; they are not changed.
 
     Raises:
-        ConfigError: neither a group nor a report is named, or both; the runs are of different origins.
+        ConfigError: neither a group nor a report is named, or both are; or the runs have different origins.
         DataError: there are no runs to read.
     """
     if bool(config.group) == bool(config.summary):
@@ -71,8 +71,9 @@ def write_report(
     breakdowns: Sequence[dict[str, Any]] = (),
     **said: str,
 ) -> list[Path]:
-    """As :func:`write_pages`; and runs.json (summaries and curves), the largest batches and breakdowns of the same
-    models and sizes, from which the pages can be written again.
+    """Write the pages of :func:`write_pages`, and the rows from which they can be written again.
+
+    The rows are runs.json (summaries and curves), and the largest batches and breakdowns of the same models and sizes.
 
     Raises:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
@@ -101,13 +102,14 @@ def write_pages(
     source: str = "",
     again: str = "scripts/report.py",
 ) -> list[Path]:
-    """Write what people read of a report: report.md, verdicts.md, report.html and the plots that the runs allow.
+    """Write the pages of a report: report.md, verdicts.md, report.html and the plots that the runs allow.
 
     Args:
-        max_batches, breakdowns: as :mod:`linrnn.study.results` reads them. The report leaves out those of another
-            origin, and says so.
-        source: what the runs were read from, and
-        again: the command that writes the pages again: both stand on report.html.
+        max_batches, breakdowns: as :mod:`linrnn.study.results` reads them. Those of another origin are left out, and
+            the
+            report says so.
+        source: what the runs were read from; report.html shows it.
+        again: the command that writes the pages again; report.html shows it.
 
     Returns:
         The paths, report.md first.
@@ -133,7 +135,7 @@ def write_pages(
 
 
 def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
-    """The plots that have something to show."""
+    """The plots that have data to show, by file name."""
     measured = [run for run in runs if run.finished and not run.mixture and run.summary["tokens_per_second"]]
     figures: list[tuple[str, Any]] = []
     if any(run.losses and (run.summary["steps"] or 0) >= LEAST_STEPS for run in runs):

@@ -1,15 +1,16 @@
-"""Checkpoints without pickle: safetensors for tensors, JSON for the rest, checksummed, written aside and renamed.
+"""Checkpoints without pickle: safetensors for tensors, JSON for the rest, with checksums, written aside and renamed.
 
 `checkpoints/step_00000200/` holds
-    tensors/*.safetensors  parameters under the Hugging Face names of FLA's model, AdamW's moments and step counts as
-                           `<parameter>/exp_avg` …: of each rank the part that it holds (torch.distributed.checkpoint's
-                           Hugging Face format: names, offsets and values, no pickled .metadata)
+
+    tensors/*.safetensors  parameters under the Hugging Face names of FLA's model; AdamW's moments and step counts as
+                           `<parameter>/exp_avg` …; each rank's part in torch.distributed.checkpoint's Hugging Face
+                           format (names, offsets and values, no pickled .metadata)
     rng.safetensors        states of torch's generators
     state.json             run, step, tokens, data position, schedule, tokenizer's fingerprint, latest losses, Python's
-                           and numpy's generators, sha256 of all the above
+                           and numpy's generators, sha256 of all files above
     config.yaml            the run's configuration, so that a checkpoint explains itself
 
-They are written in the background (`Saver`), and read by any number of ranks however their tensors are cut.
+`Saver` writes checkpoints in the background. Any number of ranks can read them, with any sharding.
 """
 
 from linrnn.training.checkpoint.disk_space import check_room

@@ -1,4 +1,4 @@
-"""Whether the disk has room for the checkpoints of a run, asked before the run trains."""
+"""Check, before a run trains, that the disk has room for its checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -9,21 +9,21 @@ GIB = 2**30
 
 
 def check_room(directory: Path, size: int, *, there: int, keep: int, writes: int, by_clock: bool) -> str:
-    """Compare what a run's checkpoints will take with what is free; returns a sentence for people.
+    """Compare the size of a run's checkpoints with the free space. Returns a sentence for people.
 
     Args:
-        directory: the run's.
-        size: bytes of a checkpoint.
-        there: checkpoints that the run has already.
-        keep: checkpoints that are kept. The one being written lies beside them, until the oldest is deleted.
-        writes: checkpoints that the run will write for certain.
-        by_clock: whether it may write more than that.
+        directory: the run's directory.
+        size: bytes of one checkpoint.
+        there: number of checkpoints that the run already has.
+        keep: number of checkpoints to keep. A new one is complete before the oldest is deleted.
+        writes: number of checkpoints that the run will certainly write.
+        by_clock: whether it may write more.
 
     Raises:
-        StorageError: the disk has no room for those written for certain.
+        StorageError: the disk has no room for the certain ones.
     """
     free = shutil.disk_usage(directory).free
-    most = keep + 1 - min(there, keep)  # at once, beside those already there
+    most = keep + 1 - min(there, keep)  # new checkpoints that exist at once
     certain = min(most, writes)
     facts = f"a checkpoint takes {_gib(size)}, and {_gib(free)} are free in {directory}"
     if certain * size > free:

@@ -1,4 +1,4 @@
-"""Checkpoint directories: which there are, and whether their files are what was written."""
+"""Checkpoint directories: find them, and check their files."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def found(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint below `root` whose files match their checksums; damaged ones are named and skipped."""
+    """The newest checkpoint below `root` whose files match their checksums. Damaged ones are reported and skipped."""
     for path in reversed(found(root)):
         if (damage := damaged(path)) is None:
             return path
@@ -37,10 +37,10 @@ def newest(root: Path) -> Path | None:
 
 
 def resolve(source: Path) -> Path | None:
-    """The checkpoint directory that a run directory, its checkpoints/ or a checkpoint itself stands for, or None.
+    """The checkpoint that `source` means: itself, or the newest of a run directory or its checkpoints/; else None.
 
     Raises:
-        DataError: a checkpoint that was named itself is damaged.
+        DataError: `source` itself is a checkpoint and is damaged.
     """
     if (source / STATE).exists():
         if damage := damaged(source):
@@ -53,7 +53,7 @@ def resolve(source: Path) -> Path | None:
 
 
 def remove_partial(root: Path) -> None:
-    """Delete what was being written when an earlier process of this run was killed."""
+    """Delete the checkpoint that an earlier, killed process of this run was writing."""
     for path in root.glob(f"{PREFIX}*{PARTIAL}"):
         shutil.rmtree(path)
 
@@ -75,16 +75,16 @@ def damaged(path: Path) -> str | None:
 
 
 def write_state(directory: Path, state: dict[str, Any]) -> None:
-    """Write `state` with a checksum of itself; `state["sha256"]` has those of the other files."""
+    """Write `state` with a checksum of itself. `state["sha256"]` has the checksums of all other files."""
     text = json.dumps(state)
     (directory / STATE).write_text(json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]), encoding="utf-8")
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What :func:`write_state` wrote.
+    """The state that :func:`write_state` wrote.
 
     Raises:
-        DataError: the file is missing, or was changed.
+        DataError: the file is missing or has changed.
     """
     try:
         checksum, text = json.loads((directory / STATE).read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a directory, so that the rename that follows is never ahead of the data."""
+    """Flush a file or a directory, so that the next rename never precedes the data on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""From a checkpoint back to a model, an optimizer and generators, in place."""
+"""Load a checkpoint into an existing model, optimizer and generators."""
 
 import random
 from dataclasses import dataclass, fields
@@ -17,18 +17,19 @@ from linrnn.training.checkpoint.tensors import Tensors, check, empty_state, mode
 
 @dataclass
 class Progress:
-    """Where a run stands, and what its next steps depend on beside tensors and configuration.
+    """The progress of a run, and everything but tensors and configuration that its next steps depend on.
 
     Attributes:
         run: `<group>/<run_name>`.
         step: optimizer steps done.
-        tokens: trained on in these steps, all ranks.
+        tokens: tokens trained on in these steps, over all ranks.
         data: the loader's position.
         recent_losses: nats per token.
-        schedule: all that decides the learning rate of every step (`linrnn.training.optimizer.Schedule.describe`).
-        token_fingerprint: of what token ids stand for (`linrnn.data.PreparedData`).
-        continues: `run`, `step` and `tokens` of the checkpoint that step 0 took weights and optimizer state from; the
-            tokens are all those behind that checkpoint. None for a run that began otherwise.
+        schedule: everything that decides the learning rate of every step
+            (`linrnn.training.optimizer.Schedule.describe`).
+        token_fingerprint: identifies the meaning of token ids (`linrnn.data.PreparedData`).
+        continues: `run`, `step` and `tokens` of the checkpoint from which step 0 took weights and optimizer state. The
+            tokens include all those behind that checkpoint. None for a run that began otherwise.
     """
 
     run: str
@@ -42,9 +43,9 @@ class Progress:
 
 
 def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore model, optimizer and generators in place; returns the progress to continue from.
+    """Restore model, optimizer and generators in place. Returns the progress to continue from.
 
-    Every rank calls it, and reads what it holds of model and optimizer.
+    Every rank calls it, and reads its own part of model and optimizer.
 
     Raises:
         ConfigError: names or shapes differ from the model's.
@@ -61,7 +62,7 @@ def read_progress(path: Path) -> Progress:
     """The progress of a checkpoint.
 
     Raises:
-        DataError: it cannot be read, or an earlier version wrote it.
+        DataError: the checkpoint cannot be read, or an earlier version wrote it.
     """
     state = read_state(path)
     names = [field.name for field in fields(Progress)]
@@ -74,7 +75,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def load_model(path: Path, model: torch.nn.Module) -> None:
-    """Restore the parameters alone.
+    """Restore the parameters only.
 
     Raises:
         ConfigError: names or shapes differ from the model's.
@@ -88,7 +89,7 @@ def load_model(path: Path, model: torch.nn.Module) -> None:
 
 
 def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's state (moments and step counts); rates and decay stay those of `optimizer`.
+    """Restore the optimizer's state (moments and step counts). Learning rates and weight decay stay as they are.
 
     Raises:
         DataError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: training stops for a copy into the CPU's memory, and goes on."""
+"""Write checkpoints in the background. Training only stops for a copy into the CPU's memory."""
 
 import shutil
 import threading
@@ -30,7 +30,7 @@ from linrnn.training.checkpoint.tensors import Tensors, model_tensors, optimizer
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time; every rank has one, and all call it at the same steps.
+    """Writes the checkpoints of a run, one at a time. Every rank has a Saver, and all call it at the same steps.
 
     Args:
         root: the run's checkpoints/, which all ranks see.
@@ -39,7 +39,7 @@ class Saver:
 
     def __init__(self, root: Path, keep: int) -> None:
         self._root, self._keep = root, keep
-        # Of its own, so that the ranks' thread waits for no collective of training, and the other way round.
+        # A group of its own, so that neither this thread nor training waits for the other's collectives.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._first = self._group is None or dist.get_rank() == 0
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -49,12 +49,13 @@ class Saver:
     def save(
         self, progress: Progress, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config_yaml: str
     ) -> None:
-        """Copy the state now, and write it in the background once the checkpoint before it is written.
+        """Copy the state now. Write it in the background, after the previous checkpoint is written.
 
-        `model` is the Hugging Face module whose state-dict names the files carry.
+        Args:
+            model: the Hugging Face module; the files use the names of its state dict.
 
         Raises:
-            StorageError: the checkpoint before it could not be written.
+            StorageError: the previous checkpoint could not be written.
         """
         self.wait()
         tensors = staged({**model_tensors(model), **optimizer_tensors(model, optimizer)})
@@ -65,14 +66,14 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether :meth:`wait` would raise at once; never waits."""
+        """Whether :meth:`wait` would raise at once. Never waits."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Until the checkpoint is written that is being written, if there is one.
+        """Wait for the checkpoint that is being written, if there is one.
 
         Raises:
-            StorageError: it could not be written; on all ranks, if one could not.
+            StorageError: one rank could not write it. All ranks raise.
         """
         if self._thread is None:
             return
@@ -84,7 +85,7 @@ class Saver:
     # -------------------------------------------------------------------------------------------- in the background
     def _try(self, target: Path, *arguments: Any) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a thread begins with the first GPU
+            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
         partial = target.with_name(target.name + PARTIAL)
         try:
             self._write(target, partial, *arguments)
@@ -96,7 +97,7 @@ class Saver:
                 "free space or choose another results_dir; earlier checkpoints are untouched",
             )
             self._error.__cause__ = error
-        except BaseException as error:  # to be raised where somebody waits
+        except BaseException as error:  # wait() raises it
             self._error = error
 
     def _write(
@@ -136,7 +137,7 @@ class Saver:
         return {}
 
     def _together(self, action: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Call `action` on all ranks; what all of them return together, or the first one's error on all."""
+        """Call `action` on all ranks. Return their merged results, or raise the first rank's error on all ranks."""
         result: dict[str, str] | OSError
         try:
             result = action()

@@ -1,8 +1,9 @@
-"""Named tensors, whole or cut over ranks (DTensors), in torch.distributed.checkpoint's Hugging Face format.
+"""Named tensors, whole or sharded (DTensors), in torch.distributed.checkpoint's Hugging Face format.
 
-Its own format keeps its index in a pickled `.metadata`; this one keeps names, shapes and offsets in the headers of the
-safetensors files, where :func:`shapes` and the reader find them. Every rank writes what it alone holds; of tensors
-that several hold (replicas), each writes some. Reading needs no collective: every rank reads what it is to hold.
+Its default format keeps its index in a pickled `.metadata`. The Hugging Face format keeps names, shapes and offsets in
+the headers of the safetensors files, where :func:`shapes` and the reader find them. Every rank writes the parts that
+only it holds. Tensors that several ranks hold (replicas) are divided among them. Reading needs no collective: every
+rank reads its own part.
 """
 
 import math
@@ -19,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from linrnn.core.errors import ConfigError, DataError
 
-FILE_BYTES = 2 << 30  # a file is put together in memory: no more than this at once
+FILE_BYTES = 2 << 30  # a file is assembled in memory, so its size is limited
 Tensors = dict[str, torch.Tensor]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def model_tensors(model: torch.nn.Module) -> Tensors:
-    """Parameters and buffers by name, a tied one once under its first name."""
+    """Parameters and buffers by name. A tied one comes once, under its first name."""
     tensors: Tensors = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -66,10 +67,10 @@ def staged(tensors: Tensors) -> Tensors:
 
 
 def write(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's share; called by all ranks of `group` (CPU), or by a process of its own (None).
+    """Write this rank's share. Called by all ranks of `group` (CPU), or by a single process (None).
 
     Raises:
-        OSError, SafetensorError: on all ranks, if one cannot write.
+        OSError, SafetensorError: one rank cannot write. All ranks raise.
     """
     writer = dcp.HuggingFaceStorageWriter(
         str(directory), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True
@@ -81,10 +82,10 @@ def write(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) ->
 
 
 def read(into: Tensors, directory: Path) -> None:
-    """Fill tensors with the values that files below `directory` have under their names, or this rank's parts of them.
+    """Fill tensors, or this rank's parts of them, with the values stored under their names below `directory`.
 
     Raises:
-        DataError: a file or a name is missing, or a file is no safetensors.
+        DataError: a file or a name is missing, or a file is not safetensors.
     """
     try:
         dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(directory)), no_dist=True)
@@ -94,10 +95,10 @@ def read(into: Tensors, directory: Path) -> None:
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The whole shape of every tensor below `directory`, by name.
+    """The unsharded shape of every tensor below `directory`, by name.
 
     Raises:
-        DataError: a file is missing, or no safetensors.
+        DataError: a file is missing or is not safetensors.
     """
     try:
         metadata = dcp.HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
@@ -107,7 +108,11 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(expected: Tensors, there: dict[str, tuple[int, ...]], source: Path) -> None:
-    """Raises ConfigError: names or shapes of a model differ from those that were found."""
+    """Compare a model's names and shapes with those of a checkpoint.
+
+    Raises:
+        ConfigError: a name or a shape differs.
+    """
     for name in sorted(there.keys() | expected.keys()):
         ours = tuple(expected[name].shape) if name in expected else "absent"
         theirs = there.get(name, "absent")
@@ -119,14 +124,14 @@ def check(expected: Tensors, there: dict[str, tuple[int, ...]], source: Path) ->
 
 
 def empty_state(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of an optimizer's state to read into: cut as its parameter is, or a scalar that all ranks have."""
+    """A tensor to read optimizer state into: sharded like its parameter, or a scalar that all ranks have."""
     if shape != tuple(parameter.shape):
         return torch.zeros(shape)
     return torch.zeros_like(parameter, requires_grad=False)
 
 
 def _file_numbers(tensors: Tensors) -> dict[str, int]:
-    """Which of a rank's files a tensor goes to, the same on all ranks: in order, a new one when one is full."""
+    """The file number of each tensor, the same on all ranks: in order, with a new file when one is full."""
     numbers, number, filled = {}, 1, 0
     for name, tensor in tensors.items():
         local = tensor.numel() * tensor.element_size()
@@ -138,7 +143,7 @@ def _file_numbers(tensors: Tensors) -> dict[str, int]:
 
 
 def _cause(failure: CheckpointException) -> Exception:
-    """The first rank's own error."""
+    """The error of the first rank that failed."""
     error = next(iter(failure.failures.values()))[0]
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
