@@ -38,9 +38,8 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
     """Parse `sys.argv` as Hydra overrides of `configs/<config_name>.yaml`, call `main(config)`, exit with its code.
 
     A :class:`LinrnnError`, a full disk or a file that may not be written prints one line of cause and one of remedy.
-    The exit
-    code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes the
-    configuration. It makes no directory, sets no variable and calls nothing that a configuration names.
+    The exit code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes
+    the configuration. It makes no directory, sets no variable and calls nothing that a configuration names.
     """
     arguments = sys.argv[1:]
 

@@ -98,8 +98,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
     """Compose `configs/<config_name>.yaml` with Hydra overrides.
 
     Hydra first puts together the chosen options, then sets single keys. The first step takes a hundred times as long as
-    the
-    second, so its result is cached for each choice of options.
+    the second, so its result is cached for each choice of options.
 
     Raises:
         ConfigError: a group option, key or value is unknown. The error offers the nearest valid names.
@@ -150,8 +149,7 @@ def _told_apart(options: list[str], config_name: str) -> tuple[str, ...]:
     """The options that differ from the defaults, sorted, so that equal choices are composed once.
 
     Hydra must judge an experiment, a group that is named twice, and anything but `group=option`. If there is one of
-    them,
-    all options stay as they are.
+    them, all options stay as they are.
     """
     menu = options_of_menu(config_name)
     groups = [option.partition("=")[0] for option in options]

@@ -25,9 +25,8 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
             `key`, and crosses both values with every other grid. `experiment=null` drops the sweep's experiment.
 
     A grid may set keys below a group (`loss.accumulate`). It then takes only those of the command line's options of
-    that
-    group that it has itself. With `loss=standard`, for example, the grid of `loss=cce_kahan loss.accumulate=…` has no
-    point.
+    that group that it has itself. With `loss=standard`, for example, the grid of `loss=cce_kahan loss.accumulate=…` has
+    no point.
 
     Raises:
         ConfigError: an override cannot be read, or no point is left.

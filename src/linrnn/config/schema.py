@@ -325,8 +325,7 @@ class ReadingConfig:
     """A command that reads the models of runs.
 
     `data` holds the overrides of the group `data`. They change each run's own data (`linrnn.config.data_for`), which is
-    known
-    only once the run is opened.
+    known only once the run is opened.
     """
 
     data: list[str]

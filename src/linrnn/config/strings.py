@@ -1,8 +1,7 @@
 """Quote the values of string keys, so that Hydra takes them literally.
 
 Hydra reads values as numbers, lists, mappings and functions. It cannot read a path such as `it's [mine], 50%`, and
-would
-turn `1e5` into 100000.0. Values of keys that hold a string are therefore quoted before Hydra reads them.
+would turn `1e5` into 100000.0. Values of keys that hold a string are therefore quoted before Hydra reads them.
 """
 
 import dataclasses

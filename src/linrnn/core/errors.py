@@ -31,8 +31,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out.
 
     It may come from the allocator of the GPU, of the CPU, or of a library on the GPU. NumPy and PyTorch have other
-    words
-    for a size beyond any memory; those count too.
+    words for a size beyond any memory; those count too.
     """
     words = (
         "CUBLAS_STATUS_ALLOC_FAILED",

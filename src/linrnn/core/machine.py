@@ -13,10 +13,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process and its children can still take without swapping.
 
     It is the smaller of two figures: the kernel's estimate (`MemAvailable`, which counts caches that can be dropped),
-    and
-    what the limits of this process's cgroups leave. A container has less than its machine. Without /proc/meminfo
-    (macOS)
-    the first figure is the machine's physical memory.
+    and what the limits of this process's cgroups leave. A container has less than its machine. Without /proc/meminfo
+    (macOS) the first figure is the machine's physical memory.
 
     Args:
         root: where /proc and /sys are mounted.

@@ -11,10 +11,8 @@ def open_streams() -> None:
     """Make the standard streams safe to print to.
 
     A stream that the caller closed (`>&-`) is opened on /dev/null. Otherwise the next opened file would take its
-    number,
-    and what libraries print would land in that file. Characters that the terminal's encoding lacks are printed as
-    escapes
-    (`\\xe9`).
+    number, and what libraries print would land in that file. Characters that the terminal's encoding lacks are printed
+    as escapes (`\\xe9`).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -29,8 +27,7 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     """Print a line, to standard output by default.
 
     If the reader is gone (`| head`, or a `| tee` that Ctrl-C ended) or the disk is full, this line and all later ones
-    are
-    dropped.
+    are dropped.
     """
     stream = stream or sys.stdout
     try:

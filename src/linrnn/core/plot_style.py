@@ -2,8 +2,7 @@
 
 Each loss has one colour and one marker. The colours are Okabe and Ito's, which readers with any colour vision tell
 apart; `compiled`, the baseline, is grey. A loss with other options keeps its colour and marker, and gets another
-filling
-of the marker and another dash of the line.
+filling of the marker and another dash of the line.
 """
 
 import math

@@ -96,11 +96,10 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     """Bytes that each rank sends for the vocabulary-parallel loss over the `tokens` of all ranks; None: unknown.
 
     Always sent: labels, hidden states (`compute` bytes an element), their gradients in fp32, two numbers per rank and
-    token,
-    and every rank's description of its arguments. If logits are recomputed: also the gradient of every token's loss. A
-    filter adds sums over ranks of what was kept and dropped for every token, and of the mass compared with
-    `filter_mass`.
-    The unbiased rule ranks all entries by their logit from the mean hidden state, so it adds these logits.
+    token, and every rank's description of its arguments. If logits are recomputed: also the gradient of every token's
+    loss. A filter adds sums over ranks of what was kept and dropped for every token, and of the mass compared with
+    `filter_mass`. The unbiased rule ranks all entries by their logit from the mean hidden state, so it adds these
+    logits.
     """
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None

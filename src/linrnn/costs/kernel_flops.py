@@ -1,8 +1,7 @@
 """FLOPs that the device computes in a training step, by component. Its time depends on them.
 
 They exceed the FLOPs of the model's definition (:mod:`linrnn.costs.flops`): kernels work in chunks, and some results
-are
-computed twice.
+are computed twice.
 """
 
 from dataclasses import dataclass

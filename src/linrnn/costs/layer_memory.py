@@ -56,10 +56,8 @@ def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, a
         kept: bytes per element of parameters and the residual stream.
 
     Under autocast the residual stream is fp32 (embeddings are not cast). Each linear layer of the mixer then saves its
-    own
-    cast of the norm's output; otherwise they share one. The second norm's output has the dtype of the mixer's output,
-    and
-    the MLP's two projections share it.
+    own cast of the norm's output; otherwise they share one. The second norm's output has the dtype of the mixer's
+    output, and the MLP's two projections share it.
     """
     if (mixer := MEMORY_OF_MIXERS.get(arch.model)) is None:
         return None
@@ -128,8 +126,7 @@ def recurrent_state_bytes(arch: Architecture, batch_size: int, seq_len: int, com
     """Bytes of one layer's states at the start of every chunk, all heads; 0 for attention.
 
     FLA computes the states in a layer's forward pass, frees them, and computes them again in its backward pass. The
-    states
-    of only one layer exist at a time.
+    states of only one layer exist at a time.
     """
     if arch.model not in FLOPS_OF_MIXERS:
         return None

@@ -1,8 +1,7 @@
 """GPU memory of a training step from formulas: what is allocated when, by component.
 
 The formulas count the tensors that FLA's blocks save for the backward pass, those that a loss backend holds at once,
-and
-cuBLAS's workspaces. They describe the GPU kernels; the torch fallbacks on CPU hold more. Not counted:
+and cuBLAS's workspaces. They describe the GPU kernels; the torch fallbacks on CPU hold more. Not counted:
 
 * CUDA's context, and libraries outside PyTorch's allocator.
 * What the allocator rounds up (at most 1 MiB a block; up to 0.8 % of the committed runs' peaks), and fragmentation.
@@ -136,8 +135,7 @@ def memory_estimate(
     """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens.
 
     None for a model or a loss without formulas. With more than one micro-step, the gradients of the first exist at the
-    peak
-    of the next. With one, gradients appear while activations are freed.
+    peak of the next. With one, gradients appear while activations are freed.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).

@@ -1,8 +1,7 @@
 """FLOPs of each model's token mixing, by the model's definition and as the kernels compute them.
 
 A new model needs an entry in `FLOPS_OF_MIXERS`. Without one its FLOPs, MFU and time are unknown; another model's
-formula
-is never used.
+formula is never used.
 
 Counts are FLOPs of the forward pass for one token and one head. K and V are a head's key and value dimensions, T is the
 length of the sequence, and C is the number of tokens in a chunk.
@@ -88,8 +87,7 @@ def _gla_kernel(arch: Architecture, seq_len: int) -> int:
     """The chunked form of GLA (Yang et al. 2024, arXiv:2312.06635, section 4).
 
     Within a chunk: scores q kᵀ (2CK) times values (2CV). Between chunks: updating the state, kᵀ v (2KV), and reading
-    it, q S
-    (2KV). Products of a chunk count as the dense C x C tiles that the kernels multiply.
+    it, q S (2KV). Products of a chunk count as the dense C x C tiles that the kernels multiply.
     """
     k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
     return 2 * chunk_length(arch, seq_len) * (k_dim + v_dim) + 4 * k_dim * v_dim

@@ -30,8 +30,7 @@ class Batch:
         input_ids: (B, T) int64, or (1, B·T) when state is reset at document ends.
         labels: same shape, int64: the next token, or -100 where nothing is predicted.
         cu_seqlens: int32 (sequences + 1,), boundaries in the flattened inputs from 0 to B·T. State and attention start
-            anew
-            at each: every row and every document. None if state and attention cross document ends.
+            anew at each: every row and every document. None if state and attention cross document ends.
         n_tokens: number of labels that are not -100.
         n_bytes: UTF-8 bytes of text that these labels stand for; None if not requested or not known.
     """
@@ -53,8 +52,7 @@ class BatchLoader:
         seed: decides the order.
         rank, world_size: this rank's share of every step.
         reset_at_document: flatten the rows and mark document borders (see `Batch`). A document's first token is then
-            never
-            predicted from the document before it.
+            never predicted from the document before it.
         shuffle: False visits the blocks in their own order.
 
     Raises:

@@ -1,14 +1,13 @@
 """Generated text of known entropy: a Markov chain over tokens, cut into documents.
 
 Token 0 ends a document. A document's first token comes from a Zipf distribution. Every further token is 0 with
-probability p. Otherwise it is one of the `branching` successors of the previous token: the k-th with probability
-q_k ∝ 1/k. Successors are drawn by Zipf weight too, so token frequencies are skewed as in text. Zipf ranks are shuffled
-over the ids, so an id says nothing about its frequency.
+probability p. Otherwise it is one of the `branching` successors of the previous token: the k-th with probability q_k ∝
+1/k. Successors are drawn by Zipf weight too, so token frequencies are skewed as in text. Zipf ranks are shuffled over
+the ids, so an id says nothing about its frequency.
 
-The entropy rate is exact. Let h(p) be the entropy of a coin. After any token but 0, the next token has entropy
-h(p) + (1 - p) H(q). After 0 it has H(Zipf). A share p / (1 + p) of all tokens is 0, because each 0 follows another
-token
-and a share p of those is followed by 0. Hence, in nats per token,
+The entropy rate is exact. Let h(p) be the entropy of a coin. After any token but 0, the next token has entropy h(p) +
+(1 - p) H(q). After 0 it has H(Zipf). A share p / (1 + p) of all tokens is 0, because each 0 follows another token and a
+share p of those is followed by 0. Hence, in nats per token,
 
     H = [H(Zipf) · p + h(p) + (1 - p) H(q)] / (1 + p),
 

@@ -1,9 +1,8 @@
 """`prepare`: turn a configuration into memory-mapped tokens. Text is tokenised once.
 
 The result lies in `<data.cache_dir>/<data.name>-<key>/`. The key is a hash of the text (its content, not its place),
-the
-tokenizer and the options that decide which tokens come out. Work in progress has the suffix `.partial`. The last step
-removes the suffix, so a directory with its final name is complete.
+the tokenizer and the options that decide which tokens come out. Work in progress has the suffix `.partial`. The last
+step removes the suffix, so a directory with its final name is complete.
 
 A source without validation data gives every k-th document to validation, starting with the first; k = round(1 /
 data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops after the document that reaches it.
@@ -50,8 +49,7 @@ class PreparedData:
         eos_id: the token that ends a document, None if the tokenizer has none.
         fingerprint: hex; changes with any byte of text, tokenizer or options.
         token_fingerprint: identifies the meaning of ids: the tokenizer, or the chain of generated text. A model trained
-            on
-            other data can read these tokens only if both have the same `token_fingerprint`.
+            on other data can read these tokens only if both have the same `token_fingerprint`.
         entropy_floor_nats: the lowest mean loss that any model can reach; None if unknown.
         description: one line for humans.
         directory: the directory of the prepared data.

@@ -91,8 +91,7 @@ class SplitWriter:
     """Appends documents to the shards of one split. The state that `commit()` returns is enough to continue.
 
     A writer made with a state cuts off whatever was written after that state was taken. The same documents therefore
-    give
-    the same bytes, however often the work was interrupted.
+    give the same bytes, however often the work was interrupted.
     """
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, state: dict[str, Any] | None) -> None:
@@ -288,8 +287,7 @@ class ShardSet:
         """Find a shard whose tokens stand for more or fewer bytes than its text has.
 
         Only shards that a validation pass of `max_tokens` reads are checked. Returns the difference in words, or None
-        if every
-        shard agrees.
+        if every shard agrees.
         """
         for shard, start, tokens in zip(self.shards, self._starts[:-1], self._tokens, strict=True):
             if max_tokens is not None and start > max_tokens:

@@ -78,8 +78,7 @@ def _signals(watch: Watch) -> Iterator[None]:
     """Handle signals outside the trainer's own handling.
 
     While a rank is being set up, a signal ends it. Later the trainer handles signals, and elsewhere they are ignored.
-    When
-    one rank has failed, a launcher sends SIGTERM to all, and they still have to write a summary.
+    When one rank has failed, a launcher sends SIGTERM to all, and they still have to write a summary.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,8 @@
 """A model sharded over ranks: its blocks by FSDP2, its embedding and head by vocabulary.
 
 Every parameter becomes a DTensor sharded along its first dimension on one mesh. The mesh is `("shard",)` over all
-ranks.
-If `parallel.shard_ranks` is smaller it is `("replicate", "shard")` (HSDP: each group of ranks holds a whole model).
-Gradients are summed over all ranks in fp32: within a group in every micro-step, across groups in the last one.
+ranks. If `parallel.shard_ranks` is smaller it is `("replicate", "shard")` (HSDP: each group of ranks holds a whole
+model). Gradients are summed over all ranks in fp32: within a group in every micro-step, across groups in the last one.
 
 Blocks are gathered one by one when they are needed, forward and backward (`fully_shard`). Embedding and head are as
 large as many blocks and are handled apart:

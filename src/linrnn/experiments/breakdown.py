@@ -58,8 +58,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
     """Measure training steps by component.
 
     After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
-    step
-    measures the memory without a loss layer.
+    step measures the memory without a loss layer.
 
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.

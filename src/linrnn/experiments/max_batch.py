@@ -71,11 +71,9 @@ def search(
     """The largest batch for which `probe` fits, in at most `max_probes` probes.
 
     The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
-    it by
-    the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or halves
-    the
-    interval if the model's guess lies outside. Without a memory model the first probe is one sequence. Memory is then
-    assumed proportional to the batch, until two peaks give a line.
+    it by the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or
+    halves the interval if the model's guess lies outside. Without a memory model the first probe is one sequence.
+    Memory is then assumed proportional to the batch, until two peaks give a line.
 
     Args:
         probe: runs a batch.
@@ -138,8 +136,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
 
     Raises:
         LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier probe was
-            made
-            in another environment.
+            made in another environment.
     """
     budget = config.memory_budget_gib * GIB
     probe_overrides = [

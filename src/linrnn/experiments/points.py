@@ -118,8 +118,7 @@ def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
     """Name every point, estimate its memory and time, and check whether it can run.
 
     A point with the configuration of an earlier point is dropped. Call this in a separate process, since it may
-    initialise
-    the GPU.
+    initialise the GPU.
 
     Raises:
         ConfigError: two different points would share a directory.
@@ -279,8 +278,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     """Write a summary without figures for a point, and return the summary that is then in its directory.
 
     Nothing is written if another process uses the directory or has finished the run. An `unsupported` point also keeps
-    the
-    summary of a run that has trained steps.
+    the summary of a run that has trained steps.
     """
     command = shlex.join(["python", "train.py", *point.overrides])
     summary = summary_without_figures(point.config, point.name, status, reason, command)

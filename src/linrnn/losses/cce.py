@@ -237,8 +237,7 @@ class CceFilter(CceKahan):
     pretraining.
 
     Its statistics are the shares of kept entries and of exact rows, and the mean, 99th percentile and maximum of a
-    row's
-    dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
+    row's dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
     """
 
     config: CceFilterLossConfig

@@ -3,8 +3,7 @@
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025. Two packages have this name.
 The one on PyPI (25.1.1) is a fork with only the variants `cce` and `torch_compile`. The original repository's releases
 (25.6.4) also have `cce_kahan_full_c`, `cce_exact` and more; with Triton >= 3.2 their "Kahan" is an fp32 buffer. Only
-the
-installed package's variants are offered.
+the installed package's variants are offered.
 
 The Triton variants take only bf16 and fp16. All but `cce_exact` drop gradient entries below eps/32 of the dtype (2^-12
 in bf16).

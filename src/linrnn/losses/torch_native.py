@@ -4,8 +4,7 @@ In bf16 the function returns its loss in bf16 and adds the weight's gradient ove
 upstream gradient in bf16, so the scale 1/tokens is off by up to 0.2 %. In fp32 both reductions are exact.
 
 * `reduction: sum` also adds the scalar loss in bf16 over the chunks. A true 7.22 nats came out as 6.81 with chunks of
-  64
-  rows. The gradients do not depend on this sum.
+  64 rows. The gradients do not depend on this sum.
 * `reduction: none` gives one bf16 loss per token, summed here in fp32. It recomputes the logits in the backward pass (4
   products rather than 3). Evaluation always uses `none`, which costs nothing there.
 """

@@ -3,8 +3,7 @@
 All four architectures of a size have the same depth, width and norms. A layer has about `layer_parameters_per_d2 ·
 hidden_size²` parameters. The mixer takes what its heads need; the SwiGLU MLP gets the rest. Its width is rounded to the
 nearest multiple of d / 16 (in steps of 8, at least 8), which is 3/16 d² parameters. At 12 d² per layer the bodies of
-the
-four are therefore within 1.6 % of each other.
+the four are therefore within 1.6 % of each other.
 """
 
 from collections.abc import Callable, Iterable

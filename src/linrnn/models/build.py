@@ -21,8 +21,7 @@ def build_model(
     """Build FLA's model for `arch`, initialised as FLA does.
 
     Weights are drawn on the CPU in fp32, so that a seed gives the same weights on every device. The generator's state
-    is
-    restored.
+    is restored.
 
     Args:
         dtype: of the parameters, fp32 or bf16; A_log and dt_bias stay in fp32.

@@ -118,8 +118,7 @@ def leave_out_slow_configurations(tuner: Any) -> None:
     """Keep FLA's autotuner for dv from trying configurations that take minutes to compile.
 
     That kernel multiplies the chunk's scores by the output's gradients in IEEE fp32, so without tensor cores. It
-    unrolls the
-    product: with 128 tokens, two warps and 128 value dimensions, each thread has 32,768 multiply-adds.
+    unrolls the product: with 128 tokens, two warps and 128 value dimensions, each thread has 32,768 multiply-adds.
     """
     usual = tuner.early_config_prune
 

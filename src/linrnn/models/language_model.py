@@ -40,8 +40,8 @@ class LanguageModel(nn.Module):
         Args:
             input_ids_BT: token ids, int64.
             cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T. They must
-                include
-                the ends of the B rows. State, convolutions and attention do not cross them. None: each row is one
+                include the ends of the B rows. State, convolutions and attention do not cross them. None: each row is
+                one
                     document.
 
         Raises:

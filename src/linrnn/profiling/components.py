@@ -97,12 +97,10 @@ class PartClock:
     """Time between the moments when the device enters and leaves each part, forward and backward.
 
     On a GPU the moments are CUDA events. A part's time includes gaps in which the device waits for the host, so parts
-    of
-    small models take longer than their kernels.
+    of small models take longer than their kernels.
 
     `recomputed` is what activation checkpointing runs again. It happens within a backward pass and is not counted
-    there.
-    The clock makes checkpointing finish each block; normally it leaves out the last product.
+    there. The clock makes checkpointing finish each block; normally it leaves out the last product.
 
     The clock can replace `MemoryByComponent` in :func:`linrnn.profiling.watched_loss`.
     """

@@ -18,11 +18,9 @@ class MemoryByComponent:
     """Bytes of parameters, gradients, optimizer state, activations and the loss layer, and the peak.
 
     After :meth:`start`, the first call of :func:`watched_loss` and the first optimizer update are measured in detail.
-    The
-    host only reads the allocator's counters, so that step takes no longer than others. On CPU the tensors are counted.
-    The
-    peak there is the resident set of the whole process since its start, including imports and data (`resident_peak`).
-    Activations and loss layer cannot be separated on CPU.
+    The host only reads the allocator's counters, so that step takes no longer than others. On CPU the tensors are
+    counted. The peak there is the resident set of the whole process since its start, including imports and data
+    (`resident_peak`). Activations and loss layer cannot be separated on CPU.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

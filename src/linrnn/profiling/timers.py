@@ -117,8 +117,7 @@ class WallClock:
     """Wall-clock time from the end of each step to the end of the next, without time that was :meth:`paused`.
 
     A lap is one step and what the host does before it. On a GPU a CUDA event marks the end of a step, because the host
-    may
-    be behind or ahead of the device.
+    may be behind or ahead of the device.
 
     Args:
         device: where the steps run.

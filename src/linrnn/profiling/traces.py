@@ -14,10 +14,8 @@ def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], No
     """Trace `profile_steps` steps with torch.profiler into `path` (.json or .json.gz; for Perfetto).
 
     Yields a function to call at the end of every step. The first `skip` steps are not recorded. The profiler starts
-    during
-    the last of them, because starting takes time. With `profile_steps=0` nothing happens. If the run ends earlier, the
-    steps
-    recorded so far are written.
+    during the last of them, because starting takes time. With `profile_steps=0` nothing happens. If the run ends
+    earlier, the steps recorded so far are written.
 
     Raises:
         StorageError: the trace cannot be written.

@@ -30,8 +30,7 @@ class RunDirectory:
     """A run's directory: checked when constructed, locked by :meth:`open`, written from :meth:`begin` on.
 
     Between :meth:`open` and :meth:`begin` a process reads the directory and decides what to do. A finished run keeps
-    every
-    byte.
+    every byte.
 
     Args:
         path: the directory.

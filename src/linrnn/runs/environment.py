@@ -85,10 +85,8 @@ def describe_process(config: Config, from_step: int, continues: dict[str, Any] |
     """The entry of environment.json for this process, which trains a run from `from_step` on.
 
     It has the keys of :func:`describe_environment` and: `command`; `settings`, the operational keys; `continues`;
-    `started`
-    and `ended`, dates; `from_step` and `to_step`, optimizer steps done. `ended` and `to_step` are null while the
-    process
-    runs, or if it was killed.
+    `started` and `ended`, dates; `from_step` and `to_step`, optimizer steps done. `ended` and `to_step` are null while
+    the process runs, or if it was killed.
 
     Args:
         continues: the run, step and tokens whose weights and optimizer state this run began with (`continue_from`).

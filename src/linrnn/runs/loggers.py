@@ -61,8 +61,7 @@ class Console(Silence):
     """Prints lines for people on standard output, and with the date in train.log.
 
     Progress lines come at most every `every_seconds`. If the log cannot be written, one message says so and the run
-    goes on
-    without it. A closed standard output does not stop a run either.
+    goes on without it. A closed standard output does not stop a run either.
     """
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:
@@ -102,10 +101,8 @@ class WandbMirror:
     """Mirrors metrics to wandb. A failure there is reported and never stops a run.
 
     Without a connection at the start, the run is recorded offline. Offline records, and records not sent by the end,
-    stay in
-    `<directory>/wandb` for `wandb sync`. If wandb's own process dies, the whole run is recorded again from `history` at
-    the
-    end.
+    stay in `<directory>/wandb` for `wandb sync`. If wandb's own process dies, the whole run is recorded again from
+    `history` at the end.
 
     Args:
         config: mode, project, entity and tags.

@@ -47,8 +47,7 @@ class Verdict:
         low, high: the interval that decides: the 90 % interval, or the range of values that do not vary by chance.
         n: number of pairs; for the loss layer's shares, of runs.
         verdict: MET or MISSED if the whole interval is on one side of the target. UNDECIDED if it is not, or there are
-            too
-            few pairs. OPEN if nothing was measured.
+            too few pairs. OPEN if nothing was measured.
         setting: the setting that it is about, if there are several.
         remark: why it is undecided or open, or what else a reader must know.
     """

@@ -34,8 +34,7 @@ def estimate(values: Sequence[float], *, ratios: bool) -> Estimate:
     """Median and Student's 90 % interval of values, one per pair.
 
     A bootstrap would be wrong here. It cannot leave the range of the values, and with five values its interval contains
-    the
-    truth far less often than it claims.
+    the truth far less often than it claims.
 
     Args:
         values: one per pair, at least one.

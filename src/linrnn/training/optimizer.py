@@ -19,8 +19,7 @@ def decay_groups(model: nn.Module) -> dict[str, list[str]]:
 
     Vectors and scalars (norm weights, biases, A_log, dt_bias) have no decay, nor has any parameter with FLA's mark
     `_no_weight_decay`. Embeddings and the output head decay like every other matrix, as in GPT-2 and Llama. A tied
-    parameter
-    is listed once.
+    parameter is listed once.
     """
     groups: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in model.named_parameters():
@@ -70,9 +69,8 @@ class Schedule:
     """The learning rate of every step of a run. It has no state, so a resumed run simply continues.
 
     Warm-up step s (0-based) of W gets (s + 1) / W of the peak. After the warm-up, let m = min_lr_ratio. Let x be the
-    share
-    of the remaining steps (cosine) or of the decay steps (WSD: Hu et al. 2024, arXiv:2404.06395, linear here) already
-    done:
+    share of the remaining steps (cosine) or of the decay steps (WSD: Hu et al. 2024, arXiv:2404.06395, linear here)
+    already done:
 
         cosine  m + (1 - m) (1 + cos πx) / 2;    WSD  1 - (1 - m) x;    constant  1
 
@@ -144,8 +142,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     """Scale all gradients so that their global L2 norm is at most `max_norm` (None: leave them).
 
     Gradients may be sharded (DTensors of one mesh). Returns the norm before clipping, a scalar on the gradients'
-    device. The
-    host does not wait for it.
+    device. The host does not wait for it.
     """
     if max_norm is None:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

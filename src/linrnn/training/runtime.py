@@ -94,9 +94,8 @@ def _keep_triton_cache() -> None:
     """Keep Triton's own cache (TRITON_CACHE_DIR, or its default) for this process.
 
     Inductor sets TRITON_CACHE_DIR to its own directory when it builds its first kernel. With a compiled loss that
-    happens
-    after the model's forward pass. FLA would then look for its backward kernels in an empty cache and tune them for
-    minutes, although they were tuned before.
+    happens after the model's forward pass. FLA would then look for its backward kernels in an empty cache and tune them
+    for minutes, although they were tuned before.
     """
     from triton import knobs
 

@@ -52,8 +52,7 @@ def find_weights(source: str, data: PreparedData) -> Weights:
 
     Args:
         source: a run's directory (its newest checkpoint), a checkpoint, a Hugging Face directory in FLA's format, or
-            the
-            name of one on the hub.
+            the name of one on the hub.
 
     Raises:
         ConfigError: the weights were trained with another tokenizer.

@@ -84,10 +84,8 @@ def decayed_scores(rows: Sequence[Tensor], keys: Tensor, b: Tensor) -> list[Tens
     """For each x in `rows`: A[i, j] = Σ_d x[i, d] keys[j, d] exp(b[i, d] − b[j, d]) for j ≤ i, else 0.
 
     With one decay per token the differences b[i] − b[j] are formed directly. With a vector of decays that would take
-    C·K
-    numbers per token. Instead the triangle is built from blocks whose size doubles each time. A block of later rows
-    against
-    earlier keys uses decays relative to the last earlier key m: b[i] − b[m] and b[m] − b[j], both ≤ 0.
+    C·K numbers per token. Instead the triangle is built from blocks whose size doubles each time. A block of later rows
+    against earlier keys uses decays relative to the last earlier key m: b[i] − b[m] and b[m] − b[j], both ≤ 0.
 
     Args:
         rows, keys: (…, C, K), C a power of two.

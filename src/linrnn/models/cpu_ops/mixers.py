@@ -1,8 +1,7 @@
 """FLA's recurrent kernels in plain torch, with the signatures that FLA's layers call (see `chunked`).
 
 Shapes: q, k (B, T, H, K); v (B, T, H, V); states (N, H, K, V), or (N, H, V, K) with `state_v_first`. `chunk_size`
-changes
-only the speed. In a packed row (`cu_seqlens`) every document starts from an empty state.
+changes only the speed. In a packed row (`cu_seqlens`) every document starts from an empty state.
 """
 
 import torch
@@ -79,8 +78,7 @@ def gated_delta_rule(
     """The gated delta rule of Gated DeltaNet (g (B, T, H)) and of KDA (g (B, T, H, K)); beta (B, T, H).
 
     With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,) or (H·K,).
-    The
-    signature is wide because this function replaces FLA's, which has the same one.
+    The signature is wide because this function replaces FLA's, which has the same one.
     """
     _check_packing(cu_seqlens, initial_state, output_final_state)
     if q.shape[2] != v.shape[2] or safe_gate or lower_bound is not None:

@@ -76,8 +76,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     """One panel per criterion, one line per model: the ratio to compiled and to eager with its 90 % interval.
 
     A vertical line is the target. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points
-    are
-    undecided.
+    are undecided.
     """
     criteria = [criterion for criterion in ASKED if any(row.verdict.criterion == criterion for row in rows)]
     names = {

@@ -122,12 +122,10 @@ def _panels(
 
     A point is the median over seeds, with the 90 % interval if there are several; single seeds are pale. A line joins a
     loss's points. With `along`, these points are settings that differ only in that key. If a model has several such
-    families
-    of settings, its largest is drawn.
+    families of settings, its largest is drawn.
 
     Tokens/s start at zero, so that chance differences look as small as they are. `from_zero`: other values also start
-    at
-    zero, with one scale for all panels.
+    at zero, with one scale for all panels.
     """
     value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
     own = named(measured(runs) if along is None else family(measured(runs), along))

@@ -24,8 +24,7 @@ def sections(
 
     Args:
         every_loss: whether to include verdicts on other losses than ours. The HTML page does; report.md links to
-            verdicts.md
-            instead.
+            verdicts.md instead.
     """
     own = [verdict for verdict in found if verdict.backend.split()[0] in remarks.OURS]
     others = [verdict for verdict in found if verdict not in own]

@@ -106,8 +106,7 @@ def write_pages(
 
     Args:
         max_batches, breakdowns: as :mod:`linrnn.study.results` reads them. Those of another origin are left out, and
-            the
-            report says so.
+            the report says so.
         source: what the runs were read from; report.html shows it.
         again: the command that writes the pages again; report.html shows it.
 
