@@ -1,6 +1,6 @@
-"""Processes forked from one that has imported what the repository's commands need: they start at once.
+"""Processes that start at once: they are forked from one that has imported warm.py.
 
-It has imported libraries alone: each process imports linrnn itself, in the order in which a new interpreter would.
+Tests of how a command starts in a new interpreter use the fixture `fresh_command`.
 """
 
 import multiprocessing
@@ -8,18 +8,22 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers"]
-NEEDED += ["fla.layers", "fla.models", "hydra", "matplotlib.pyplot", "wandb"]
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 
 
 def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
     """Call a function of a module that can be imported in such a process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(NEEDED)
+    context.set_forkserver_preload(["warm"])
+    path = os.environ.get("PYTHONPATH")
+    with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{path}" if path else str(TESTS)):
+        forkserver.ensure_running()
     process = context.Process(target=function, args=arguments)
     process.start()
     return process

@@ -1,9 +1,10 @@
 """One rank of `train.py` or another script, as a launcher starts it, and faults.
 
-On CPUs it is forked from a process that has imported all it needs. With GPUs it is new: FLA asks for the GPU's name
-as it is imported, and CUDA does not survive a fork.
+On CPUs it is forked from a process that has imported all it needs, or serves many runs (pool.py). With GPUs it is new:
+FLA asks for the GPU's name as it is imported, and CUDA does not survive a fork.
 """
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -13,14 +14,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from forked import NEEDED, ROOT
+from forked import ROOT, start
+from pool import Pool
 
 from linrnn.distributed import patience
 from linrnn.runs.metrics import read_jsonl
@@ -31,18 +34,35 @@ def start_ranks(
     overrides: list[str], world_size: int, log: Path, fault: str = "", script: str = "train.py"
 ) -> list[BaseProcess]:
     """Start a script in `world_size` processes; rank r prints into `<log>.<r>`."""
-    context = multiprocessing.get_context("spawn" if "device=cuda" in overrides else "forkserver")
-    context.set_forkserver_preload(NEEDED)
+    begin = spawn if "device=cuda" in overrides else start
+    return [begin(_rank, *arguments) for arguments in _of_ranks(overrides, world_size, log, fault, script)]
+
+
+def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted: bool = False) -> list[int | None]:
+    """Exit codes of `train.py` in `world_size` processes of a pool, or in new ones with GPUs; see `start_ranks`.
+
+    Args:
+        counted: each step prints the bytes that it sends.
+    """
+    if "device=cuda" in overrides:  # kernels are compiled and tuned
+        return ended(start_ranks(overrides, world_size, log, "counted" if counted else ""), seconds=240)
+    fault = "counted" if counted else ""
+    return pool.run(_rank, _of_ranks(overrides, world_size, log, fault, "train.py"), seconds=60)
+
+
+def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, script: str) -> list[tuple]:
+    """The arguments of `_rank` for every rank."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    ranks: list[BaseProcess] = [
-        context.Process(target=_rank, args=(rank, world_size, port, script, overrides, f"{log}.{rank}", fault))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    return ranks
+    return [(rank, world_size, port, script, overrides, f"{log}.{rank}", fault) for rank in range(world_size)]
+
+
+def spawn(function: Callable[..., None], *arguments: object) -> BaseProcess:
+    """As `start`, in a new process."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
 def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[str], log: str, fault: str) -> None:
@@ -61,13 +81,12 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
         leave_kernels_untuned()
     if fault == "signalled_at_once":
         _signalled_at_once()
-    elif fault == "counted":
-        _count_bytes()
-    elif fault:
+    elif fault in FAULTS:
         patience.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
     sys.argv = [script, *overrides]
-    runpy.run_path(str(ROOT / script), run_name="__main__")
+    with bytes_counted() if fault == "counted" else contextlib.nullcontext():
+        runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
@@ -107,12 +126,10 @@ def output(log: Path, world_size: int) -> str:
     return "".join(Path(f"{log}.{rank}").read_text() for rank in range(world_size))
 
 
-def trained(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
+def trained_in(pool: Pool, overrides: list[str], world_size: int, tmp_path: Path) -> Path:
     """The directory of a run of so many ranks that finished."""
     log = tmp_path / "ranks"
-    seconds = 240 if "device=cuda" in overrides else 60  # kernels are compiled and tuned
-    codes = ended(start_ranks(overrides, world_size, log), seconds)
-    assert codes == [0] * world_size, output(log, world_size)
+    assert run_in(pool, overrides, world_size, log) == [0] * world_size, output(log, world_size)
     [group] = [override.removeprefix("group=") for override in overrides if override.startswith("group=")]
     return next((tmp_path / "results" / group).iterdir())
 
@@ -129,16 +146,13 @@ def _signalled_at_once() -> None:
     Trainer.__init__ = signalled  # type: ignore[method-assign]
 
 
-def _count_bytes() -> None:
+@contextlib.contextmanager
+def bytes_counted() -> Iterator[None]:
     """No fault: print what a rank sends in each step, as rings send it, in tensors of more than 100 entries, and what
     the loss's own kernels send of that."""
     sent = by_loss = 0.0
 
-    def counted(name: str, whole: int, times: int) -> None:
-        original = getattr(dist, name, None)
-        if original is None:  # torch 2.13 has other names beside the old ones
-            return
-
+    def counted(original: Callable[..., Any], whole: int, times: int) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal sent, by_loss
             tensor = arguments[whole] if len(arguments) > whole else options["input"]
@@ -149,23 +163,26 @@ def _count_bytes() -> None:
                 by_loss += size * sys._getframe(1).f_globals["__name__"].startswith("cce_kernels.")
             return original(*arguments, **options)
 
-        setattr(dist, name, call)
-
-    for name in ("all_gather_into_tensor", "all_gather_single"):
-        counted(name, 0, 1)
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        counted(name, 1, 1)
-    counted("all_reduce", 0, 2)
-    original = Trainer.train_step
+        return call
 
     def train_step(self: Trainer) -> Any:
         nonlocal sent, by_loss
         sent = by_loss = 0.0
-        record = original(self)
+        record = original_step(self)
         print(f"sent {sent:.0f} bytes, {by_loss:.0f} of them by the loss")
         return record
 
-    Trainer.train_step = train_step  # type: ignore[method-assign]
+    original_step = Trainer.train_step
+    # torch 2.13 has other names beside the old ones
+    functions = dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), (0, 1))
+    functions |= dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), (1, 1))
+    functions["all_reduce"] = (0, 2)
+    with contextlib.ExitStack() as patches:
+        for name, (whole, times) in functions.items():
+            if original := getattr(dist, name, None):
+                patches.enter_context(patch.object(dist, name, counted(original, whole, times)))
+        patches.enter_context(patch.object(Trainer, "train_step", train_step))
+        yield
 
 
 def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:

@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rank_process import ROOT, curve, ended, output, start_ranks, summary_of, trained
+from rank_process import ROOT, curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -19,23 +20,36 @@ from linrnn.training.checkpoint import found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
+Trained = Callable[[list[str], int], Path]
 ROUNDING = 2e-5  # as for gradient accumulation on one process
+RESET = ("data.reset_at_document=true", "loss=standard", "trainer.valid_every=2")
+
+
+@pytest.fixture(scope="module")
+def one(small_of_module: Small) -> tuple[Trainer, dict[str, Any]]:
+    """One process that trained on four sequences a step, and its summary."""
+    trainer = Trainer(load_config(small_of_module(*RESET, "trainer.batch_size=4")))
+    return trainer, trainer.fit()
 
 
 @pytest.mark.parametrize(
     ("world_size", "batch_size", "accumulation_steps"), [(1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2)]
 )
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
-    world_size: int, batch_size: int, accumulation_steps: int, small: Small, tmp_path: Path
+    world_size: int,
+    batch_size: int,
+    accumulation_steps: int,
+    one: tuple[Trainer, dict[str, Any]],
+    small: Small,
+    trained: Trained,
+    tmp_path: Path,
 ) -> None:
     """With document resets the ranks have different numbers of labels, so a mean of means would differ."""
-    common = ("data.reset_at_document=true", "loss=standard", "trainer.valid_every=2")
-    one = Trainer(load_config(small(*common, "trainer.batch_size=4")))
-    reference = one.fit()
+    trainer, reference = one
     cut = (f"trainer.batch_size={batch_size}", f"trainer.accumulation_steps={accumulation_steps}")
-    directory = trained(small(*common, *cut, "parallel=ddp", "group=ddp"), world_size, tmp_path)
+    directory = trained(small(*RESET, *cut, "parallel=ddp", "group=ddp"), world_size)
     summary = summary_of(directory)
-    expected = curve(one.directory.path)
+    expected = curve(trainer.directory.path)
     assert curve(directory).keys() == expected.keys()
     for step, figures in curve(directory).items():
         assert figures == pytest.approx(expected[step], rel=ROUNDING), step
@@ -49,13 +63,13 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     assert output(tmp_path / "ranks", world_size).count("valid at step 2") == 1, "rank 0 alone speaks"
 
 
-def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, tmp_path: Path) -> None:
+def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, trained: Trained) -> None:
     """Five batches on two ranks: in the last round one has none."""
     text = [override for override in small("data=stdlib") if not override.startswith("data.n_")]
     text += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300", "data.reset_at_document=true"]
     one = Trainer(load_config([*text, "trainer.batch_size=2"]))
     reference = one.fit()
-    summary = summary_of(trained([*text, "trainer.batch_size=1", "parallel=ddp", "group=ddp"], 2, tmp_path))
+    summary = summary_of(trained([*text, "trainer.batch_size=1", "parallel=ddp", "group=ddp"], 2))
     assert summary["valid_bits_per_byte"] == pytest.approx(reference["valid_bits_per_byte"], rel=ROUNDING)
     valid, tokenizer = one.data.valid, one.data.tokenizer
     assert tokenizer is not None
@@ -68,17 +82,17 @@ def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, t
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
-def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Path) -> None:
+def test_every_model_trains_on_two_ranks(model: str, small: Small, trained: Trained) -> None:
     options = (f"model={model}", "trainer.activation_checkpointing=full")
     one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
     one.fit()
-    directory = trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2, tmp_path)
+    directory = trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2)
     for step, figures in curve(one.directory.path).items():
         assert curve(directory)[step] == pytest.approx(figures, rel=ROUNDING)
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(
-    small: Small, tmp_path: Path
+    small: Small, trained: Trained, tmp_path: Path
 ) -> None:
     same = (
         "optimizer.schedule=constant",
@@ -97,7 +111,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_
     assert 5 <= stopped["steps"] < 2000
     assert found(directory / "checkpoints")[-1].name == f"step_{stopped['steps']:08d}"
     end = f"trainer.max_steps={stopped['steps'] + 3}"
-    assert trained(small(*distributed, "trainer.batch_size=2", end), 2, tmp_path) == directory
+    assert trained(small(*distributed, "trainer.batch_size=2", end), 2) == directory
     assert f"resuming at step {stopped['steps']}" in (directory / "train.log").read_text()
     one = Trainer(load_config(small(*same, "trainer.batch_size=4", end)))
     reference = one.fit()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_process import curve, ended, leave_kernels_untuned, output, start_ranks, summary_of, trained
+from pool import Pool
+from rank_process import curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import LinrnnError
@@ -20,6 +21,7 @@ from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
+Trained = Callable[[list[str], int], Path]
 ROUNDING = 5e-5  # losses and gradient norms over three steps of AdamW, summed in another order
 FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
@@ -65,14 +67,14 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
     ],
 )
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
-    world_size: int, cut: tuple[str, ...], more: tuple[str, ...], small: Small, tmp_path: Path
+    world_size: int, cut: tuple[str, ...], more: tuple[str, ...], small: Small, trained: Trained
 ) -> None:
     """A vocabulary that the ranks do not divide, ranks with different numbers of labels, fewer validation batches than
     ranks; the checkpoint is that of one process."""
     common = (*more, "data.reset_at_document=true", "trainer.valid_every=2", "size.vocab_size=515")
     rows = 8 if "parallel.shard_ranks=2" in cut else 4
     one, reference = one_process(small(*common, f"trainer.batch_size={rows}"))
-    directory = trained(small(*common, *cut), world_size, tmp_path)
+    directory = trained(small(*common, *cut), world_size)
     assert_same_curve(directory, one)
     summary = summary_of(directory)
     assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
@@ -97,10 +99,10 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     ],
 )
 def test_the_bytes_that_ranks_send_are_those_foreseen(
-    world_size: int, cut: tuple[str, ...], small: Small, tmp_path: Path
+    world_size: int, cut: tuple[str, ...], small: Small, pool: Pool, tmp_path: Path
 ) -> None:
     log, overrides = tmp_path / "ranks", small(*cut, "trainer.batch_size=4", "trainer.accumulation_steps=2")
-    assert ended(start_ranks(overrides, world_size, log, "counted")) == [0] * world_size, output(log, world_size)
+    assert run_in(pool, overrides, world_size, log, counted=True) == [0] * world_size, output(log, world_size)
     lines = [line.split() for line in output(log, world_size).splitlines() if line.startswith("sent ")]
     counts = {(float(words[1]), float(words[3])) for words in lines}
     config = load_config(overrides)
@@ -116,10 +118,10 @@ def test_the_bytes_that_ranks_send_are_those_foreseen(
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
-def test_every_model_trains_on_two_ranks(model: str, small: Small, tmp_path: Path) -> None:
+def test_every_model_trains_on_two_ranks(model: str, small: Small, trained: Trained) -> None:
     options = (f"model={model}", "trainer.activation_checkpointing=full", "trainer.batch_size=2")
     one, _ = one_process(small(*options))
-    assert_same_curve(trained(small(*options, *VOCAB), 2, tmp_path), one)
+    assert_same_curve(trained(small(*options, *VOCAB), 2), one)
 
 
 of_one_process: dict[tuple[str, ...], dict[int, tuple[float, float]]] = {}
@@ -146,7 +148,7 @@ def on_gpus(world_size: int, *cut: str) -> Any:
     ],
 )
 def test_in_mixed_precision_the_losses_differ_by_its_rounding(
-    device: str, world_size: int, cut: tuple[str, ...], small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, world_size: int, cut: tuple[str, ...], small: Small, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From those of one process in fp32: two runs in bf16 may differ by twice as much from one another.
 
@@ -160,14 +162,14 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
         one, _ = one_process(small(*options, *model, "trainer.batch_size=4", "trainer.precision=fp32"))
         of_one_process[device, *model] = curve(one.directory.path)
     expected = of_one_process[device, *model]
-    directory = trained(small(*options, *cut), world_size, tmp_path)
+    directory = trained(small(*options, *cut), world_size)
     assert curve(directory).keys() == expected.keys()
     for step, (loss, norm) in curve(directory).items():
         assert loss == pytest.approx(expected[step][0], rel=2e-3), step
         assert norm == pytest.approx(expected[step][1], rel=2e-2), step
 
 
-def test_a_run_continues_with_another_number_of_ranks(small: Small, tmp_path: Path) -> None:
+def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Trained) -> None:
     same = (
         "optimizer.schedule=constant",
         "optimizer.schedule_steps=4",
@@ -175,13 +177,13 @@ def test_a_run_continues_with_another_number_of_ranks(small: Small, tmp_path: Pa
         "size.vocab_size=515",
     )
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
-    first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4, tmp_path)
+    first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4)
     files = {
         path.name.split("-model")[0]: path.stat().st_size for path in found(first / "checkpoints")[-1].glob("tensors/*")
     }
     assert files.keys() == {f"shard-{rank:05d}" for rank in (1, 2, 3, 4)}, "every rank writes a file"
     assert max(files.values()) < 0.3 * sum(files.values()), "its part of model and moments"
-    second = trained(small(*same, *FSDP, "trainer.batch_size=2", "trainer.max_steps=4"), 2, tmp_path)
+    second = trained(small(*same, *FSDP, "trainer.batch_size=2", "trainer.max_steps=4"), 2)
     assert second == first
     assert "resuming at step 2" in (second / "train.log").read_text()
     assert_same_curve(second, one)

@@ -1,0 +1,22 @@
+"""Ranks that stay for all runs of a file."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from rank_process import trained_in
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def trained(pool: Pool, tmp_path: Path) -> Callable[[list[str], int], Path]:
+    """The directory of a run, with these overrides and so many ranks, that finished."""
+    return partial(trained_in, pool, tmp_path=tmp_path)

@@ -1,0 +1,16 @@
+"""Importing this module does what commands of the repository do at their start: see forked.py."""
+
+from importlib import import_module
+
+from linrnn.config import load_config
+
+LIBRARIES = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers"]
+LIBRARIES += ["fla.layers", "fla.models", "hydra", "matplotlib.pyplot", "wandb"]
+OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
+OURS += ["linrnn.bench.loss.run", "linrnn.bench.parallel.run"]
+OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.study.report"]
+
+for module in (*LIBRARIES, *OURS):
+    import_module(module)
+for parallel in ("none", "ddp", "fsdp", "vocab"):
+    load_config([f"parallel={parallel}"])
