@@ -1,5 +1,4 @@
-"""Cross-entropy of a linear layer without its logits in memory: exact, deterministic, on Hopper GPUs and on
-CPUs."""
+"""Cross-entropy of a linear layer without its logits in memory: exact and deterministic, on GPUs and CPUs."""
 
 from .api import PRESETS, linear_cross_entropy
 from .huggingface.patch import is_patched, patch, unpatch

@@ -1,13 +1,13 @@
-"""The three ways to hold a gradient that is summed over chunks.
+"""A gradient that is summed over chunks, in one of three precisions (`accumulate`).
 
-bf16    value in the gradient's own dtype, rounded at every chunk
-kahan   value in the gradient's dtype and what its rounding lost beside it, in 8 bits: compensated summation that
-        keeps 8 bits of mantissa more than the dtype has (16 for bf16), added in fp32 registers. What can be seen of
-        it is one rounding to the value's dtype, at the end.
+bf16    the value in the gradient's own dtype, rounded at every chunk
+kahan   compensated summation: the value in the gradient's own dtype, and its rounding error (`lost`) in 8 bits. The sum
+        keeps 8 more bits of mantissa than the dtype has (16 for bf16). Additions run in fp32 registers. The result has
+        one visible rounding, at the end.
 fp32    an fp32 tensor, rounded once at the end
 
-An fp32 gradient is summed as it is: all three mean the same there. What was lost is an int8 in units of the value's
-last place / 256 (here in torch; kahan.py has the same in Triton).
+An fp32 gradient is summed in fp32 in all three cases. `lost` is int8 in units of 1 / 256 of the value's last place.
+This file holds the arithmetic in torch, kernels/kahan.py in Triton.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from torch import Tensor
 
 
 def value_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
-    """What a gradient of `dtype` is summed in."""
+    """The dtype in which a gradient of `dtype` is summed."""
     return torch.float32 if accumulate == "fp32" else dtype
 
 
 def compensated(dtype: torch.dtype, accumulate: str) -> bool:
-    """Whether what rounding lost is kept beside the value."""
+    """Whether the sum keeps its rounding error beside the value."""
     return accumulate == "kahan" and dtype != torch.float32
 
 
 def scratch_bytes(dtype: torch.dtype | None, accumulate: str) -> int:
-    """Bytes held per entry beyond the gradient itself, of `dtype` (None: not wanted)."""
+    """Bytes per entry beyond the gradient itself; dtype is the gradient's, or None if it is not wanted."""
     if dtype is None or dtype == torch.float32:
         return 0
     return {"kahan": 1, "fp32": 4, "bf16": 0}[accumulate]
 
 
-EXPONENT_BITS = 0x7F800000  # of fp32; not every device has frexp
+EXPONENT_BITS = 0x7F800000  # of fp32; used because not every device has frexp
 
 
 class Accumulator:
-    """A sum of gradient parts of one shape: `value` and `lost` (None if nothing is kept beside it).
+    """A sum of gradient parts of one shape: `value`, and its rounding error `lost` (None unless compensated).
 
     Args:
+        like: a tensor of the device to use.
         shape, dtype: of the gradient.
-        lost_rows: how many leading rows are summed over chunks; None: all. The others come complete.
-        value: memory for the sum, if it is of the right dtype; None: new.
+        accumulate: "bf16", "kahan" or "fp32".
+        lost_rows: number of leading rows that are summed over chunks; None for all. Later rows have one part only.
+        value: memory for the sum; used only if it has the right dtype.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Accumulator:
 
 
 def _unit(value: Tensor) -> Tensor:
-    """The unit of `lost`, fp32: 1 / 256 of the value's last place."""
+    """The unit of `lost` in fp32: 1 / 256 of the value's last place."""
     info = torch.finfo(value.dtype)
     size = value.float().abs().clamp(min=info.tiny)
     power = (size.view(torch.int32) & EXPONENT_BITS).view(torch.float32)  # 2^n <= |value| < 2^(n + 1)

@@ -100,24 +100,24 @@ def linear_cross_entropy(
             more, the whole call is exact. 0 makes every call exact.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to the gradients of c and bias.
             Filtering only one costs one more product.
-        accumulate: how a gradient is summed over chunks: "kahan" in its own dtype with 8 bits of rounding error kept
-            beside each value, "fp32", or "bf16" in its own dtype with plain rounding.
+        accumulate: how a gradient is summed over chunks (accumulator.py): "kahan", in its own dtype with 8 bits of
+            rounding error beside each value; "fp32"; or "bf16", in its own dtype with plain rounding.
         workspace_mib: MiB for the chunk of N × V numbers that exists at one time. More memory is faster. A compensated
             sum takes 1 byte more for each entry of a 16-bit gradient (see accumulate). Three products are
             chosen only if their sums fit workspace_mib, too (planner.py). On CPU tensors workspace_mib bounds all extra
             memory, also in the forward pass. Defaults:
-              * three products: a third of the logits in 16 bits, 2 N V / 3 bytes; not less than 256 MiB if the logits
-                are that large, and at most 2048 MiB;
+              * three products: a third of the logits in 16 bits, 2 N V / 3 bytes. At least 256 MiB if the logits are
+                that large, and at most 2048 MiB;
               * four products: 256 MiB, or 256 columns of N rows if these take more.
         main_grad_c: (V, D) fp32 buffer. c's gradient, if c requires one, is added to it unrounded; c.grad stays as it
             is.
         return_lse: also return each row's log-sum-exp of the logits, fp32, differentiable.
-        return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored:
-            accuracy (the target's logit is larger than every other) and entropy (of the softmax, in nats).
-        return_stats: also return a dict of 0-d device tensors about the filter: entries_kept (a share),
-            dropped_mass_mean, dropped_mass_p99 and dropped_mass_max (over rows whose loss has a gradient), exact (0 or
-            1); see filter_rule.FilterStats. They are NaN until the backward pass fills them in. Under activation
-            checkpointing they stay NaN, because backward belongs to a second call. Breaks torch.compile's graph.
+        return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored. accuracy:
+            whether the target's logit is larger than every other. entropy: of the softmax, in nats.
+        return_stats: also return a dict of 0-d device tensors, the filter's statistics (filter_rule.FilterStats):
+            entries_kept, dropped_mass_mean, dropped_mass_p99, dropped_mass_max and exact. They are NaN until the
+            backward pass fills them in. Under activation checkpointing they stay NaN, because backward belongs to a
+            second call. Breaks torch.compile's graph.
         preset: a name in PRESETS; sets filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
 
     Returns:

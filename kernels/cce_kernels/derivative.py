@@ -1,7 +1,7 @@
-"""What the derivatives of operators.py and operators.py share, with torch.compile and without.
+"""Gives a custom operator its derivative, with torch.compile and without.
 
-Both operators take e, c, targets, bias, main_grad_c and stats first, and give loss, LSE, metrics and the state of the
-backward pass.
+operators.py and parallel/operators.py use it. Their operators take e, c, targets, bias, main_grad_c and stats first.
+They return loss, LSE, metrics and the state of the backward pass.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from torch import Tensor
 from .backends import without_values
 
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
-STATS = 5  # place among the inputs
+STATS = 5  # index of stats among the inputs
 
 
 class Final(torch.autograd.Function):
-    """A gradient, and what it depends on: to differentiate it in its turn is an error. Without this node a penalty on
-    it would have no effect, unnoticed."""
+    """The identity on a gradient; its backward raises an error.
+
+    Without this node, a penalty on the gradient would silently have no effect.
+    """
 
     @staticmethod
     def forward(ctx, grad, *_):
@@ -34,15 +36,21 @@ class Final(torch.autograd.Function):
 def differentiable(
     op: Any, forward: Callable[..., Any], keep: Callable[..., None], gradients: Callable, direct_gradients: Callable
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Give `op` its derivative; a function of its inputs to loss, LSE and metrics, the first two differentiable.
+    """Give `op` its derivative.
 
     Args:
-        forward: what `op` does, without the dispatcher, whose bookkeeping takes longer than small problems do.
-        keep: (ctx, inputs): notes on ctx what `gradients` needs of them beside tensors, and `needs`.
-        gradients: (ctx, grad_loss, grad_lse): of e, c and bias, through operators. `ctx.saved_tensors` are e, c, bias,
-            lse and the state; `ctx.written` main_grad_c and stats; `ctx.dtypes` the gradients' (None: not wanted).
-            The first of several backward passes through one loss may use the state up; it then sets `ctx.finished`.
-        direct_gradients: the same without the dispatcher.
+        op: the custom operator.
+        forward: the function behind `op`. It is called directly where possible, because the dispatcher takes longer
+            than a small problem.
+        keep: called with (ctx, inputs); stores on ctx `needs`, and what else `gradients` needs besides tensors.
+        gradients: called with (ctx, grad_loss, grad_lse); returns the gradients of e, c and bias, computed by custom
+            operators. `ctx.saved_tensors` holds e, c, bias, lse and the state, `ctx.written` main_grad_c and stats,
+            `ctx.dtypes` the gradients' dtypes (None if not wanted). The first backward pass through a loss may
+            overwrite the state, and then sets `ctx.finished`.
+        direct_gradients: like `gradients`, with direct calls instead of custom operators.
+
+    Returns:
+        A function of op's inputs that returns loss, LSE and metrics. Loss and LSE are differentiable.
     """
 
     def setup_context(ctx, inputs, output) -> None:
@@ -56,7 +64,7 @@ def differentiable(
         ctx.n_inputs, ctx.finished = len(inputs), False
         _, lse, _, state = output
         ctx.set_materialize_grads(False)
-        # ctx.written: others may write to them before the backward pass, which does too.
+        # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass.
         ctx.save_for_backward(e, c, bias, lse, *state)
 
     def setup_op_context(ctx, inputs, output) -> None:
@@ -95,7 +103,7 @@ def differentiable(
         if not compiling and not without_values(inputs[0]):
             return Direct.apply(*inputs)
         if compiling and inputs[STATS] is not None:
-            from .runtime.compiler import uncompiled  # imports all of torch's compiler: 2 s
+            from .runtime.compiler import uncompiled  # imported late: it imports torch's compiler, which takes 2 s
 
             return uncompiled(call, *inputs)
         loss, lse, metrics, _ = op(*inputs)
@@ -105,15 +113,15 @@ def differentiable(
 
 
 def empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Of x's shape, on e's device; one of no entries, as e's, where it is not wanted."""
+    """Memory for x's gradient on e's device; an empty tensor if dtype is None."""
     return e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype)
 
 
 def used_up(state: list[Tensor]) -> list[Tensor]:
-    """The same memory for a backward pass that overwrites it and returns parts of it as gradients.
+    """The state's memory for a backward pass that overwrites it and returns parts of it as gradients.
 
-    `.data` has a version counter of its own: autograd would refuse another backward pass through the loss because a
-    saved tensor has changed, although that pass does not read it.
+    `.data` has a version counter of its own. Otherwise autograd would refuse a second backward pass, because a saved
+    tensor has changed. The second pass does not read the state.
     """
     return [x.data for x in state]
 
@@ -121,6 +129,9 @@ def used_up(state: list[Tensor]) -> list[Tensor]:
 def stored_dtypes(
     dtype_e: torch.dtype, c: Tensor, main_grad_c: Tensor | None, needs: list[bool]
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What the stored scheme sums the gradients of e and c for; a main_grad is added to from a 16-bit sum."""
+    """Dtypes for which the three-product scheme sums the gradients of e and c; None for those not wanted.
+
+    dC is summed in bf16 if main_grad_c takes it.
+    """
     dtype_c = torch.bfloat16 if main_grad_c is not None else c.dtype
     return dtype_e if needs[0] else None, dtype_c if needs[1] else None

@@ -1,31 +1,33 @@
-"""The gradient filter (cce_filter): which entries of the softmax take part in the gradients, and what was left out.
+"""The gradient filter (cce_filter): its rule, in torch, and its statistics. The filter package has it in Triton.
 
-An entry that is not its row's target, of probability p, is kept as it is where p ≥ eps. What becomes of the others, a
-row's tail, is one of two rules:
+An entry is one row's probability p of one vocabulary column. The filter keeps each row's target and every entry with
+p ≥ eps. The remaining entries are the row's tail. One of two rules applies to the tail:
 
-threshold  dropped. Biased: what is dropped is missing from every batch alike. The rule of Wijmans et al., "Cut Your
-           Losses in Large-Vocabulary Language Models" (2024), on entries instead of tiles.
-unbiased   estimated from a sample: dE from one column of each group of neighbours, dC from one row of each, times the
-           size of the group. The mean over the draws is p: what the sample adds is noise, which batches average out.
+threshold  The tail is dropped, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), but
+           by entry instead of by tile. The gradient is biased: every batch misses the same part.
+unbiased   The tail is estimated from a sample. dE takes one column of each group of neighbouring columns, and dC one
+           row of each group of rows. Each draw counts `size` times, the size of its group. The mean over all draws is
+           p. So the sample adds noise, which averages out over batches.
 
-The squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|² for dC): tails are flat, so that Σ p² is
-far below eps Σ p, which is what drawing each entry by itself, with probability p / eps, would cost. And a sample of
-whole columns or rows is two small products on the tensor cores (sample.py), where single entries are gathers.
+Why groups and not entries: the squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|² for dC). Drawing
+each entry alone, with probability p / eps, would cost eps Σ p |c|². Tails are flat, so Σ p² is far below eps Σ p.
+Whole columns or rows also make two small products on the tensor cores (filter/sample.py), where single entries would
+need gathers.
 
-An entry's logit from the mean hidden state of a batch says how large its p tend to be: on a model in training its
-order is nearly that of the mean probabilities. The unbiased rule keeps the likeliest entries, the head, in every row:
-they carry most of the mass that no row concentrates, and as a dense product they cost less than their share of the
-lists. The next ones are drawn from smaller groups, of neighbours in that order.
+Likely columns and the head: a column's logit from the batch's mean hidden state predicts its probabilities. While a
+model trains, the order of these logits is nearly the order of the mean probabilities. The unbiased rule keeps the
+likeliest columns, the head, in every row. They hold most of the mass that is spread over rows, and a dense product of
+the head costs less than listing its entries. The next likely columns are drawn from smaller groups of neighbours in
+that order.
 
-Draws follow from a seed of the batch's targets, and the order from sums in fp64, which hold what operands of 16 bits
-add up to: both are the same on every device and in any tiling. Rows of a block of `block_rows` share their columns,
-others have their own, so that what dE has too much of differs between blocks.
+Reproducibility: draws follow from a seed of the batch's targets. The order follows from sums in fp64, which are exact
+enough for 16-bit operands to be the same on every device and in any tiling. A block of `block_rows` rows shares its
+drawn columns. Other blocks draw other columns, so that the errors of dE differ between blocks.
 
-Where a row drops more than `filter_mass`, the whole call is exact: as fast as without a filter, where some rows alone
-would take the slowest way of all.
+If any row drops more than `filter_mass`, the whole call is exact. Exact rows alone would take the slowest path.
 
-A threshold drops nearly all of the gradient but the target's where the model is untrained (p ≈ 1 / V < eps): it suits
-fine-tuning. `FilterStats` says how much was dropped.
+On an untrained model p ≈ 1 / V < eps, so a threshold drops nearly all of the gradient but the targets'. The filter
+suits fine-tuning. `FilterStats` reports how much was dropped.
 """
 
 from __future__ import annotations
@@ -41,22 +43,26 @@ from torch import Tensor
 from .options import Options
 from .row_math import where_it_counts
 
-COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # neighbours of which one is drawn
-TILE_ROWS, TILE_COLS = 128, 256  # of the large products; see tiles.py
-TWO_WAVES = 264  # tiles that a GPU of 132 multiprocessors makes in two turns
-ENTRIES_AT_A_TIME = 4096  # rows of c in fp64
+COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # sizes of the groups of which one is drawn
+TILE_ROWS, TILE_COLS = 128, 256  # tile of the large products (runtime/tile_table.py)
+TWO_WAVES = 264  # tiles that a GPU with 132 multiprocessors computes in two waves
+ENTRIES_AT_A_TIME = 4096  # rows of c that are converted to fp64 at a time
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B
-MOST_HEAD, HEAD_SHARE = 4096, 16  # entries of the head; it is at most 1 / 16 of the vocabulary
-LIKELY_SHARE = 8  # the likely entries, the head among them: 1 / 8 of it
+MOST_HEAD, HEAD_SHARE = 4096, 16  # the head has at most 4096 columns, and at most 1 / 16 of the vocabulary
+LIKELY_SHARE = 8  # 1 / 8 of the vocabulary counts as likely, the head included
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides whether an entry is kept, and of which others the sample is.
+    """The rule of one call: which entries are kept, and what is sampled from the tail.
 
-    eps: () fp32, the threshold; 0 keeps all. seed: () int64, of the draws, or None where the tail is dropped.
-    rank: (V,) int32, each entry's place by its mean logit, or None where no entries count as likely.
-    likely: (n,) int64, the first of these; n_head of them are the head.
+    eps: () fp32, the threshold; 0 keeps all entries.
+    seed: () int64, the seed of the draws; None if the tail is dropped.
+    rank: (V,) int32, each column's rank by its mean logit; None if no columns count as likely.
+    likely: (n,) int64, the likely columns in order of rank; the first n_head are the head. None like rank.
+    counts: (N,) bool, whether a row has a target; None if filter_mass is not checked.
+    first: the shard's first column, if the rule is for a shard of the vocabulary.
+    add_up: sums a tensor over all shards in place; None for a whole vocabulary.
     """
 
     eps: Tensor
@@ -64,14 +70,17 @@ class Rule:
     rank: Tensor | None
     likely: Tensor | None
     n_head: int = 0
-    counts: Tensor | None = None  # (N,) bool, rows with a target, where filter_mass is to be looked after
-    first: int = 0  # of the whole vocabulary's entries, where this is the rule of a shard
-    add_up: Callable[[Tensor], Any] | None = None  # there: the shards' sum, in place
+    counts: Tensor | None = None
+    first: int = 0
+    add_up: Callable[[Tensor], Any] | None = None
 
     @classmethod
     def of(cls, columns: Tensor, mean_z: Tensor | None, o: Options) -> Rule:
-        """The rule of a call; columns (N,) int64, the rows' targets, negative for none; mean_z (V,) the `mean_logits`,
-        which the unbiased rule takes."""
+        """The rule of a call.
+
+        columns: (N,) int64, each row's target column, negative for none.
+        mean_z: (V,) fp32 from `mean_logits`, for the unbiased rule; else None.
+        """
         assert o.filter_eps is not None
         eps = torch.full((), o.filter_eps, dtype=torch.float32, device=columns.device)
         counts = columns >= 0
@@ -82,29 +91,37 @@ class Rule:
         return cls(eps, seed_of(columns), *by_likelihood(mean_z, n_likely), n_head, counts)
 
     def exact_if(self, exact: Tensor) -> Rule:
-        """The same, but with exact, () bool, all is kept."""
+        """This rule, but it keeps everything if exact, () bool, is true."""
         return replace(self, eps=torch.where(exact, 0.0, self.eps))
 
     def shard(self, first: int, size: int, add_up: Callable[[Tensor], Any] | None = None) -> Rule:
-        """The rule of `size` entries from `first` on, where others have the rest of the vocabulary; `add_up` makes of
-        what each has of the rows (N,) the sum, in place, on all of them."""
+        """The rule for a shard of the vocabulary: `size` columns from `first` on.
+
+        add_up: sums a tensor (N,) over all shards in place.
+        """
         rank = None if self.rank is None else self.rank[first : first + size]
         return replace(self, rank=rank, first=first, add_up=add_up)
 
     def drops_more(self, dropped: Tensor, most: float) -> Tensor:
-        """Whether a row with a target drops more than `most`, () bool; dropped (N,), the mass of it here."""
+        """Whether any row with a target drops more mass than `most`, () bool.
+
+        dropped: (N,), the mass that each row drops in this shard; overwritten by the sum over shards.
+        """
         assert self.counts is not None
         if self.add_up is not None:
             self.add_up(dropped)
         return ((dropped > most) & self.counts).any()
 
     def keeps(self, p: Tensor, entries: Tensor) -> Tensor:
-        """Which of p (N, W) of `entries` (W,) are kept as they are, targets aside: (N, W) bool."""
+        """Whether the rule keeps p (N, W) of the columns `entries` (W,), were they no targets: (N, W) bool."""
         kept = p >= self.eps
         return kept if self.rank is None else kept | (self.rank[entries] < self.n_head)[None, :]
 
     def weights_e(self, p: Tensor, entries: Tensor, dim: int, vocab: int) -> Tensor:
-        """What takes the place of p (N, W) in the gradient of e (N, dim), targets aside; of `vocab` entries here."""
+        """What replaces p (N, W) of the columns `entries` (W,) in the gradient of e (N, dim), except at targets.
+
+        vocab: columns of this shard.
+        """
         times = torch.zeros(-(-p.shape[0] // block_rows(dim)), vocab, dtype=p.dtype, device=p.device)
         if self.seed is not None:
             nowhere = torch.full((p.shape[0],), -1, device=p.device)
@@ -114,7 +131,7 @@ class Rule:
         return self._weights(p, entries, times[:, entries][block])
 
     def weights_c(self, p: Tensor, entries: Tensor) -> Tensor:
-        """What takes the place of p (N, W) in the gradients of c and bias, targets aside."""
+        """What replaces p (N, W) of the columns `entries` (W,) in the gradients of c and bias, except at targets."""
         times = torch.zeros_like(p[:, 0])
         if self.seed is not None:
             rows, row_times = draw_rows(self.seed, p.shape[0])
@@ -125,7 +142,10 @@ class Rule:
         return torch.where(self.keeps(p, entries), p, torch.where(p < self.eps, times * p, 0))
 
     def sample(self, columns: Tensor, dim: int, vocab: int) -> Sample:
-        """What is drawn for the gradients of e (N, dim) and of `vocab` entries here; columns (N,) int64, targets."""
+        """The columns drawn for the gradient of e (N, dim), and the rows drawn for the gradient of c.
+
+        columns: (N,) int64, each row's target column. vocab: columns of this shard.
+        """
         assert self.seed is not None
         blocks = -(-columns.shape[0] // block_rows(dim))
         block = torch.arange(columns.shape[0], device=columns.device) // block_rows(dim)
@@ -156,10 +176,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Sample:
-    """The columns and rows drawn, and how many each stands for: 0 where what was drawn is none of those at hand.
+    """The columns and rows drawn, and how many times each one counts.
 
-    columns: (blocks of rows, groups) int64; times: the same in fp32. place: (N,) int64, where a row's target stands
-    among the columns of its block, -1 if it does not. rows: (groups of rows,) int64; row_times: the same in fp32.
+    columns: (blocks of rows, groups) int64, the columns drawn for each block of rows.
+    times: (blocks of rows, groups) fp32, the size of the drawn column's group; 0 for a draw that does not count. Such a
+        draw lies outside of the vocabulary or shard, or is a likely column drawn from the groups of all columns.
+    place: (N,) int64, the index of a row's target among its block's drawn columns, or -1.
+    rows: (groups of rows,) int64, the rows drawn.
+    row_times: (groups of rows,) fp32, the size of the drawn row's group; 0 for a draw beyond the last row.
     """
 
     columns: Tensor
@@ -170,7 +194,7 @@ class Sample:
 
     @classmethod
     def empty(cls, columns: Tensor, dim: int, vocab: int) -> Sample:
-        """Of a whole vocabulary, without values."""
+        """A sample of a whole vocabulary, without values."""
         n_rows = columns.shape[0]
         n_head, n_likely = likely_sizes(vocab)
         groups = -(-vocab // COLUMN_GROUP) + -(-(n_likely - n_head) // LIKELY_GROUP)
@@ -183,14 +207,16 @@ class Sample:
 
 
 def likely_sizes(vocab: int) -> tuple[int, int]:
-    """Entries that the unbiased rule keeps in every row, and those that count as likely, these among them."""
+    """(columns of the head, likely columns including the head) of the unbiased rule."""
     head = min(MOST_HEAD, vocab // HEAD_SHARE) // 16 * 16
     return head, max(head, vocab // LIKELY_SHARE // 16 * 16)
 
 
 def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor | None:
-    """Each entry's logit from the mean hidden state of the rows that have a target, before any softcap: (V,) fp32, 0
-    for what is no number. The mean is rounded to bf16, and sums are in fp64. None for a rule that asks for none."""
+    """Each column's logit from the mean hidden state of the rows with a target, before any softcap: (V,) fp32.
+
+    NaN becomes 0. The mean is rounded to bf16, and sums are in fp64. None unless the rule is unbiased.
+    """
     if not o.filter_unbiased:
         return None
     counts = columns >= 0
@@ -203,45 +229,50 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: O
 
 
 def fp32_logit_scale(o: Options) -> float:
-    """The logit_scale in fp32: with any other, near ties would go another way where no kernel runs."""
+    """logit_scale rounded to fp32, as kernels take it. A more precise scale would order near ties differently."""
     return c_float(o.logit_scale).value
 
 
 def by_likelihood(mean_z: Tensor, size: int) -> tuple[Tensor | None, Tensor | None]:
-    """Each entry's rank by its mean logit, the largest first, ties by index: (V,) int32; and the first `size` entries,
-    (size,) int64. None and None if that is 0."""
+    """Each column's rank by its mean logit, (V,) int32, and the `size` likeliest columns in order, (size,) int64.
+
+    The largest logit has rank 0; ties go by index. (None, None) if size is 0.
+    """
     if not size:
         return None, None
     order = torch.argsort(mean_z, descending=True, stable=True)
     rank = torch.empty(order.shape, dtype=torch.int32, device=order.device)
     rank[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    return rank, order[:size].clone()  # the others go
+    return rank, order[:size].clone()  # a copy, so that the rest of `order` is freed
 
 
 def seed_of(columns: Tensor) -> Tensor:
-    """() int64, of every row's target (N,)."""
+    """The seed of the draws, () int64, from every row's target column (N,)."""
     return _mixed((_mixed(columns) ^ torch.arange(columns.shape[0], device=columns.device) * HASH_ODD).sum())
 
 
 def block_rows(dim: int) -> int:
-    """Rows of e (N, dim) that share the columns drawn: those of two waves of dE's tiles."""
+    """Rows of e (N, dim) that share their drawn columns: the rows of two waves of dE's tiles."""
     return max(1, TWO_WAVES // -(-dim // TILE_COLS)) * TILE_ROWS
 
 
 def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each group of neighbours among the rows the one drawn, and how many it stands for; see Sample."""
+    """The row drawn from each group of neighbouring rows, and its group's size: `Sample.rows` and `.row_times`."""
     rows = _draws(_mixed(seed), 0, -(-n_rows // ROW_GROUP), ROW_GROUP)
     return rows.clamp(max=n_rows - 1), (rows < n_rows).float() * ROW_GROUP
 
 
 def _draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:
-    """One of each group of `size` from the group `first` to `end`, (..., end − first) int64; seeds () or (..., 1)."""
+    """One draw from each group of `size` numbers, for the groups `first` to `end`: (..., end − first) int64.
+
+    seeds: () or (..., 1) int64.
+    """
     groups = torch.arange(first, end, device=seeds.device)
     return groups * size + _mixed(seeds ^ groups * HASH_ODD) % size
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """32 bits each, int64, that look drawn at random."""
+    """A hash of each number's lower 32 bits: 32 bits in int64."""
     for _ in range(2):
         x = x & _MASK
         x = (x ^ (x >> 16)) * HASH_ROUND
@@ -250,19 +281,20 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class FilterStats:
-    """What one backward pass kept and dropped; no synchronisation.
+    """Statistics of what one backward pass kept and dropped. Nothing waits for the device.
 
-    `values` (5,) fp32, on the device of the inputs, holds the figures of NAMES, NaN until backward has run:
-    entries_kept: share of the N_kept × V entries of the rows that count.
-    dropped_mass_mean, _p99, _max: softmax mass per row that counts of the entries that were not kept; the unbiased rule
-        estimates its share of the gradients.
-    exact: 1 where filter_mass was given and the call is exact: a row would have dropped more, or lists were too short;
-        else 0.
+    `values` (5,) fp32 holds the figures of NAMES on the inputs' device; NaN until backward has run. They are over the
+    rows that count, which are those whose loss has a gradient:
+      entries_kept: share of the rows' entries that were kept.
+      dropped_mass_mean, dropped_mass_p99, dropped_mass_max: softmax mass of a row's entries that were not kept. (The
+        unbiased rule estimates their part of the gradients.)
+      exact: 1 if filter_mass was given and the call was exact, else 0. A call is exact if a row would have dropped more
+        than filter_mass, or if the lists were too short.
 
     Args:
-        figures: `filter_figures`, of whatever runs.
-        vocab: entries of the whole vocabulary.
-        add_up: sums over the ranks of a group, each with a part of the vocabulary, in place.
+        figures: the backend's `filter_figures`.
+        vocab: columns of the whole vocabulary.
+        add_up: sums a tensor in place over the ranks that hold the shards of the vocabulary.
     """
 
     NAMES = ("entries_kept", "dropped_mass_mean", "dropped_mass_p99", "dropped_mass_max", "exact")
@@ -274,22 +306,24 @@ class FilterStats:
 
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
-        """Memory for the values."""
+        """Memory for `values`."""
         return torch.empty(len(cls.NAMES), dtype=torch.float32, device=device)
 
     @classmethod
     def report(cls, values: Tensor) -> dict[str, Tensor]:
-        """The values by name, as 0-d views: NaN, until a backward pass fills them in. (The forward pass, whose start
-        the device may be waiting for, has been launched by then.)"""
+        """The values by name, as 0-d views; NaN until a backward pass fills them in.
+
+        Called after the forward pass is launched, so that the device need not wait for the fill.
+        """
         return dict(zip(cls.NAMES, values.fill_(torch.nan).unbind(), strict=True))
 
     def write(self, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor) -> None:
         """Fill in the report.
 
         Args:
-            kept, dropped: (N,) fp32, entries kept and mass dropped of each row.
-            exact: () bool or int32, whether the call is exact for filter_mass's sake; None: there was no filter.
-            counts: (N,) fp32, other than 0 for rows that count.
+            kept, dropped: (N,) fp32, each row's number of entries kept, and softmax mass dropped.
+            exact: () bool or int32, whether filter_mass made the call exact; None if there was no filter.
+            counts: (N,) fp32, not 0 for rows that count.
         """
         if self._add_up is not None:
             self._add_up(kept)
@@ -297,7 +331,10 @@ class FilterStats:
         self._figures(self.values, kept, dropped, exact, counts, self._vocab)
 
     def write_exact(self, scale: Tensor, columns: Tensor) -> None:
-        """Fill in the report where there was no filter; scale () is the gradient of all row losses."""
+        """Fill in the report of a call without a filter.
+
+        scale: () fp32, the gradient of all row losses. columns: (N,) int64, each row's target column.
+        """
         none = torch.zeros_like(columns, dtype=torch.float32)
         self._figures(self.values, none, none, None, where_it_counts(scale, columns), self._vocab)
 
@@ -305,7 +342,7 @@ class FilterStats:
 def filter_figures(
     values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
 ) -> None:
-    """Write the figures of `FilterStats`, from what `FilterStats.write` takes, to values (5,)."""
+    """Write the figures of `FilterStats` to values (5,); the other arguments are those of `FilterStats.write`."""
     exact = torch.ones((), dtype=torch.bool, device=values.device) if exact is None else exact != 0
     kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
     counted = counts != 0

@@ -1,8 +1,8 @@
 """The loss as custom operators, opaque to torch.compile, and their derivative.
 
-`cross_entropy` gives loss and log-sum-exps and, if gradients are wanted, what the backward pass needs. How that one
-goes about it (three_products.py: three products; four_products.py: four; in_torch.py on CPUs) follows from shapes,
-dtypes and options alone, so that the fake kernel knows the shapes of everything.
+`cross_entropy` returns loss, log-sum-exps and metrics. If gradients are wanted, its operator also returns the state of
+the backward pass. The scheme (planner.py; backends/in_torch.py on CPUs) follows from shapes, dtypes and options alone.
+So the fake kernels know every output's shape.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .options import Options
 from .planner import Plan, Problem
 from .row_math import assemble_loss, reduce_loss
 
-# The fields of Options, in order; every operator ends in them.
+# The fields of Options in order: the last inputs of most operators.
 OPTIONS = (
     "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_unbiased, "
     "float? filter_mass, bool filter_e, bool filter_c, str accumulate, float? workspace_mib"
 )
-# e (N, D); c (V, D); targets (N,) int64; bias (V,); main_grad_c (V, D) fp32 to add dC to; stats (5,) fp32 for the
-# filter's statistics; dtype of the products; reduction of the row losses; with_lse: whether the log-sum-exps are
-# wanted (else those of ignored rows may mean nothing); needs: whether gradients of e, c and bias are wanted.
+# e: (N, D). c: (V, D). targets: (N,) int64. bias: (V,). main_grad_c: (V, D) fp32, dC is added to it.
+# stats: (5,) fp32, written (filter_rule.FilterStats). dtype: of the products. reduction: of the row losses.
+# with_lse: whether log-sum-exps are wanted; if not, those of ignored rows are undefined.
+# needs: whether gradients of e, c and bias are wanted.
 INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
     "ScalarType dtype, str reduction, bool with_lse, bool with_metrics, bool[] needs"
@@ -49,12 +50,14 @@ def _cross_entropy(
     needs: list[bool],
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Loss, () or (N,), and LSE (N,), fp32, metrics (2, N) (empty if not asked for), and the state of the backward pass
-    (none if nothing is needed)."""
+    """Loss, () or (N,), LSE (N,), metrics (2, N) (empty unless wanted), all fp32; and the state of the backward pass.
+
+    The state is empty if no gradient is wanted.
+    """
     o = Options(*options)
     backend = backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        # First of all: this refuses a workspace that is too small.
+        # Before any computation, because it refuses a workspace that is too small.
         plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         bias = None if bias is None else bias.contiguous()
@@ -73,7 +76,7 @@ def _cross_entropy(
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
         return loss, rows.lse, metrics, []
-    # An output must not be an input: only copies made above are handed on.
+    # A custom operator must not return an input, so the state holds e and c only if they were copied.
     copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
     counted = targets.new_empty(0) if counted is None else counted
     return loss, rows.lse, metrics, [counted, columns, *copies, *state]
@@ -128,8 +131,10 @@ def _recompute(
     dtype_bias: torch.dtype | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of e, c and bias (empty where no dtype is given) from recomputed logits, `width` columns at a time;
-    grad_rows: () or (N,)."""
+    """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
+
+    grad_rows: () or (N,), dL/d(row loss).
+    """
     o = Options(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
@@ -175,7 +180,7 @@ def _gather(
     dtype_c: torch.dtype | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of e and c (empty where no dtype is given) from lists of entries; see gather.py."""
+    """Gradients of e and c from the filter's lists (filter/gather.py); empty where no dtype is given."""
     o = Options(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
@@ -213,10 +218,10 @@ def _finish_stored(
     main_grad_c: Tensor | None,
     stats: Tensor | None,
 ) -> None:
-    """Finish the sums of both gradients, times scale (), where they lie.
+    """Finish the sums of both gradients in place, times scale ().
 
-    held, sums: the state from three_products.py before its place SUMS, which is only read, and from there on. (The
-    compiler copies what an operator may write to.)
+    held: the state of three_products.py up to its index SUMS, read only. sums: the state from SUMS on, written. They
+    are separate because torch.compile copies every tensor that an operator may write to.
     """
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         backend_of(e).three_products.backward(e, c, columns, scale, rows, [*held, *sums], main_grad_c)
@@ -246,7 +251,7 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     assert plan is not None
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
-    if plan.rows and not ctx.finished:  # another backward pass makes the logits again
+    if plan.rows and not ctx.finished:  # a second backward pass recomputes the logits
         if finish_stored is _finish_stored:
             ctx.finished, state = True, used_up(state)
         stored = backend_of(e).three_products
@@ -292,11 +297,11 @@ def _plan(
     needs: list[bool],
     o: Options,
 ) -> Plan | None:
-    """How the backward pass goes about it; None if there is none."""
+    """The plan of the backward pass; None if no gradient is wanted."""
     if not any(needs):
         return None
     problem = Problem(
-        int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), dtype,  # a compiled graph is for these sizes
+        int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), dtype,  # int() fixes a compiled graph to these sizes
         e.dtype if needs[0] else None, c.dtype if needs[1] else None, main_grad_c is not None,
         uniform, bias is not None,
     )  # fmt: skip

@@ -199,8 +199,8 @@ def _columns(p: Problem, o: Options, fixed_bytes: int = 0) -> int:
 def _capacity(p: Problem, o: Options) -> int:
     """Entries that the filter's lists hold, as far as the workspace allows.
 
-    0 means that the call uses no lists: only one of two gradients is filtered, filter/select.py does not serve the
-    call, or the lists would be too short to be worth it.
+    0 means that the call uses no lists. Either only one of two gradients is filtered, or filter/select.py does not
+    serve the call, or the lists would be too short to be worth it.
     """
     if o.filter_eps is None or o.passes(p.grad_e is not None, p.grad_c is not None or p.main_grad) != [o.filter_eps]:
         return 0

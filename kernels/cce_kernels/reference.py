@@ -1,10 +1,10 @@
-"""Ground truth in plain torch: materialised logits, one line per formula, any precision, differentiable.
+"""The reference in plain torch: it stores all logits, takes any precision, and is differentiable.
 
 With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_v exp z_iv, a row's loss is
 
     LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
 
-A filter changes gradients alone: entries of dL/dz are weighted as filter_rule.py says, the target's entry stays.
+A filter changes gradients alone. It weights the entries of dL/dz as filter_rule.py says, and keeps the target's entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def reference_linear_cross_entropy(
 
     Args:
         e: (..., D). c: (V, D). targets: (...), integers. bias: (V,) or None.
-        dtype: what everything is computed in; gradients come back in the inputs' own dtypes.
+        dtype: the dtype of all computation. Gradients have the inputs' own dtypes.
         options: the fields of `Options`.
 
     Returns:
@@ -47,7 +47,7 @@ def reference_linear_cross_entropy(
     c = c.to(dtype)
     columns = target_columns(targets, ignore_index, c.shape[0])
 
-    # z_e carries the gradient of e, z_c the one of c and bias, so that each has a filter of its own.
+    # z_e carries the gradient of e, and z_c the gradients of c and bias, because each side has a filter of its own.
     z_e = _logits(e, c.detach(), None if bias is None else bias.detach().to(dtype), o)
     z_c = _logits(e.detach(), c, None if bias is None else bias.to(dtype), o)
     if o.filter_eps is not None:
@@ -69,7 +69,7 @@ def reference_linear_cross_entropy(
 
     lse = torch.logsumexp(z, dim=1)
     z_target = z.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
-    # Its value from the others than the target: where the model is sure, lse − z_target keeps no digit.
+    # The loss's value comes from the logits without the target's. If the model is sure, lse − z_target keeps no digit.
     others = z.detach().scatter(1, columns.clamp(min=0)[:, None], -torch.inf).logsumexp(dim=1)
     loss = lse - z_target
     precise = torch.logaddexp(others - z_target.detach(), torch.zeros_like(others))

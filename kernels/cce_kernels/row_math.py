@@ -1,4 +1,4 @@
-"""The per-row arithmetic around the kernels, in torch: N numbers each, shared by every implementation."""
+"""Arithmetic on numbers of each row, (N,) tensors, in torch. Every backend uses it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from torch import Tensor
 
 from .options import Options
 
-IGNORED, OUTSIDE = -1, -2  # in place of a column: the row does not count; its target is no entry of the vocabulary
+# A row's "target column" is its target, or one of two negative numbers.
+IGNORED, OUTSIDE = -1, -2  # the target is ignore_index; the target lies outside the vocabulary
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Per row, fp32: log-sum-exp; −log p of the target (0 where ignored, NaN where it lies outside the vocabulary);
-    with label smoothing, target logit less mean logit (N,); metrics (2, N), if asked for: whether the target's logit
-    is the largest (1 or 0), and the entropy of the softmax, in nats; with them, the largest logit but the target's."""
+    """Statistics of each row, fp32.
+
+    lse: (N,) log-sum-exp of the logits.
+    nll: (N,) −log p of the target; 0 for ignored rows, NaN for a target outside the vocabulary.
+    z_above_mean: (N,) target logit minus mean logit, for label smoothing; else None.
+    metrics: (2, N) whether the target's logit is the largest (1 or 0), and the entropy of the softmax in nats; or None.
+    largest: (N,) the largest logit except the target's, if metrics are wanted; else None.
+    """
 
     lse: Tensor
     nll: Tensor
@@ -26,22 +32,23 @@ class Rows:
 
 
 def empty_metrics(like: Tensor, wanted: bool) -> Tensor | None:
+    """Memory for `Rows.metrics` of like's rows, or None."""
     return like.new_empty((2, like.shape[0]), dtype=torch.float32) if wanted else None
 
 
 def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
-    """Each row's target column (N,), IGNORED or OUTSIDE."""
+    """Each row's target column (N,): a column, IGNORED or OUTSIDE."""
     columns = torch.where((targets >= 0) & (targets < vocab), targets, OUTSIDE)
     return torch.where(targets == ignore_index, IGNORED, columns)
 
 
 def where_it_counts(x: Tensor, columns: Tensor) -> Tensor:
-    """x (N,), 0 where the row is ignored, NaN where its target lies outside the vocabulary."""
+    """x (N,) with 0 for ignored rows and NaN for rows whose target lies outside the vocabulary."""
     return torch.where(columns >= 0, x, torch.nan).masked_fill_(columns == IGNORED, 0.0)
 
 
 def assemble_loss(rows: Rows, columns: Tensor, o: Options) -> Tensor:
-    """Row losses (N,)."""
+    """Row losses (N,): −log p, label smoothing and z_loss."""
     loss = rows.nll
     if rows.z_above_mean is not None:
         loss = loss + where_it_counts(o.label_smoothing * rows.z_above_mean, columns)
@@ -51,20 +58,22 @@ def assemble_loss(rows: Rows, columns: Tensor, o: Options) -> Tensor:
 
 
 def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[str, Tensor]:
-    """Mean accuracy and entropy over the rows that are not ignored (0 if all are), 0-d."""
+    """Mean accuracy and entropy over the rows that are not ignored, 0-d; 0 if all rows are ignored."""
     counts = targets != ignore_index
     accuracy, entropy = torch.where(counts, metrics, 0.0).sum(dim=1) / counts.sum().clamp(min=1)
     return {"accuracy": accuracy, "entropy": entropy}
 
 
 def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
-    """Rows (N,) as they are, their sum, or their mean over those that are not ignored (0 if all are); and, for a mean,
-    what the sum was divided by."""
+    """The row losses (N,), their sum, or their mean over the rows that are not ignored (0 if all are ignored).
+
+    The second value is the mean's divisor, or None.
+    """
     if reduction == "none":
         return rows, None
     if reduction == "sum":
         return rows.sum(), None
-    counts = torch.ne(targets, ignore_index, out=torch.empty_like(targets))  # 0 or 1: as a bool, sum() would copy it
+    counts = torch.ne(targets, ignore_index, out=torch.empty_like(targets))  # integers, because sum() copies bools
     counted = counts.sum().clamp_(min=1)
     return rows.sum() / counted, counted
 
@@ -72,9 +81,14 @@ def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str
 def row_coefficients(
     grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
 ) -> tuple[Tensor, Tensor]:
-    """(a, b), both (N,), of the gradient a_i p_iv − b_i ((1 − s) [v = target] + s / V) with respect to z_iv.
+    """The coefficients (a, b), each (N,), of the logits' gradient.
 
-    grad_loss: dL/d(row loss), (N,), or () if all rows have the same.
+        dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)            (s: label smoothing)
+
+    a = b (1 + 2 z_loss LSE) + dL/dLSE. b is dL/d(row loss), but 0 for ignored rows and NaN for rows whose target lies
+    outside the vocabulary.
+
+    grad_loss: dL/d(row loss), (N,), or () if all rows have the same. grad_lse: dL/dLSE, (N,), or None.
     """
     b = where_it_counts(grad_loss, columns)
     a = b * (1 + 2 * o.z_loss * lse) if o.z_loss else b

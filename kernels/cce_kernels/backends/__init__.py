@@ -1,9 +1,10 @@
-"""Which devices the loss runs on, and by which implementation.
+"""Chooses the backend, which computes the loss, by device.
 
-    CPU                                       torch (in_torch.py), or the kernels under TRITON_INTERPRET=1
-    NVIDIA of compute capability 8.0 and up   the Triton kernels (with_triton.py)
-    older NVIDIA, AMD (ROCm), Intel (XPU)     torch, with one warning for each device
-    every other device (MPS, ...)             refused
+    device                                    backend
+    CPU                                       in_torch.py, or with_triton.py under TRITON_INTERPRET=1
+    NVIDIA, compute capability 8.0 and up     with_triton.py
+    older NVIDIA, AMD (ROCm), Intel (XPU)     in_torch.py, with one warning for each device
+    every other device (MPS, ...)             none: an error
 
 Tensors without memory (on "meta", or fake) get shapes only.
 """
@@ -23,12 +24,12 @@ from ..runtime.devices import properties
 from ..runtime.interpreter import INTERPRETED
 from . import in_torch
 
-SERVED = ("cpu", "cuda", "xpu", "meta")  # types of device; torch calls AMD's "cuda" as well
+SERVED = ("cpu", "cuda", "xpu", "meta")  # device types; AMD GPUs have torch's type "cuda", too
 LEAST_CAPABILITY = 80  # bf16 on the tensor cores
 
 
 def refuse_device(e: Tensor) -> None:
-    """Raise ValueError where e's device is none that the loss runs on."""
+    """Raise a ValueError if the loss does not run on e's device."""
     if e.device.type not in SERVED:
         raise ValueError(
             f"e: is on {e.device}; cce_kernels runs on CPU, NVIDIA, AMD (ROCm) and Intel (XPU) devices. Move e, c and "
@@ -37,17 +38,20 @@ def refuse_device(e: Tensor) -> None:
 
 
 def without_values(x: Tensor) -> bool:
-    """Whether x has a shape and no values: it is fake, or on the meta device."""
+    """Whether x has a shape but no values: a fake tensor, or one on the meta device."""
     if x.is_meta:
         return True
-    # Importing the module takes torch's compiler along: 2 s. Before somebody has, there are no fake tensors.
+    # Not imported here, because it imports torch's compiler, which takes 2 s. Without it no fake tensor exists.
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(x, fake.FakeTensor)
 
 
 def backend_of(x: Tensor) -> ModuleType:
-    """The implementation that runs x: a module with target_columns, find_targets, prepare, plan, forward, backward,
-    row_coefficients, mean_logits, filter_figures (and, if planned, three_products, select and gather)."""
+    """The backend of x's device: a module with target_columns, find_targets, prepare, plan, forward, backward,
+    row_coefficients, mean_logits and filter_figures.
+
+    with_triton.py also has settle, three_products, select and gather, for plans that only it makes.
+    """
     return _backend_on(x.device)
 
 
@@ -55,20 +59,20 @@ def backend_of(x: Tensor) -> ModuleType:
 def _backend_on(device: torch.device) -> ModuleType:
     reason = None if INTERPRETED else without_kernels(device)
     if reason is None:
-        from . import with_triton  # needs Triton, which a machine without a GPU may lack
+        from . import with_triton  # imported late: a machine without a GPU may lack Triton
 
         return with_triton
     if device.type not in ("cpu", "meta"):
         warnings.warn(
-            f"cce_kernels: no kernels run on {device} ({reason}); the loss is computed in torch, a block of the "
-            "vocabulary at a time: as accurate and in as little memory, but several times slower",
+            f"cce_kernels: no kernels run on {device} ({reason}). Blockwise torch computes the loss instead: as "
+            "accurate and in as little memory, but several times slower",
             stacklevel=2,
         )
     return in_torch
 
 
 def without_kernels(device: torch.device) -> str | None:
-    """Why the Triton kernels do not run on a device; None if they do."""
+    """The reason why the Triton kernels do not run on a device; None if they do."""
     if device.type != "cuda":
         return f"{device.type} is no NVIDIA GPU"
     if torch.version.hip is not None:

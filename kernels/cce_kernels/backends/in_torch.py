@@ -1,12 +1,15 @@
-"""The loss in plain torch, a vocabulary chunk at a time: what runs where the kernels do not (see the package).
+"""The torch backend: the loss one chunk of the vocabulary at a time, for devices without kernels.
 
-Forward: for each chunk of C, z = E C_chunkᵀ in fp32, folded into each row's running maximum and sum of exponentials,
-the target's left out: of a token that the model is sure of, the others are the loss. Backward: for each chunk, z again,
-turned in place into dL/dz; then dE += dL/dz C_chunk and dC_chunk = dL/dzᵀ E.
+Forward: each chunk's logits z = E C_chunkᵀ in fp32 update each row's running maximum and sum of exponentials. The sum
+leaves out the target, because it alone determines the loss if the model is sure (kernels/logits.py).
+Backward: each chunk's logits are recomputed and turned into dL/dz in place. Then dE += dL/dz C_chunk and
+dC_chunk = dL/dzᵀ E.
 
-At most N × width fp32 numbers exist at once (two buffers with a softcap); width follows from `workspace_mib`.
-Costs N D V multiply-adds forward and 3 N D V backward. Inputs of 16 bits are multiplied in fp32. Shapes never depend on
-values, so that nothing waits for the device, and tensors without values get shapes.
+At most N × width fp32 numbers exist at once (twice as many with a softcap); width follows from `workspace_mib`.
+16-bit inputs are multiplied in fp32. Shapes never depend on values. So nothing waits for the device, and fake tensors
+get shapes.
+
+Cost: N D V multiply-adds forward and 3 N D V backward.
 """
 
 from __future__ import annotations
@@ -25,19 +28,22 @@ from ..row_math import Rows, empty_metrics, where_it_counts
 from ..row_math import row_coefficients as row_coefficients
 from ..row_math import target_columns as target_columns
 
-_MULTIPLE = 16  # columns; keeps rows of the workspace aligned for the CPU's vector units
-_CACHE_BYTES = 8 * 2**20  # a chunk's logits stay near the cores' caches: wider chunks are slower, not faster
+_MULTIPLE = 16  # a chunk's columns are a multiple, which aligns the workspace's rows for the CPU's vector units
+_CACHE_BYTES = 8 * 2**20  # a chunk's logits stay within the CPU's caches; wider chunks are slower
 
 
 def prepare(x: Tensor) -> Tensor:
-    """An operand as the passes below take it: any strides will do."""
+    """x itself: this backend takes operands with any strides."""
     return x
 
 
 def find_targets(
     e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
 ) -> tuple[Tensor, None]:
-    """Each row's target column (N,) int64 (see row_math.py); its logit is found on the way, and no row is skipped."""
+    """Each row's target column (N,) int64 (row_math.py), and None: `forward` finds the targets' logits itself.
+
+    skip: not used; ignored rows are computed, too.
+    """
     return target_columns(targets, ignore_index, c.shape[0]), None
 
 
@@ -45,17 +51,18 @@ def forward(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
     z_target: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """What the loss takes of each row.
+    """The row statistics that the loss needs.
 
     Args:
-        e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) target of each row, or negative.
-        z_target: not used, as `find_targets` gives none.
+        e: (N, D). c: (V, D). bias: (V,) or None. columns: (N,) int64, each row's target column, negative for none.
+        z_target: not used, because `find_targets` returns None.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     e = e.float()
-    largest = e.new_full((n_rows,), -torch.inf)  # of the others than the target, as are all sums but z_sum
+    # largest, exp_sum and ez_sum leave out the target's logit; z_sum holds all logits.
+    largest = e.new_full((n_rows,), -torch.inf)
     exp_sum, z_sum, ez_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
-    z_target = e.new_full((n_rows,), -torch.inf)  # of a row without a target
+    z_target = e.new_full((n_rows,), -torch.inf)  # stays −inf for a row without a target
     for chunk in _chunks(vocab, _width(e, vocab, 0, o)):
         z = _logits(e, c[chunk], None if bias is None else bias[chunk], o)
         here, place = _targets_in(columns, chunk)
@@ -65,7 +72,7 @@ def forward(
             z_sum += z.sum(dim=1)
         z.scatter_(1, place, of_target.masked_fill(here, -torch.inf))
         new_largest = torch.maximum(largest, z.amax(dim=1))
-        anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a chunk may be masked out by the bias
+        anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a bias of −inf can mask a whole chunk
         decay = (largest - anchor).exp_()
         if with_metrics:
             weighted = (z - anchor[:, None]).exp_().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
@@ -99,12 +106,14 @@ def backward(
     stats: FilterStats | None,
     rule: Rule | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of e, c and bias where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+    """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
-        lse, a, b: (N,) fp32; dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target] + s / V), see row_math.py.
-        width: vocabulary entries per chunk, from `plan`.
-        rule: what the filter goes by, where that is not for these columns alone to say (api.py).
+        e, c, bias, columns: as for `forward`.
+        lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
+        width: vocabulary columns per chunk, from `plan`.
+        stats: takes the filter's statistics, or None.
+        rule: the filter's rule, given for a shard of the vocabulary (parallel/operators.py). None: it is made here.
     """
     vocab = c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -134,7 +143,7 @@ def backward(
             _record(rule, p, here, place, chunk, kept, dropped)
         for i, (side, for_e, for_c) in enumerate(sides):
             dz = _weights(rule, side, p, here, place, chunk, e.shape[1], vocab)
-            last = dz is not p or i == len(sides) - 1  # who looks at it
+            last = dz is not p or i == len(sides) - 1  # dz may be overwritten: no later side reads it
             dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
             if o.label_smoothing:
                 dz -= (o.label_smoothing / vocab * b)[:, None]
@@ -157,22 +166,25 @@ def backward(
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
-    """Chunks of the backward pass such that logits, fp32 rows of C (of two chunks), fp32 e and what the sum of dE
-    takes beside it fit the workspace.
+    """Chunks of the backward pass that fit the workspace.
+
+    The workspace holds a chunk's logits, the fp32 rows of C of two chunks, e in fp32, and the rounding error or fp32
+    copy of dE's sum.
 
     Raises:
-        WorkspaceTooSmall: they do not.
+        WorkspaceTooSmall: the narrowest chunk does not fit.
     """
     return Plan(0, _width(e, problem.vocab, scratch_bytes(problem.grad_e, o.accumulate), o))
 
 
 def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:
+    """Vocabulary columns per chunk; scratch_per_entry: bytes that dE's sum takes for each entry besides dE itself."""
     n_rows, dim = e.shape
     buffers = 4 + (4 if o.softcap is not None else 0)
-    if o.filter_eps is not None:  # weights and flags; 64-bit places
+    if o.filter_eps is not None:  # weights and flags; int64 indices for the unbiased rule
         buffers += 8 + (20 if o.filter_unbiased else 0)
     width = o.chunk_width(vocab, n_rows * dim * (scratch_per_entry + 4), n_rows * buffers + 2 * dim * 4, _MULTIPLE)
-    if e.device.type != "cpu":  # a launch costs more than a cache saves: as wide as the workspace allows
+    if e.device.type != "cpu":  # on a GPU a launch costs more than the caches save
         return width
     return min(width, max(_CACHE_BYTES // (4 * n_rows) // _MULTIPLE * _MULTIPLE, 256))
 
@@ -192,13 +204,19 @@ def _logits(e: Tensor, c_chunk: Tensor, bias_chunk: Tensor | None, o: Options) -
 
 
 def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Whether each row's target lies in the chunk, (N, 1) bool, and its column there, (N, 1), some column if not."""
+    """Whether each row's target lies in the chunk, (N, 1) bool, and its column in the chunk, (N, 1) int64.
+
+    The column is arbitrary if the target lies elsewhere.
+    """
     here = (columns >= chunk.start) & (columns < chunk.stop)
     return here[:, None], (columns - chunk.start).clamp(0, chunk.stop - chunk.start - 1)[:, None]
 
 
 def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tuple[str, bool, bool]]:
-    """What dL/dz is needed for: whose weights (_weights), for dE, for dC and dbias. One pass serves both if it can."""
+    """The versions of dL/dz that are needed, as (side, for dE, for dC and dbias); one version may serve both.
+
+    side: "exact", "e" or "c", the weights that `_weights` applies.
+    """
     side_e = "exact" if rule is None or not o.filter_e else "e"
     side_c = "exact" if rule is None or not o.filter_c else "e" if rule.seed is None else "c"
     wanted = ([side_e] if need_e else []) + ([side_c] if need_c else [])
@@ -208,7 +226,7 @@ def _sides(need_e: bool, need_c: bool, rule: Rule | None, o: Options) -> list[tu
 def _weights(
     rule: Rule | None, side: str, p: Tensor, here: Tensor, place: Tensor, chunk: slice, dim: int, vocab: int
 ) -> Tensor:
-    """What a side takes of a chunk's p: p itself, or weights in new memory, those of targets as they are."""
+    """What replaces a chunk's p (N, W) on a side: p itself, or the rule's weights in new memory. Targets keep p."""
     if rule is None or side == "exact":
         return p
     entries = torch.arange(chunk.start, chunk.stop, device=p.device)
@@ -217,7 +235,7 @@ def _weights(
 
 
 def _record(rule: Rule, p: Tensor, here: Tensor, place: Tensor, chunk: slice, kept: Tensor, dropped: Tensor) -> None:
-    """Add a chunk's share to the entries kept and the mass dropped of each row (N,)."""
+    """Add a chunk's entries kept and softmax mass dropped to each row's `kept` and `dropped` (N,)."""
     stays = rule.keeps(p, torch.arange(chunk.start, chunk.stop, device=p.device))
     stays.scatter_(1, place, stays.gather(1, place) | here)
     kept += stays.sum(dim=1)
@@ -227,7 +245,10 @@ def _record(rule: Rule, p: Tensor, here: Tensor, place: Tensor, chunk: slice, ke
 def _rule(
     rule: Rule | None, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options
 ) -> tuple[Rule, Tensor]:
-    """The rule of a call, and whether it would drop too much of a row and is exact instead, () bool (one product)."""
+    """The rule of a call, and whether filter_mass makes the call exact, () bool.
+
+    With filter_mass this costs one product of N x D x V.
+    """
     vocab = c.shape[0]
     if rule is None:
         rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)

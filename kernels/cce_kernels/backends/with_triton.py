@@ -1,4 +1,4 @@
-"""The Triton implementation, under the names that in_torch.py has."""
+"""The Triton backend: the same names as in_torch.py, and modules that only Triton has."""
 
 from torch import Tensor
 
@@ -25,5 +25,5 @@ __all__ = [
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
-    """How the backward pass goes about it on e's device."""
+    """The plan of the backward pass on e's device."""
     return planner.plan(problem, multiprocessors(e), o)

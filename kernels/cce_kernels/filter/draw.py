@@ -1,12 +1,12 @@
-"""The filter's ranks and draws in Triton; filter_rule.py has the same in torch, in some hundred small operations.
+"""The filter's ranks and draws in Triton; filter_rule.py takes some hundred small operations of torch for the same.
 
-    rank: by Σ_d c_vd mean_d, mean_d = bf16(mean of e_id over the rows with a target); products and sums in fp64
+    rank: order of Σ_d c_vd mean_d, mean_d = bf16(mean of e_id over the rows with a target); products and sums in fp64
     mixed(x) = two rounds of (x ^ x >> 16) · ROUND, and a last shift        all in 32 bits
     seed = mixed(Σ_i mixed(target_i) ^ i · ODD)
     drawn = group · size + mixed(s ^ group · ODD) mod size
     s = mixed(seed + 1 + block) for columns, mixed(seed) for rows
 
-Cost: seven launches and one sort of V numbers; reads e and c once, in fp64 on the plain cores.
+Cost: seven launches and one sort of V numbers; reads e and c once; fp64 runs on the ordinary units.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..options import Options
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
 
-_ODD, _ROUND = tl.constexpr(HASH_ODD - 2**32), tl.constexpr(HASH_ROUND)  # as 32 bits with a sign
+_ODD, _ROUND = tl.constexpr(HASH_ODD - 2**32), tl.constexpr(HASH_ROUND)  # as signed 32-bit numbers
 BLOCK = 1024
 
 
 @triton.jit
 def _mixed(x):
-    """Of int32; uint32."""
+    """The hash of int32 numbers, uint32."""
     x = x.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(2):
         x = ((x ^ (x >> 16)).to(tl.int32, bitcast=True) * _ROUND).to(tl.uint32, bitcast=True)
@@ -45,7 +45,7 @@ def _mixed(x):
 
 @triton.jit
 def _draw(salt, group, SIZE: tl.constexpr):
-    """Which of a group's SIZE; salt uint32, group int32."""
+    """The number drawn from a group of SIZE, from 0 to SIZE − 1; salt uint32, group int32."""
     return (_mixed(salt.to(tl.int32, bitcast=True) ^ (group * _ODD)) % SIZE).to(tl.int32)
 
 
@@ -61,7 +61,7 @@ def mean_kernel(
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """The mean of the rows that have a target: DIMS dimensions a program, 32 bytes of a row of 16 bits."""
+    """The mean of the rows with a target. A program takes DIMS dimensions: 32 bytes of a 16-bit row."""
     dims = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
     total = tl.zeros((ROWS, DIMS), dtype=tl.float64)
     count = tl.zeros((ROWS,), dtype=tl.int32)
@@ -90,7 +90,7 @@ def mean_logits_kernel(
     ENTRIES: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """z_v = logit_scale · Σ_d c_vd mean_d + bias_v, 0 where that is no number."""
+    """z_v = logit_scale · Σ_d c_vd mean_d + bias_v; 0 instead of NaN."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     total = tl.zeros((ENTRIES, DIMS), dtype=tl.float64)
     for d in range(0, D, DIMS):
@@ -108,15 +108,16 @@ def mean_logits_kernel(
 @quick
 @triton.jit(do_not_specialize=["V", "n_head", "n_likely"])
 def rank_kernel(
-    order_ptr,  # (V,) int64: entries, the most likely first
+    order_ptr,  # (V,) int64: columns, the most likely first
     rank_ptr,  # (V,) int32, written
     likely_ptr,  # (n_likely,) int64, written
-    listable_ptr,  # (V,) int16: 0 written for the first n_head
+    listable_ptr,  # (V,) int16: 0 written for the columns of the head
     V,
     n_head,
     n_likely,
     BLOCK: tl.constexpr,
 ):
+    """Write each column's rank, the likely columns, and which columns lists leave out."""
     rank = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(order_ptr + rank, mask=rank < V, other=0)
     tl.store(rank_ptr + entry, rank, mask=rank < V)
@@ -132,6 +133,7 @@ def seed_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
+    """The seed, in one program."""
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for first in range(0, N, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -149,7 +151,7 @@ def columns_drawn_kernel(
     columns_ptr,  # (blocks of rows, drawn) int64, written
     times_ptr,  # (blocks of rows, drawn) fp32, written
     V,
-    groups,  # of all columns; the rest of `drawn` are of the likely ones
+    groups,  # groups of all columns; the other drawn − groups are groups of likely columns
     drawn,
     n_head,
     n_likely,
@@ -157,6 +159,7 @@ def columns_drawn_kernel(
     LIKELY_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Draw a column from each group, for each block of rows; see `Sample`."""
     block = tl.program_id(0)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     salt = _mixed(tl.load(seed_ptr) + 1 + block)
@@ -193,7 +196,7 @@ def places_kernel(
     LIKELY_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Where the rows' targets stand among the columns drawn for them."""
+    """The index of each row's target among the columns drawn for its block, or -1."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
     salt = _mixed(tl.load(seed_ptr) + 1 + rows // block_rows)
@@ -219,6 +222,7 @@ def rows_drawn_kernel(
     ROW_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Draw a row from each group of rows; see `Sample`."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = k * ROW_GROUP + _draw(_mixed(tl.load(seed_ptr)), k, ROW_GROUP)
     inside = k < tl.cdiv(N, ROW_GROUP)
@@ -227,7 +231,7 @@ def rows_drawn_kernel(
 
 
 def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: Options) -> Tensor | None:
-    """`filtered.mean_logits`; e (N, D) and c (V, D) with contiguous rows."""
+    """The same as `filter_rule.mean_logits`; e (N, D) and c (V, D) with contiguous rows."""
     if not o.filter_unbiased:
         return None
     (n_rows, dim), vocab = e.shape, c.shape[0]
@@ -241,8 +245,10 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
 
 
 def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, listable: Tensor) -> None:
-    """`filtered.by_likelihood` of mean_z (V,), written to rank (V,) and likely; 0 to listable (V,) int16, or longer,
-    for the first n_head."""
+    """Write rank (V,) and likely (n_likely,) as `filter_rule.by_likelihood` of mean_z (V,) has them.
+
+    listable: (at least V,) int16; 0 is written for the columns of the head, which lists leave out.
+    """
     vocab = rank.shape[0]
     order = torch.argsort(mean_z, descending=True, stable=True)
     rank_kernel[(cdiv(vocab, BLOCK),)](
@@ -251,7 +257,7 @@ def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, list
 
 
 def draw(targets: Tensor, dim: int, vocab: int, rank: Tensor | None, likely: Tensor | None, n_head: int) -> Sample:
-    """`Rule.sample` for targets (N,) int64, of a rule with these ranks and the targets' seed."""
+    """The same as `Rule.sample`, for a rule with this rank, likely and n_head, and the seed of targets (N,) int64."""
     sample = Sample.empty(targets, dim, vocab)
     seed = targets.new_empty((), dtype=torch.int32)
     n_rows, (blocks, drawn) = targets.shape[0], sample.columns.shape

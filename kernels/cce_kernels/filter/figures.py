@@ -1,4 +1,4 @@
-"""The filter's report in Triton, in one launch; filter_rule.py has the same in torch, in some thirty operations."""
+"""The filter's statistics in one launch; filter_rule.filter_figures takes some thirty operations of torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from torch import Tensor
 from ..runtime.launch import quick
 
 BLOCK = 8192
-DIGIT = 8  # bits settled at a time of the percentile's 32
+DIGIT = 8  # bits of the percentile's 32 that one pass determines
 
 
 @quick
 @triton.jit(do_not_specialize=["N", "V"])
 def figures_kernel(
-    kept_ptr,  # (N,) fp32
-    dropped_ptr,  # (N,) fp32
-    exact_ptr,  # () bool or int32, or None: all is
-    counts_ptr,  # (N,) fp32
-    values_ptr,  # (5,) fp32, written
+    kept_ptr,  # (N,) fp32, each row's number of entries kept
+    dropped_ptr,  # (N,) fp32, each row's softmax mass dropped
+    exact_ptr,  # () bool or int32, whether the call is exact; None: it is
+    counts_ptr,  # (N,) fp32, not 0 for rows that count
+    values_ptr,  # (5,) fp32, the figures of FilterStats.NAMES, written
     N,
     V,
     BLOCK: tl.constexpr,
     DIGIT: tl.constexpr,
 ):
-    """One program: sums and the largest first, then the percentile's bits, the upper ones first. Numbers without a sign
-    are in the order of their bits, and what is no number comes last."""
+    """One program: sums and maximum in a first pass, then the percentile by a radix selection, upper bits first.
+
+    Non-negative floats have the order of their bits, with NaN last.
+    """
     exact = tl.full((), 1, dtype=tl.int32)
     if exact_ptr is not None:
         exact = tl.load(exact_ptr).to(tl.int32)
@@ -51,7 +53,7 @@ def figures_kernel(
     tl.store(values_ptr + 4, exact.to(tl.float32))
 
     left = (counted - 1) // 100 + 1  # the percentile is the left-th largest
-    known = tl.zeros((), dtype=tl.int32)  # its upper bits
+    known = tl.zeros((), dtype=tl.int32)  # the percentile's upper bits found so far
     digits = tl.arange(0, 1 << DIGIT)
     for i in tl.static_range(32 // DIGIT):
         shift = 32 - DIGIT * (i + 1)
@@ -72,7 +74,7 @@ def figures_kernel(
 
 @triton.jit
 def _mass(dropped_ptr, counts_ptr, rows, N, exact):
-    """Dropped of each row, 0 for rows that do not count; what is no number stays so, without a sign."""
+    """The mass that each row dropped; 0 for rows that do not count. NaN stays NaN, with a positive sign bit."""
     counts = tl.load(counts_ptr + rows, mask=rows < N, other=0.0) != 0
     dropped = tl.load(dropped_ptr + rows, mask=rows < N, other=0.0)
     return tl.where(counts & (exact == 0) & ~(dropped <= 0), tl.abs(dropped), 0.0)
@@ -81,5 +83,5 @@ def _mass(dropped_ptr, counts_ptr, rows, N, exact):
 def filter_figures(
     values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
 ) -> None:
-    """`filtered.filter_figures`."""
+    """The same as `filter_rule.filter_figures`."""
     figures_kernel[(1,)](kept, dropped, exact, counts, values, kept.shape[0], vocab, BLOCK, DIGIT, num_warps=16)

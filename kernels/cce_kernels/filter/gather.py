@@ -1,23 +1,22 @@
-"""The filter's backward pass: both gradients from lists of entries, by gathering rows of C and of E.
+"""The filter's backward pass: both gradients from the lists of kept entries, by gathering rows of C and of E.
 
     dE_i = a_i Σ_v q_iv C_v + (a_i p_it − b_i) C_t
     dC_v = Σ_i a_i q_iv e_i + Σ_{i: t_i = v} (a_i p_iv − b_i) e_i
 
-q is what the filter keeps of the softmax (filter_rule.py), 0 nearly everywhere; all times the logits' scale. Of its
-parts
-* the head is dense: its probabilities are computed again and multiplied with the head's rows of C, and with E;
-* the others, and the targets, stand in the lists that select.py made: a program sums a part of a row of dE, and one
-  of dC, over the lists ordered by column. The targets, where p − 1 cancels, have fp32 coefficients.
+q is the kept part of the softmax (filter_rule.py), 0 nearly everywhere. Both gradients are multiplied by logit_scale.
+  * The head is dense: its probabilities are recomputed, and multiplied with the head's rows of C and with E.
+  * The other kept entries and the targets come from the lists (select.py). A program of `gather_kernel` sums part of a
+    row of dE over that row's list, or part of a row of dC over the lists sorted by column. The targets' coefficients
+    are fp32, because p − 1 cancels there.
+  * The unbiased rule's estimate of the tails is added last (sample.py).
 
-What the unbiased rule estimates of the tails is added after that, either way (sample.py).
+If the lists are void, schemes/four_products.py computes the gradients instead. Only the device knows, so the host
+launches the kernels of both ways, and those of the way not taken return at once. The kernels of four_products.py come
+last. By then the device has usually shown that they are not needed, and the host skips them (runtime/device_flag.py).
+The first call of a kind launches them in any case, so that they are loaded: kernels cannot be loaded while a CUDA graph
+is captured.
 
-Where the lists overflowed, or filter_mass makes the call exact, four_products.py does the work instead. The device
-decides that: the kernels of the way not taken are launched, too, and return at once. Those of four_products.py come
-last, when the device has mostly got far enough to say that they are not needed (device_flag.py). The first call of a
-kind launches them all the same: kernels cannot be loaded while a CUDA graph is captured, and the call before is to have
-loaded them.
-
-Cost: 3 N D head multiply-adds on the tensor cores; 4 D bytes an entry gathered; dC written once.
+Cost: 3 N D n_head multiply-adds on the tensor cores; gathers 4 D bytes an entry; writes dC once.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ from .sample import add_estimates
 from .select import Lists
 
 WIDTH = 128  # dimensions of a program of gather_kernel
-ENTRIES = 4  # rows of x gathered together
-COLUMNS = 8  # columns of a program, for dC: their lists are short
+ENTRIES = 4  # rows of x that gather_kernel reads together
+COLUMNS = 8  # rows of dC of a program of gather_kernel; their lists are short
 SORTED = 512  # entries or columns of a program of by_column_kernel
 SCALED = 16  # rows of a program of head_operands_kernel
 
-KINDS = 64  # of calls that are remembered; a batch's rows are part of a kind, and ragged batches are of many
+KINDS = 64  # kinds of calls to remember. The number of rows is part of a kind, so ragged batches have many kinds.
 
 
 class Recent:
-    """What was met lately: at most `size` things, of which the one met longest ago is forgotten first."""
+    """Remembers the `size` things that were met last."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -63,7 +62,7 @@ class Recent:
         return len(self._met)
 
     def meet(self, thing: tuple[Any, ...]) -> bool:
-        """Whether the thing is known; from now on it is."""
+        """Whether the thing is remembered. From now on it is, as the latest."""
         known = thing in self._met
         self._met.pop(thing, None)
         self._met[thing] = None
@@ -72,30 +71,30 @@ class Recent:
         return known
 
 
-_launched = Recent(KINDS)  # kinds of calls whose way around the lists has been launched
+_launched = Recent(KINDS)  # kinds of calls that have launched the kernels of four_products.py
 
 
 @quick
 @triton.jit
 def coefficients_kernel(
-    active_ptr,  # () int32: 0 for nothing to do
-    starts_ptr,  # (N + 1,) int64
-    weight_ptr,  # (capacity,) fp32
+    active_ptr,  # () int32; where 0, there is nothing to do
+    starts_ptr,  # (N + 1,) int64, where each row's list starts
+    weight_ptr,  # (capacity,) fp32, each entry's p
     a_ptr,  # (N,) fp32
     b_ptr,  # (N,) fp32
-    nll_ptr,  # (N,) fp32
-    target_ptr,  # (N,) int64, negative for none
-    out_ptr,  # (capacity,) fp32, written
-    row_ptr,  # (capacity,) int32, written
+    nll_ptr,  # (N,) fp32, −log p of the target
+    target_ptr,  # (N,) int64, each row's target column, negative for none
+    out_ptr,  # (capacity,) fp32, each entry's coefficient, written
+    row_ptr,  # (capacity,) int32, each entry's row, written
     logit_scale,
     BLOCK: tl.constexpr,
 ):
-    """What each listed entry's row of C is multiplied by for dE, and of E for dC; the latter's index."""
+    """Each listed entry's row, and its coefficient, which multiplies a row of C for dE and a row of E for dC."""
     row = tl.program_id(0)
     if tl.load(active_ptr) != 0:
         begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         a = tl.load(a_ptr + row)
-        if tl.load(target_ptr + row) >= 0:  # a p − b; p − 1 keeps its relative precision where the loss is near 0
+        if tl.load(target_ptr + row) >= 0:  # a p − b from p − 1, which keeps its precision where the loss is near 0
             b, nll = tl.load(b_ptr + row), tl.load(nll_ptr + row)
             at_target = (a - b) * tl.exp2(-nll * LOG2E) + b * _expm1(-nll)
             tl.store(out_ptr + begin, at_target * logit_scale)
@@ -110,7 +109,7 @@ def coefficients_kernel(
 
 @triton.jit
 def _expm1(x):
-    """e^x − 1 for x ≤ 0 to a few roundings: a series near 0, where the difference cancels."""
+    """e^x − 1 for x ≤ 0 to a few roundings. Near 0 the difference cancels, so a series takes its place."""
     series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))))))
     return tl.where(x > -0.5, series, tl.exp2(x * LOG2E) - 1)
 
@@ -118,9 +117,9 @@ def _expm1(x):
 @quick
 @triton.jit(do_not_specialize=["n_rows"])
 def head_operands_kernel(
-    p_ptr,  # (n_rows, n_head): 0 written where a row's target is of the head, as lists hold it
-    target_ptr,  # (n_rows,) int64, negative for none
-    rank_ptr,  # (V,) int32
+    p_ptr,  # (n_rows, n_head): the head's probabilities; 0 written at targets, which the lists hold
+    target_ptr,  # (n_rows,) int64, each row's target column, negative for none
+    rank_ptr,  # (V,) int32, each column's rank by likelihood
     e_ptr,  # (n_rows, D), rows e_stride apart
     a_ptr,  # (n_rows,) fp32
     scaled_ptr,  # (n_rows, D) or None, rows scaled_stride apart: e times a, written
@@ -132,7 +131,7 @@ def head_operands_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """What the head's products take, from its probabilities and the hidden states of a chunk."""
+    """Prepare the operands of the head's products: clear the targets' probabilities, and scale a chunk's rows of E."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         target = tl.load(target_ptr + row, mask=row < n_rows, other=-1)
@@ -151,19 +150,19 @@ def head_operands_kernel(
 @quick
 @triton.jit(do_not_specialize=["size", "V", "steps"])
 def by_column_kernel(
-    key_ptr,  # (size,) int32: columns in order, V where nothing stands
-    order_ptr,  # (size,) int64: where each stood
-    row_ptr,  # (size,) int32
-    coefficient_ptr,  # (size,) fp32
+    key_ptr,  # (size,) int32: the entries' columns, sorted; V in unused places
+    order_ptr,  # (size,) int64: each sorted entry's index before sorting
+    row_ptr,  # (size,) int32: each entry's row, before sorting
+    coefficient_ptr,  # (size,) fp32: each entry's coefficient, before sorting
     sorted_row_ptr,  # (size,) int32, written
     sorted_coefficient_ptr,  # (size,) fp32, written
-    starts_ptr,  # (V + 1,) int32, written: how many keys are less
+    starts_ptr,  # (V + 1,) int32: where each column's entries start, which is the number of smaller keys; written
     size,
     V,
     steps,  # 2^steps > size
     BLOCK: tl.constexpr,
 ):
-    """Rows and coefficients in the order of their columns, and where each column begins among them."""
+    """Sort rows and coefficients by column, and find where each column's entries start."""
     of_starts = tl.program_id(0) - tl.cdiv(size, BLOCK)
     if of_starts < 0:
         k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -173,7 +172,7 @@ def by_column_kernel(
         tl.store(sorted_coefficient_ptr + k, tl.load(coefficient_ptr + order, mask=is_entry, other=0.0), mask=is_entry)
     else:
         column = of_starts * BLOCK + tl.arange(0, BLOCK)
-        less = tl.zeros((BLOCK,), dtype=tl.int32)  # bit by bit: as many keys are less, at least
+        less = tl.zeros((BLOCK,), dtype=tl.int32)  # binary search: at least this many keys are smaller
         for step in range(steps):
             more = less + (1 << (steps - 1 - step))
             key = tl.load(key_ptr + more - 1, mask=more <= size, other=V)
@@ -184,18 +183,18 @@ def by_column_kernel(
 @quick
 @triton.jit
 def gather_kernel(
-    active_ptr,  # () int32: 0 for nothing to do
-    starts_ptr,  # (PARTS, rows of out and one): where in a part of the lists a row's begins
+    active_ptr,  # () int32; where 0, there is nothing to do
+    starts_ptr,  # (PARTS, n_rows + 1): where each row's list starts in each part of the lists
     index_ptr,  # (PARTS, part_size) int32: rows of x
     coefficient_ptr,  # (PARTS, part_size) fp32
-    x_ptr,  # rows x_stride apart
-    out_ptr,  # (rows, D), written
-    into_ptr,  # (rows, D) fp32 or None: added to in place of out
-    factor_ptr,  # (rows,) fp32 or None: out holds a part of the sum, to be multiplied by it
-    rank_ptr,  # (rows,) int32 or None
-    head_ptr,  # (n_head, D) fp32: a part of the sum for rows of a rank below n_head
+    x_ptr,  # (any, D), rows x_stride apart
+    out_ptr,  # (n_rows, D), written
+    into_ptr,  # (n_rows, D) fp32 or None: added to instead of writing out
+    factor_ptr,  # (n_rows,) fp32 or None: factor · out is added to the sum
+    rank_ptr,  # (n_rows,) int32 or None: each row's rank by likelihood
+    head_ptr,  # (n_head, D) fp32 or None: head_ptr[rank] is added to the sum of rows with a rank below n_head
     part_size,
-    starts_size,  # of a part
+    starts_size,  # starts in a part: n_rows + 1
     x_stride,
     n_head,
     n_rows,
@@ -206,9 +205,10 @@ def gather_kernel(
     ROWS: tl.constexpr,
     EVEN_D: tl.constexpr,  # WIDTH divides D
 ):
-    """out_i = Σ_k coefficient_k x[index_k] over row i's list: WIDTH dimensions of ROWS rows a program, of one warp.
+    """out_i = Σ_k coefficient_k x[index_k] over row i's list.
 
-    The same dimensions of all rows come one after another: so much of x may stay in L2.
+    A program of one warp takes WIDTH dimensions of ROWS rows. Programs go through all rows of the same dimensions
+    before the next dimensions, so that these parts of x stay in L2.
     """
     row_blocks = tl.cdiv(n_rows, ROWS)
     block = tl.program_id(0) % row_blocks * ROWS
@@ -225,7 +225,7 @@ def gather_kernel(
             coefficient_ptrs = coefficient_ptr + part * part_size + begin
             for at in range(0, length, ENTRIES):
                 k = at + tl.arange(0, ENTRIES)
-                k_inside = tl.minimum(k, length - 1)  # the last one stands in: no masks, half of the instructions
+                k_inside = tl.minimum(k, length - 1)  # repeats the last entry: without masks, half of the instructions
                 index = tl.load(index_ptrs + k_inside).to(tl.int64)
                 coefficient = tl.where(k < length, tl.load(coefficient_ptrs + k_inside), 0.0)
                 x_ptrs = x_ptr + index[:, None] * x_stride + dims[None, :]
@@ -261,13 +261,14 @@ def backward(
     main_grad_c: Tensor | None,
     stats: FilterStats | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of e and c where `dtypes` names a dtype for them, else None; dC is added to main_grad_c if given.
+    """Gradients of e and c; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
-        e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, see row_math.py.
-        lse, a, b: (N,) fp32, as in four_products.py.
-        state: from entries.forward.
-        width: vocabulary entries per chunk, should the lists not do.
+        e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, each row's target column (row_math.py).
+        lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
+        state: from `select.forward`.
+        width: vocabulary columns per chunk of four products, which run if the lists are void.
+        stats: takes the filter's statistics, or None.
     """
     assert o.filter_eps is not None
     (n_rows, dim), vocab = e.shape, c.shape[0]
@@ -279,6 +280,7 @@ def backward(
     out_c = grad_c if main_grad_c is None else main_grad_c
 
     def estimate(active: Tensor, taken: int) -> None:
+        """Add the tails' estimate where `active` is not 0; `taken`: bytes of the workspace that are taken already."""
         if lists.sample is not None:
             left = room_beside_lists(n_rows, dim, vocab, lists.column.shape[0], o) - taken
             add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out_c, None, left, active)
@@ -289,7 +291,7 @@ def backward(
     filtering = None
     kind = (e.device, e.shape, vocab, dtypes, main_grad_c is None, width, o)
     if not _launched.meet(kind) or not void.is_zero():
-        if o.filter_mass is None:  # where mass is too large, nothing is dropped
+        if o.filter_mass is None:  # with filter_mass, void lists make the call exact
             kept, dropped = parts(e)
             filtering = Filter(rule, kept, dropped)
         fallback = Fallback(lists.void, grad_e, grad_c)
@@ -323,7 +325,7 @@ def _by_lists(
     grad_c: Tensor | None,
     main_grad_c: Tensor | None,
 ) -> None:
-    """Write what the rule keeps to the gradients that are there, if `active` () int32 is not 0."""
+    """Write the kept entries' part of each wanted gradient from the lists, where `active` () int32 is not 0."""
     n_rows, vocab = e.shape[0], c.shape[0]
     out = grad_c if main_grad_c is None else main_grad_c
     a_scaled = a if o.logit_scale == 1 else a * o.logit_scale
@@ -357,13 +359,16 @@ def _head(
     active: Tensor,
     capacity: int,
 ) -> Tensor | None:
-    """Write the head's share of dE, without a, to grad_e; return its rows of dC (n_head, D)."""
+    """Write the head's part of dE, without the factor a, to grad_e; return the head's rows of dC (n_head, D) fp32.
+
+    Returns None if there is no head, or if dC is not wanted (with_c).
+    """
     if not rule.n_head or rule.rank is None or rule.likely is None:
         return None
     (n_rows, dim), n_head = e.shape, rule.n_head
     c_head = aligned(c.index_select(0, rule.likely[:n_head]))
     grad_head = torch.empty(n_head, dim, dtype=torch.float32, device=e.device) if with_c else None
-    offset = lse - HEADROOM.value / LOG2E.value  # exponentials relative to the LSE are probabilities
+    offset = lse - HEADROOM.value / LOG2E.value  # with this offset the exponentials are probabilities
     rows = min(head_rows(n_rows, dim, c.shape[0], capacity, o), n_rows)
     p = e.new_empty(rows, n_head)
     scaled = None if grad_head is None else e.new_empty(rows, cdiv(dim, 8) * 8)
@@ -387,9 +392,9 @@ def _head(
 def _by_column(
     lists: Lists, rows: Tensor, coefficients: Tensor, vocab: int, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The lists in parts, each by column: starts (parts, V + 1), rows and coefficients (parts, size).
+    """The lists cut into parts, each sorted by column: starts (parts, V + 1), rows and coefficients (parts, size).
 
-    Parts are sorted one after another and, where there are several, in place, for less memory.
+    Parts are sorted one after another. Several parts are sorted in place, to save memory.
     """
     starts = torch.empty(n_parts, vocab + 1, dtype=torch.int32, device=rows.device)
     columns, rows, coefficients = (x.view(n_parts, -1) for x in (lists.column, rows, coefficients))
@@ -404,7 +409,7 @@ def _by_column(
         if n_parts == 1:
             return starts, in_order[0][None], in_order[1][None]
         rows[i], coefficients[i] = in_order
-        del keys, order, in_order  # room for the next part's
+        del keys, order, in_order  # frees their memory for the next part
     return starts, rows, coefficients
 
 
@@ -420,7 +425,10 @@ def _gather(
     head: tuple[Tensor, Tensor] | None = None,
     together: int = 1,
 ) -> None:
-    """out (or into +)= Σ coefficient · x[index], row by row, `together` rows by one program; see gather_kernel."""
+    """out (or into +)= Σ coefficient · x[index] for each row, `together` rows a program; see gather_kernel.
+
+    head: (rank, head_ptr) of gather_kernel, or None.
+    """
     n_rows, dim = out.shape
     width = min(WIDTH, power_of_2(dim))
     rank, grad_head = head or (None, None)

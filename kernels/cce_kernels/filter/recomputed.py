@@ -1,4 +1,4 @@
-"""The four-product backward pass with the filter that the options name, if any."""
+"""The four-product backward pass (schemes/four_products.py), with the filter if the options name one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def backward(
     stats: FilterStats | None,
     rule: Rule | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`gradients` with the filter that the options name, if any, and what it kept and dropped written to `stats`.
+    """`four_products.gradients`, with the filter if the options name one.
 
-    rule: what the filter goes by, where that is not for these columns alone to say (api.py).
+    Args:
+        stats: takes the filter's statistics, or None.
+        rule: the filter's rule, given for a shard of the vocabulary (parallel/operators.py). None: it is made here.
     """
     vocab = c.shape[0]
     filtering, exact = None, None

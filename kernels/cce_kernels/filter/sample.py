@@ -1,18 +1,17 @@
-"""What the unbiased filter makes of the tails: gradients from a sample of columns and of rows, on top of what is there.
+"""The unbiased filter's estimate of the tails, added to both gradients: a sample of columns for dE, of rows for dC.
 
     dE_i += Σ_{v drawn for i's block} size_v a_i p_iv [v in i's tail] C_v
     dC_v += size Σ_{i drawn} a_i p_iv [v in i's tail] e_i                      (times the logits' scale)
 
-An entry is in its row's tail if it is neither the target nor of the head and p < eps. One of each group of `size`
-columns or rows is drawn (filter_rule.py); those drawn are copied together, their logits made again, and multiplied as
-in four_products.py: logit_gradient.py writes what the rule leaves where it otherwise writes what the rule keeps.
+filter_rule.py defines the tail, the head and the draws. The drawn rows or columns are copied together. Their logits are
+recomputed and multiplied as in four_products.py, but logit_gradient.py writes the tail's entries (TAIL).
 
-Gradients of 16 bits are read, added to and rounded again, whatever `accumulate` says: a fifth of what the sample errs
-by. Lists are made by probabilities of 8 bits (select.py), tails by fp32: an entry within 2^-9 of eps may count twice,
-or not at all, as often the one as the other.
+A 16-bit gradient is read, added to and rounded again, whatever `accumulate` says. This rounding is a fifth of the
+sample's error. The lists take probabilities of 8 bits (select.py), and the tail takes fp32. So an entry within a factor
+of 1 ± 2^-9 of eps may count twice or not at all, equally often.
 
-Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; both gradients read and
-written once more.
+Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; reads and writes both
+gradients once more.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..planner import tail_width
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv
 
-DRAWN = 1024  # rows of a program of drawn_rows_kernel
+DRAWN = 1024  # drawn rows of a program of drawn_rows_kernel
 
 
 def add_estimates(
@@ -50,14 +49,15 @@ def add_estimates(
     room: int,
     active: Tensor | None = None,
 ) -> None:
-    """Add the tails' share to the gradients that are given and filtered, if `active` () int32 is not 0.
+    """Add the estimate of the tails to the gradients that are given and filtered.
 
     Args:
-        e, c, bias, columns, lse, a: as in recompute.gradients.
-        sample: the rule's, for these columns.
-        grad_e: (N, D). grad_c: (V, D), or the fp32 buffer in its place. grad_bias: (V,).
-        room: bytes that copies and logits may take; where the copy of the rows drawn alone takes more, 16 columns of
-            logits come on top.
+        e, c, bias, columns, lse, a: as for `four_products.gradients`.
+        sample: from `rule.sample` for these columns.
+        grad_e: (N, D). grad_c: (V, D), or main_grad_c instead. grad_bias: (V,). None for a gradient not wanted.
+        room: bytes for copies and logits. If the copy of the drawn rows alone exceeds them, 16 columns of logits come
+            on top.
+        active: () int32; where 0, nothing is added. None: the estimate is always added.
     """
     peak = Peak.of(a, a)
     scale = peak.value if o.logit_scale == 1 else peak.value * o.logit_scale
@@ -81,11 +81,12 @@ def _add_to_e(
     room: int,
     active: Tensor | None,
 ) -> None:
+    """Add the estimate to grad_e: for each block of rows, a product with the block's drawn columns."""
     (n_rows, dim), (_, n_drawn) = e.shape, sample.columns.shape
     height = min(block_rows(dim), n_rows)
     width = tail_width(height, dim, n_drawn, e.itemsize, room)
     workspace = e.new_empty(height, cdiv(width, 16) * 16)
-    # Views by split() and unbind(): slices take the host longer, and the device waits for it in a small problem.
+    # split() and unbind() instead of slices, which take the host longer: in a small problem the device waits for it.
     by_rows = zip(*(x.split(height) for x in (e, sample.place, lse, a, grad_e)), strict=True)
     draws = zip(sample.columns.unbind(), sample.times.unbind(), strict=True)
     for (e_i, place, lse_i, a_i, out), (columns, times) in zip(by_rows, draws, strict=True):
@@ -98,24 +99,24 @@ def _add_to_e(
                 False, o, Filter(rule, times=times_i), active,
             )  # fmt: skip
             product(dz, c_drawn, out, read=True, times=scale, active=active)
-            del c_drawn  # room for the next
+            del c_drawn  # frees its memory for the next copy
 
 
 @quick
 @triton.jit(do_not_specialize=["size"])
 def drawn_rows_kernel(
-    row_ptr,  # (size,) int64
-    times_ptr,  # (size,) fp32
-    target_ptr,  # (N,) int64
+    row_ptr,  # (size,) int64, the drawn rows
+    times_ptr,  # (size,) fp32, how many times each drawn row counts
+    target_ptr,  # (N,) int64, each row's target column
     lse_ptr,  # (N,) fp32
     a_ptr,  # (N,) fp32
     drawn_target_ptr,  # (size,) int64, written
     drawn_lse_ptr,  # (size,) fp32, written
-    drawn_a_ptr,  # (size,) fp32, written: times its row's
+    drawn_a_ptr,  # (size,) fp32, a of the row times times_ptr, written
     size,
     BLOCK: tl.constexpr,
 ):
-    """What the gradient of logits takes of the rows drawn."""
+    """Copy target, LSE and a of the drawn rows together."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < size
     row = tl.load(row_ptr + k, mask=inside, other=0)
@@ -141,6 +142,7 @@ def _add_to_c(
     room: int,
     active: Tensor | None,
 ) -> None:
+    """Add the estimate to grad_c and grad_bias: a product with the drawn rows, in chunks of the vocabulary."""
     vocab, drawn = c.shape[0], sample.rows
     e_drawn = aligned(e.index_select(0, drawn))
     columns_drawn, lse_drawn, a = torch.empty_like(drawn), lse.new_empty(len(drawn)), lse.new_empty(len(drawn))
@@ -148,7 +150,7 @@ def _add_to_c(
         drawn, sample.row_times, columns, lse, peak.a, columns_drawn, lse_drawn, a, len(drawn), DRAWN, num_warps=4
     )
     times = None
-    if rule.rank is not None:  # none of the head
+    if rule.rank is not None:  # 0 for columns of the head, which are no tail
         times = torch.ge(rule.rank, rule.n_head, out=lse.new_empty(vocab))
     taken = e_drawn.nbytes + (0 if times is None else times.nbytes)
     width = tail_width(len(drawn), 0, vocab, e.itemsize, room - taken)

@@ -1,16 +1,17 @@
-"""The filter's forward pass: one product, and each row's list of the entries that its gradient keeps.
+"""The filter's forward pass: one product, and for each row a list of the entries that the gradients keep.
 
     w_iv = 2^(z_iv log2 e − k_i)        p_iv = w_iv / S_i        S_i = Σ_v w_iv
 
-Softmax is known only after the last tile of a row, and whether an entry is kept depends on it (filter_rule.py). So a
-chunk of rows stores its exponentials (logits.py), and `select_kernel` reads them once, with the sums, and
-lists the columns that are kept. `collect_kernel` puts the lists of all chunks behind one another,
-with the row's target before them. The head of the vocabulary is not listed: gather.py adds it densely.
+Whether an entry is kept (filter_rule.py) depends on its probability, which is known only after a row's last tile. So
+each chunk of rows stores its exponentials w (kernels/logits.py). `select_kernel` reads w once, with the sums, and lists
+the columns that are kept. `collect_kernel` appends the chunk's lists to those of earlier chunks, each row's target
+first. The head is not listed, because gather.py computes it densely.
 
-If the lists are too short, or a row drops more than filter_mass, they are void, as `Lists.void` says on the device from
-the chunk on where that is seen: the backward pass then goes by four_products.py, with the same rule or without any.
+The lists are void if they overflow, or if a row drops more than filter_mass. `Lists.void` says so on the device as soon
+as a chunk finds it. The backward pass then takes schemes/four_products.py instead: with the same rule after an
+overflow, exact if filter_mass is given.
 
-Cost: N D V multiply-adds on the tensor cores; 2 bytes × N × V written and read, through a workspace of one chunk.
+Cost: N D V multiply-adds on the tensor cores; writes and reads 2 bytes × N × V in a workspace of one chunk.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
 from .draw import draw, mean_logits, rank_entries
 
-SELECT_REGISTERS = 80  # a thread: with fewer it spills, with more fewer programs run at a time
+SELECT_REGISTERS = 80  # registers a thread: fewer would spill, more would let fewer programs run at a time
 KEPT = 256  # rows of a program of kept_kernel
 
 
 @quick
 @triton.jit(do_not_specialize=["first"])
 def select_kernel(
-    w_ptr,  # (rows of the chunk, V) bf16, two in an int32, rows w_stride of these apart; 0 at the targets
-    target_ptr,  # (N,) int64, negative for none
-    listable_ptr,  # (V,) masks of 16 bits, likewise, or None: 0 for columns of the head and beyond V
-    factor_ptr,  # (N,) fp32: of w, for the gradient of a sum
+    w_ptr,  # (rows of the chunk, V) bf16 read as pairs in int32, rows w_stride pairs apart; 0 at the targets
+    target_ptr,  # (N,) int64, each row's target column, negative for none
+    listable_ptr,  # (V,) 16-bit masks read as pairs in int32, or None; 0 for columns of the head and beyond V
+    factor_ptr,  # (N,) fp32, factor from w to the gradient (`Gradient`)
     lse_ptr,  # (N,) fp32
-    slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: columns, written
+    slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: the columns kept, written
     found_ptr,  # (rows of the chunk, SEGMENTS, FOUND) int32: scratch
-    void_ptr,  # () int32: 1 for nothing to do
-    count_ptr,  # (N, SEGMENTS) int32: entries to list, in the first segment with the target, written
-    dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the others, the head's aside, written
+    void_ptr,  # () int32; where 1, there is nothing to do
+    count_ptr,  # (N, SEGMENTS) int32: number of entries to list, written; the first segment counts the target
+    dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the entries that are not kept, written
     w_stride,
-    first,  # row of the chunk
+    first,  # the chunk's first row
     V,
     logit_scale,
     z_loss,
@@ -61,16 +62,17 @@ def select_kernel(
     EIGHTS: tl.constexpr,
     FOUND: tl.constexpr,
 ):
-    """One warp a row and segment, which is every SEGMENTS-th block of 8 EIGHTS columns.
+    """List the kept columns of one segment of a row, in one warp.
 
-    Survivors are few. Of each eight columns the largest w tells whether any can be among them. Those
-    eights are noted down, and looked at column by column when they are many, or the last.
+    A segment is every SEGMENTS-th block of 8 · EIGHTS columns. Few entries are kept, so the kernel first looks at the
+    largest w of each group of eight columns. It notes down the groups whose largest w is kept. It looks at their
+    columns one by one when enough groups have come together, or at the segment's end.
     """
     LANES: tl.constexpr = 32
     row = first + tl.program_id(0)
     place = tl.program_id(0) * SEGMENTS + tl.program_id(1)
     to_p = tl.load(factor_ptr + row) / (logit_scale * (1 + 2 * z_loss * tl.load(lse_ptr + row)))
-    to_share = to_p / eps  # p in units of eps
+    to_share = to_p / eps  # factor from w to p / eps
     w_ptr += tl.program_id(0).to(tl.int64) * w_stride
     slot_ptr += place.to(tl.int64) * SLOTS
     found_ptr += place.to(tl.int64) * FOUND
@@ -90,7 +92,7 @@ def select_kernel(
         tl.store(found_ptr + found + places.reshape((EIGHTS,)), eighth, mask=look)
         found += more
         now = tl.where((found > FOUND - EIGHTS) | (at + SEGMENTS * EIGHTS >= end), found, 0)
-        tl.debug_barrier()  # what other lanes have found is read next
+        tl.debug_barrier()  # the next loop reads the groups that other lanes have noted
         for begin in range(0, now, LANES):
             lane = begin + tl.arange(0, LANES)
             nearby = tl.load(found_ptr + lane, mask=lane < now, other=0)
@@ -103,7 +105,7 @@ def select_kernel(
             slots += count
             tl.store(slot_ptr + slots, columns, mask=keep & (slots < SLOTS))
             count += kept
-        tl.debug_barrier()  # all is read before more is found
+        tl.debug_barrier()  # all lanes have read the notes before the next turn overwrites them
         found -= now
     has_target = (tl.program_id(1) == 0) & (tl.load(target_ptr + row) >= 0)
     tl.store(count_ptr + first * SEGMENTS + place, count + has_target.to(tl.int32))
@@ -112,7 +114,7 @@ def select_kernel(
 
 @triton.jit
 def _listable(w_ptr, listable_ptr, words, inside):
-    """Of each pair of columns the left and the right one's exponentials, fp32, 0 where no list takes them."""
+    """The left and the right exponentials of each pair of columns, fp32; 0 for columns that lists leave out."""
     pairs = tl.load(w_ptr + words, mask=inside, other=0)
     if listable_ptr is not None:
         pairs &= tl.load(listable_ptr + words, mask=inside, other=0)
@@ -121,7 +123,7 @@ def _listable(w_ptr, listable_ptr, words, inside):
 
 @triton.jit
 def _places(ones, axis: tl.constexpr):
-    """How many ones stand before each, lane by lane (`axis` is that within a lane); and how many there are."""
+    """The number of ones before each place, and the number of all ones. Places go lane by lane, `axis` is in a lane."""
     own = tl.sum(ones, axis=axis)
     before = tl.cumsum(own, axis=0) - own
     return tl.cumsum(ones, axis=axis) - ones + tl.expand_dims(before, axis), tl.sum(own, axis=0)
@@ -131,29 +133,31 @@ def _places(ones, axis: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "capacity"])
 def collect_kernel(
     w_ptr,  # (rows of the chunk, V), rows w_stride apart
-    slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32
-    target_ptr,  # (N,) int64, negative for none
-    factor_ptr,  # (N,) fp32
+    slot_ptr,  # (rows of the chunk, SEGMENTS, SLOTS) int32: the columns kept
+    target_ptr,  # (N,) int64, each row's target column, negative for none
+    factor_ptr,  # (N,) fp32, factor from w to the gradient (`Gradient`)
     lse_ptr,  # (N,) fp32
-    count_ptr,  # (N, SEGMENTS) int32
-    dropped_ptr,  # (N, SEGMENTS) fp32
-    void_ptr,  # () int32: 1 written where the lists do not do
-    starts_ptr,  # (N + 1,) int64: those of earlier chunks and this one's first are there (or it is 0), the rest written
+    count_ptr,  # (N, SEGMENTS) int32: number of entries to list; the first segment counts the target
+    dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the entries that are not kept
+    void_ptr,  # () int32: 1 written if the lists are void
+    starts_ptr,  # (N + 1,) int64: where each row's list starts; written for the rows after this chunk's first
     column_ptr,  # (capacity,) int32, written
-    weight_ptr,  # (capacity,) fp32, written
+    weight_ptr,  # (capacity,) fp32: p of each listed entry but the targets', written
     w_stride,
-    first,
+    first,  # the chunk's first row
     capacity,
     logit_scale,
     z_loss,
-    most,  # mass that may be dropped of a row
+    most,  # the mass that a row may drop
     SEGMENTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    COUNTS: tl.constexpr,  # added up at a time
+    COUNTS: tl.constexpr,  # counts added up at a time
     BLOCK: tl.constexpr,
 ):
-    """Bring the lists of a chunk to their places, a row a program: its target first, then one segment after another.
-    Say so if they are void: an entry has no place, or a row has dropped too much."""
+    """Append a chunk's lists to the whole lists, one row a program: its target first, then each segment's columns.
+
+    Writes void_ptr if an entry has no place, or if a row drops too much.
+    """
     row = first + tl.program_id(0)
     segment = tl.arange(0, SEGMENTS)
     place = tl.program_id(0) * SEGMENTS
@@ -191,18 +195,21 @@ def collect_kernel(
 @quick
 @triton.jit(do_not_specialize=["N"])
 def kept_kernel(
-    count_ptr,  # (N, SEGMENTS) int32
-    dropped_ptr,  # (N, SEGMENTS) fp32
-    target_ptr,  # (N,) int64, negative for none
-    rank_ptr,  # (V,) int32 or None
-    kept_ptr,  # (N,) fp32, written
-    mass_ptr,  # (N,) fp32, written
+    count_ptr,  # (N, SEGMENTS) int32: number of entries listed
+    dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the entries that are not kept
+    target_ptr,  # (N,) int64, each row's target column, negative for none
+    rank_ptr,  # (V,) int32 or None: each column's rank by likelihood
+    kept_ptr,  # (N,) fp32: number of entries kept, written
+    mass_ptr,  # (N,) fp32: softmax mass dropped, written
     N,
     n_head,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the segments of each row have listed, with the head, and left out. Targets of the head are listed, too."""
+    """Each row's number of entries kept, head included, and mass dropped.
+
+    A target in the head is listed, too, so it is counted once less.
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     places = rows[:, None] * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]
     kept = tl.sum(tl.load(count_ptr + places, mask=(rows < N)[:, None], other=0), axis=1) + n_head
@@ -217,14 +224,18 @@ def kept_kernel(
 
 @dataclass(frozen=True)
 class Lists:
-    """The listed entries, and what else the backward pass takes of the forward pass.
+    """The listed entries, and everything else that the backward pass needs from the forward pass.
 
-    starts: (N + 1,) int64, the entries of row i stand from starts[i] to starts[i + 1], the target first; beyond the
-    capacity they are missing. column: (capacity,) int32, V where nothing stands. weight: (capacity,) fp32, p, none at
-    targets. count: (N, SEGMENTS) int32, how many the rule lists. dropped: (N, SEGMENTS) fp32, the mass that it does
-    not. void: () int32, 1 if an entry is missing or a row has dropped more than filter_mass: then all of these mean
-    nothing. nll: (N,) fp32, −log p of the target. rank, likely: the rule's, empty where it has none. sample: what the
-    rule draws; without tensors where it draws nothing.
+    starts: (N + 1,) int64, row i's entries lie from starts[i] to starts[i + 1], the target first; those beyond the
+        capacity are missing.
+    column: (capacity,) int32, each entry's column; V in unused places.
+    weight: (capacity,) fp32, each entry's p; undefined at targets.
+    count: (N, SEGMENTS) int32, number of entries that the rule lists.
+    dropped: (N, SEGMENTS) fp32, softmax mass of the entries that are not kept.
+    void: () int32, 1 if an entry is missing or a row dropped more than filter_mass; the lists are then undefined.
+    nll: (N,) fp32, −log p of the target.
+    rank, likely: as in `Rule`; empty if the rule has none.
+    sample: what the rule draws; None if it draws nothing.
     """
 
     starts: Tensor
@@ -240,7 +251,7 @@ class Lists:
 
     @classmethod
     def empty(cls, columns: Tensor, vocab: int, capacity: int, void: Tensor, o: Options) -> Lists:
-        """Without values, and without a sample."""
+        """Lists without values and without a sample."""
         n_rows = columns.shape[0]
         n_likely = likely_sizes(vocab)[1] if o.filter_unbiased else 0
 
@@ -261,24 +272,27 @@ class Lists:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All of them, for `of`."""
+        """All tensors of the lists and of the sample, in the order that `of` takes."""
         own = {**vars(self)}
         sample = own.pop("sample")
         return [*own.values(), *(() if sample is None else vars(sample).values())]
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Lists:
+        """The lists from their `tensors`."""
         own = [field.name for field in fields(cls) if field.name != "sample"]
         sample = tensors[len(own) :]
         return cls(**dict(zip(own, tensors, strict=False)), sample=Sample(*sample) if sample else None)
 
     def rule(self, eps: float, vocab: int) -> Rule:
-        """What is kept, without a seed: the sample is there already."""
+        """The rule, without a seed, because the sample is drawn already."""
         return Rule(torch.full((), eps, dtype=torch.float32, device=self.nll.device), None, *self._likely(vocab))
 
     def kept(self, columns: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-        """How many entries the rule keeps of each row, and the mass of the others, (N,) fp32 each; columns (N,) int64,
-        the rows' targets."""
+        """Each row's number of entries kept and softmax mass dropped, (N,) fp32 each.
+
+        columns: (N,) int64, each row's target column.
+        """
         kept, dropped = torch.empty_like(self.nll), torch.empty_like(self.nll)
         n_rows = kept.shape[0]
         kept_kernel[(cdiv(n_rows, KEPT),)](
@@ -288,10 +302,11 @@ class Lists:
         return kept, dropped
 
     def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
-        """The same with what is drawn for these columns (N,)."""
+        """These lists with the sample that is drawn for the target columns (N,) int64."""
         return replace(self, sample=draw(columns, dim, vocab, *self._likely(vocab)))
 
     def _likely(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
+        """rank, likely and n_head of the rule."""
         if not self.rank.numel():
             return None, None, 0
         return self.rank, self.likely, likely_sizes(vocab)[0]
@@ -301,13 +316,13 @@ def forward(
     e: Tensor, c: Tensor, columns: Tensor, capacity: int, with_metrics: bool, o: Options,
     z_target: Tensor | None = None,
 ) -> tuple[Rows, list[Tensor]]:  # fmt: skip
-    """What the loss takes of each row, and the tensors of the `Lists`.
+    """The row statistics that the loss needs, and the tensors of the `Lists`.
 
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`.
-        columns: (N,) int64, each row's target, or what row_math.py has in its place.
-        capacity: of the lists, in entries.
-        z_target: (N,) fp32, the targets' logits, where they are known already.
+        columns: (N,) int64, each row's target column (row_math.py).
+        capacity: entries that the lists hold.
+        z_target: (N,) fp32, the targets' logits, if they are known already.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     assert o.filter_eps is not None
@@ -323,7 +338,7 @@ def forward(
         height = chunk.stop - first
         w_i, e_i, columns_i, z_i = w[:height, :vocab], e[chunk], columns[chunk], z_target[chunk]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o, None if o.filter_mass is None else void)
-        if void is None:  # while the first product runs: the host has a dozen small things to do for these
+        if void is None:  # after the first launch, so that the device computes while the host allocates
             void = torch.zeros((), dtype=torch.int32, device=e.device)
             lists, listable = _lists_of(e, c, columns, capacity, void, o)
             lse, nll, factor, coefficient = (torch.empty_like(z_target) for _ in range(4))
@@ -345,7 +360,7 @@ def forward(
             lists.weight, w.stride(0), first, capacity, *scales,
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
-    lists.nll.copy_(nll)  # the loss may be made of the other
+    lists.nll.copy_(nll)  # a copy, because nll itself may become the returned loss
     if o.filter_unbiased:
         lists = lists.sampled(columns, e.shape[1], vocab)
     return Rows(lse, nll, None, metrics), lists.tensors()
@@ -354,7 +369,7 @@ def forward(
 def _lists_of(
     e: Tensor, c: Tensor, columns: Tensor, capacity: int, void: Tensor, o: Options
 ) -> tuple[Lists, Tensor | None]:
-    """Lists with what the rule says of the vocabulary, and no entry; select_kernel's masks."""
+    """Lists without entries but with rank and likely; and the masks `listable_ptr` of select_kernel, or None."""
     vocab = c.shape[0]
     lists = Lists.empty(columns, vocab, capacity, void, o)
     lists.column.fill_(vocab)
@@ -371,6 +386,6 @@ def _lists_of(
 
 
 def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
-    """The `forward` pass's tensors, of no values."""
+    """The tensors that `forward` returns, without values."""
     lists = Lists.empty(columns, vocab, capacity, columns.new_empty((), dtype=torch.int32), o)
     return replace(lists, sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None).tensors()

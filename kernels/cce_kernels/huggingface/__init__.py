@@ -1,1 +1,1 @@
-"""The loss in a causal language model of transformers or flash-linear-attention."""
+"""The loss inside a causal language model of transformers or flash-linear-attention."""

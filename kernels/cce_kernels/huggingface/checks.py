@@ -1,8 +1,7 @@
-"""Whether a model is what `patch` takes it for: nothing stands between its hidden states and its loss but one product
-with a weight and its class's cross-entropy.
+"""Checks that a model is what `patch` assumes: hidden states, one product with the head's weight, its class's loss.
 
-`patch` computes the loss from the head's weight, so that whatever else a user or a library has put there would be
-passed over: it is refused, by patch and at every call.
+`patch` computes the loss from hidden states and the head's weight. It would silently skip whatever else a user or a
+library has put between them. So such a model is refused, by patch and at every call.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in _HOOKS]  # 
 
 
 def check_class(kind: Any) -> None:
-    """ValueError if a model class's forward is no longer its package's own, as Liger's kernels replace it."""
+    """Raise a ValueError if a class's forward is no longer its package's own. Liger, for example, replaces it."""
     own = (kind.__module__.split(".")[0], "transformers", "torch")
     function: Any = kind.forward
     while function is not None:
@@ -33,9 +32,9 @@ def check_class(kind: Any) -> None:
 
 
 def check_model(model: Any, kind: Any) -> None:
-    """ValueError if the model's head is more than a product with its weight, or its loss is not that of its class.
+    """Raise a ValueError if the model's head is more than a product with its weight, or its loss not its class's.
 
-    kind: its class before patch; FSDP2 gives it yet another one.
+    kind: the model's class before patch. (FSDP2 may have given the model another class since.)
     """
     _check_head(model.lm_head)
     if kind.__module__.startswith("fla."):
@@ -45,10 +44,13 @@ def check_model(model: Any, kind: Any) -> None:
         losses = sys.modules["transformers.loss.loss_utils"]
         own = model.loss_function is losses.ForCausalLMLoss and _package(losses.fixed_cross_entropy) == "transformers"
     if not own:
-        raise ValueError("model: has a loss_function, criterion or use_l2warp of its own, which patch would pass over")
+        raise ValueError(
+            "model: has a loss_function, criterion or use_l2warp of its own, which patch would skip; remove it"
+        )
 
 
 def _check_head(head: Any) -> None:
+    """Raise a ValueError unless the head is a plain nn.Linear without hooks and with plain tensors."""
     if type(head) is not nn.Linear:
         raise ValueError(
             f"model: its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear; leave the "
@@ -56,31 +58,31 @@ def _check_head(head: Any) -> None:
         )
     if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD:
         raise ValueError(
-            f"model: the forward of its head was replaced by {source(head.forward)}, which patch would pass over "
-            "(accelerate does so for a device_map of several devices and for offloading: keep the model on one)"
+            f"model: the forward of its head was replaced by {source(head.forward)}, which patch would skip "
+            "(accelerate replaces it for a device_map of several devices and for offloading: keep the model on one)"
         )
     for name in ("weight", "bias"):
         if type(getattr(head, name)) not in (nn.Parameter, Tensor, type(None)):
             raise ValueError(
                 f"model: the {name} of its head is a {type(getattr(head, name)).__name__}, it must be a plain tensor; "
-                "leave the head out of quantisation and sharding of its own"
+                "quantisation and sharding must leave the head out"
             )
     if any(getattr(head, name) for name in _HOOKS) or any(map(_alters, _GLOBAL_HOOKS)):
         raise ValueError(
-            "model: its head has forward or backward hooks (as pruning, spectral_norm and weight_norm put there), "
-            "which patch would pass over; remove them"
+            "model: its head has forward or backward hooks (pruning, spectral_norm and weight_norm add such), "
+            "which patch would skip; remove them"
         )
 
 
 def _alters(hooks: dict[int, Any]) -> bool:
-    """Whether there are other hooks than torch's own, which only watch (FlopCounterMode)."""
+    """Whether any hook is not torch's own. Torch's own hooks only watch (FlopCounterMode)."""
     return any(_package(hook) != "torch" for hook in hooks.values())
 
 
 def innermost(forward: Any) -> Any:
-    """The function under wrappers by torch and accelerate, which call what they wrap (autocast, torch.compile).
+    """The function inside wrappers of torch (autocast, torch.compile) and accelerate, which call what they wrap.
 
-    Others may not: TRL's `functools.wraps` the class's forward and calls the decoder.
+    Other wrappers may not call it. TRL's, for example, uses `functools.wraps` on the forward but calls the decoder.
     """
     while True:
         if isinstance(forward, MethodType):
@@ -92,23 +94,24 @@ def innermost(forward: Any) -> Any:
 
 
 def source(function: Any) -> str:
-    """Where a function is defined: `__module__` and `__qualname__` of a wrapper say where the wrapped one is."""
+    """Where a function is defined. (A wrapper's `__module__` and `__qualname__` are those of the wrapped function.)"""
     function = _plain(function)
     code = getattr(function, "__code__", None)
     return f"{_module(function)}.{code.co_qualname if code else type(function).__qualname__}"
 
 
 def _package(function: Any) -> str:
+    """The package in which a function is defined."""
     return _module(_plain(function)).split(".")[0]
 
 
 def _module(function: Any) -> str:
-    """Of a function, or else of an object's class."""
+    """The module in which a function, or an object's class, is defined."""
     return getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
 
 
 def _plain(function: Any) -> Any:
-    """The function in a method or a partial."""
+    """The function inside methods and partials."""
     while isinstance(function, MethodType | partial):
         function = function.__func__ if isinstance(function, MethodType) else function.func
     return function

@@ -1,12 +1,12 @@
-"""`linear_cross_entropy` in a causal language model of transformers or flash-linear-attention, in one line.
+"""`patch` makes a causal language model of transformers or flash-linear-attention use `linear_cross_entropy`.
 
-With labels, the patched forward runs the model's decoder and hands its hidden states and the head's weight to the
-loss; without them, as in generation, the model's own forward runs.
+With labels, the patched forward runs the model's decoder, and gives its hidden states and the head's weight to the
+loss. Without labels, as in generation, the model's own forward runs.
 
-`patch` gives the model another class: a subclass of its own, of the same name, with another forward. The options lie
-on the model. A subclass goes where the model goes: into copies, pickle, torch.save and spawned processes. Its forward
-asks the model for the options at every call, and without them is the original one. So a wrapper that holds the
-patched forward, as accelerate's for mixed precision does, need not be taken apart to undo the patch.
+`patch` changes the model's class to a subclass with the same name and another forward, and stores the options on the
+model. Copies, pickle, torch.save and spawned processes keep the class. The new forward reads the options at every call;
+if there are none, it runs the original forward. So `unpatch` works even if a wrapper, such as accelerate's for mixed
+precision, holds the patched forward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torch import Tensor
 from ..api import linear_cross_entropy
 from .checks import check_class, check_model, innermost, source
 
-# By package: classes (…ForCausalLM) with a decoder `model`, a linear head `lm_head` on its last hidden state, a
-# cross-entropy and nothing else, and what they do to the logits in between, as options of linear_cross_entropy.
+# The supported classes (…ForCausalLM) of each package: a decoder `model`, a linear head `lm_head` on its last hidden
+# state, and a cross-entropy. Each function returns what the class does to its logits, as options of
+# linear_cross_entropy.
 _PLAIN = "Gemma Glm4 Llama Mistral Olmo2 Olmo3 Phi Phi3 Qwen2 Qwen3 SmolLM3 Starcoder2"
 _PLAIN_FLA = "DeltaNet GatedDeltaNet GatedDeltaProduct GLA GSA HGRN2 KDA RetNet RWKV6 Transformer"
 SUPPORTED: dict[str, dict[str, Callable[[Any], dict[str, Any]]]] = {
@@ -38,7 +39,7 @@ SUPPORTED: dict[str, dict[str, Callable[[Any], dict[str, Any]]]] = {
     },
     "fla": dict.fromkeys(_PLAIN_FLA.split(), lambda model: {}),
 }
-# The others follow from the model and the inputs of its forward, or change what it returns.
+# The options that patch takes. Other options follow from the model and its inputs, or would change the output.
 OPTIONS = (
     "preset", "workspace_mib", "accumulate", "filter_eps", "filter_unbiased", "filter_mass", "filter_e", "filter_c",
     "label_smoothing", "z_loss",
@@ -47,34 +48,34 @@ NO_LOGITS = (
     "a model patched by cce_kernels computes its loss without logits; call it without labels to get them, or undo "
     "the patch with cce_kernels.unpatch(model)"
 )
-_STATE = "_cce_options"  # where a patched model keeps its options
+_STATE = "_cce_options"  # the attribute with a patched model's options
 
 
 def patch(model: Any, **options: Any) -> Any:
-    """Let `model(…, labels=labels)` compute its loss by `linear_cross_entropy`, with no logits in memory.
+    """Let `model(…, labels=labels)` compute its loss with `linear_cross_entropy`, without logits in memory.
 
-    The loss is the model's own: labels (B, T) shifted by one, -100 ignored; the mean, or the sum divided by
-    `num_items_in_batch` where that is given, as by transformers' Trainer; bias, softcap and logit scale as the model
-    has them. transformers' `shift_labels` and `ignore_index` work too. The output holds loss, past_key_values,
-    hidden_states and attentions; asking it for logits raises. Calls without labels are as before. A patched model
-    stays so in copies, pickle and torch.save.
+    The loss is the model's own. Labels (B, T) are shifted by one, and -100 is ignored. The loss is the mean, or the sum
+    divided by `num_items_in_batch` if that is given (transformers' Trainer gives it). Bias, softcap and logit scale are
+    the model's. transformers' `shift_labels` and `ignore_index` work, too. The output holds loss, past_key_values,
+    hidden_states and attentions; asking it for logits raises an error. Calls without labels work as before. Copies,
+    pickle and torch.save keep the patch.
 
     Args:
         model: a causal language model of a class in SUPPORTED, not yet wrapped or compiled. Changed in place.
-        options: those of `linear_cross_entropy` that OPTIONS names.
+        options: the options of `linear_cross_entropy` that OPTIONS names.
 
     Returns:
         model.
 
     Raises:
-        TypeError: a class that is not supported, or an option of a wrong type.
-        ValueError: a model with another loss, head or forward than its class has, or a wrong option. The patched
-            forward raises it, too: for a loss, head or forward that was changed after patch, and where logits or a
-            tuple are asked for together with labels.
+        TypeError: the class is not supported, or an option has the wrong type.
+        ValueError: the model's loss, head or forward is not its class's, or an option is wrong. The patched forward
+            raises it, too, if loss, head or forward was changed after patch, or if a call with labels asks for logits
+            or a tuple.
     """
     if _STATE in getattr(model, "__dict__", {}):
         raise ValueError("model: is patched already; undo that first with cce_kernels.unpatch(model)")
-    # `type(patched)(config)` makes a model of the patched class that has no options yet.
+    # A model made by `type(patched)(config)` has the patched class, but no options yet.
     kind = vars(type(model)).get("_cce_kind", type(model))
     package, name = kind.__module__.split(".")[0], kind.__name__.removesuffix("ForCausalLM")
     if name == kind.__name__ or name not in SUPPORTED.get(package, {}):
@@ -86,7 +87,7 @@ def patch(model: Any, **options: Any) -> Any:
     if surplus := options.keys() - set(OPTIONS):
         raise ValueError(f"{min(surplus)}: patch takes only {', '.join(OPTIONS)}")
     row, target = torch.zeros(1, 8, device="cpu"), torch.zeros(1, device="cpu", dtype=torch.long)
-    linear_cross_entropy(row, row, target, **options)  # a wrong option fails here, not at the first step
+    linear_cross_entropy(row, row, target, **options)  # raises on a wrong option now, not at the first step
     check_class(kind)
     check_model(model, kind)
 
@@ -102,24 +103,30 @@ def patch(model: Any, **options: Any) -> Any:
 
 
 def unpatch(model: Any) -> Any:
-    """Undo `patch` and return the model; ValueError if it is not patched.
+    """Undo `patch` and return the model.
 
-    What was put over the patched forward in the meantime, as by accelerate, stays and calls the model's own.
+    A wrapper that was put over the patched forward since, by accelerate for example, stays, and calls the model's own
+    forward.
+
+    Raises:
+        ValueError: the model is not patched, or another library has changed its class since.
     """
     if _STATE not in getattr(model, "__dict__", {}):
-        raise ValueError(f"model: a {type(model).__name__} that cce_kernels.patch has not patched")
+        raise ValueError(f"model: a {type(model).__name__} that cce_kernels.patch has not patched; nothing to undo")
     if "_cce_kind" not in vars(type(model)):
-        raise ValueError(f"model: patch's class was made a {type(model).__name__} since, as by FSDP2; unpatch first")
+        raise ValueError(
+            f"model: its class was changed to {type(model).__name__} after patch (FSDP2 does so); unpatch first"
+        )
     del vars(model)[_STATE]
     model.__class__ = type(model)._cce_kind
     return model
 
 
 def is_patched(model: Any) -> bool:
-    """Whether `model(…, labels=labels)` computes its loss by this package. Give the model itself, as to `patch`.
+    """Whether `model(…, labels=labels)` computes its loss with this package. Takes the model itself, as `patch` does.
 
-    False, too, where another tool has put a forward of its own over patch's, as TRL's SFTTrainer does. Wrappers by
-    torch and accelerate are seen through (autocast, torch.compile).
+    False if another tool has put its own forward over patch's, as TRL's SFTTrainer does. Wrappers of torch (autocast,
+    torch.compile) and accelerate do not count, because they call patch's forward.
     """
     return (
         _STATE in getattr(model, "__dict__", {}) and innermost(model.forward) is _patched_class(model._cce_kind).forward
@@ -127,37 +134,38 @@ def is_patched(model: Any) -> bool:
 
 
 class _Patched:
-    """What the class of a patched model has before its model's class; `_patched_class` makes one of both."""
+    """The mixin that `_patched_class` puts before the model's class."""
 
     _cce_kind: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles: an instance made by `_rebuild` in place of a class that cannot be imported."""
+        """Copy and pickle through `_rebuild`, because the patched class cannot be imported."""
         reduced: Any = super().__reduce_ex__(protocol)
         return (_rebuild, (self._cce_kind,), *reduced[2:])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Setting a forward that hides patch's warns: patch's own is never called again to say so."""
+        """Warn if a new forward hides patch's, which is then never called again and could not raise an error."""
         was_patched = name == "forward" and is_patched(self)
         super().__setattr__(name, value)
         if was_patched and not is_patched(self):
             warnings.warn(
-                f"{source(value)} replaces the forward of a model patched by cce_kernels; the model's loss is now "
-                "what that computes (cce_kernels.is_patched says so)",
+                f"{source(value)} replaces the forward of a model patched by cce_kernels, and computes the model's "
+                "loss from now on (cce_kernels.is_patched returns False)",
                 stacklevel=2,
             )
 
 
 def _rebuild(kind: Any) -> Any:
+    """An uninitialised instance of kind's patched class."""
     patched = _patched_class(kind)
     return patched.__new__(patched)
 
 
 @cache
 def _patched_class(kind: Any) -> Any:
-    """A subclass of kind whose forward has our loss where the model has options, and is kind's where it has none.
+    """A subclass of kind. Its forward computes our loss if the model has options, and is kind's own if not.
 
-    Name and module are kind's: transformers writes the one into config.json and reads the source of the other.
+    It has kind's name, which transformers writes into config.json, and kind's module, whose source transformers reads.
     """
     check_class(kind)
     original, signature = kind.forward, inspect.signature(kind.forward)
@@ -176,8 +184,8 @@ def _patched_class(kind: Any) -> Any:
             check_class(kind)
         return output_class(**_loss_and_states(call, logit_options(self), options))
 
-    forward.__signature__ = signature  # type: ignore[attr-defined]  # Trainer reads it
-    del forward.__wrapped__  # accelerate's unwrap_model takes off whatever has this attribute
+    forward.__signature__ = signature  # type: ignore[attr-defined]  # Trainer reads the signature
+    del forward.__wrapped__  # accelerate's unwrap_model would remove a function with this attribute
     return type(kind.__name__, (_Patched, kind), {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
         "_cce_kind": kind, "forward": forward,
@@ -185,9 +193,12 @@ def _patched_class(kind: Any) -> Any:
 
 
 def _loss_and_states(call: dict[str, Any], logits: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What the output holds, for a forward's arguments by name, self among them.
+    """The fields of the output: loss, past_key_values, hidden_states and attentions.
 
-    logits: what the model does to its logits; options: patch's; both as options of linear_cross_entropy.
+    Args:
+        call: the forward's arguments by name, including self.
+        logits: what the model does to its logits, as options of linear_cross_entropy.
+        options: patch's options.
     """
     model = call.pop("self")
     keep = [call.pop(name, None) for name in ("logits_to_keep", "num_logits_to_keep")]
@@ -197,21 +208,21 @@ def _loss_and_states(call: dict[str, Any], logits: dict[str, Any], options: dict
     if not (model.config.return_dict if as_dict is None else as_dict):
         raise ValueError(f"return_dict: must be True with labels, a tuple would hold logits: {NO_LOGITS}")
     targets, items, shift, ignore_index = call.pop("labels"), call.pop("num_items_in_batch", None), 1, -100
-    if not model._cce_kind.__module__.startswith("fla."):  # FLA's forward hands these to its layers
+    if not model._cce_kind.__module__.startswith("fla."):  # FLA's forward would pass these to its layers
         ignore_index = call.pop("ignore_index", ignore_index)
         if (shifted := call.pop("shift_labels", None)) is not None:
             targets, shift = shifted, 0
 
     states, head = model.model(**call, return_dict=True), model.lm_head
     hidden, bias = states.last_hidden_state, head.bias
-    if bias is not None and "logit_scale" in logits:  # models scale the sum, linear_cross_entropy e cᵀ alone
+    if bias is not None and "logit_scale" in logits:  # models scale e cᵀ + bias, linear_cross_entropy e cᵀ alone
         bias = bias.float() * logits["logit_scale"]
     targets = targets.to(hidden.device)
     loss = linear_cross_entropy(
         hidden, head.weight, targets, bias=bias, shift=shift, ignore_index=ignore_index,
         reduction="mean" if items is None else "sum", **logits, **options,
     )  # fmt: skip
-    if items is None:  # of no target at all torch's mean is NaN, ours 0
+    if items is None:  # without any target torch's mean is NaN, linear_cross_entropy's 0
         loss = torch.where((targets[..., shift:] != ignore_index).any(), loss, torch.nan)
     else:
         loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
@@ -221,7 +232,7 @@ def _loss_and_states(call: dict[str, Any], logits: dict[str, Any], options: dict
 
 @cache
 def _output_class() -> Any:
-    """A ModelOutput with no logits. The caller's model has imported transformers; this package never does."""
+    """A ModelOutput without logits. The caller's model has imported transformers; this package does not by itself."""
 
     def no_attribute(self: Any, name: str) -> Any:
         raise AttributeError(f"logits: {NO_LOGITS}" if name == "logits" else f"{type(self).__name__} has no {name}")

@@ -1,11 +1,11 @@
-"""Each row's coefficients of the gradient, in two launches in place of a dozen small operations of torch.
+"""Each row's gradient coefficients in two launches, which replace a dozen small operations of torch.
 
     dL/dz_iv = a_i p_iv − b_i [v = target_i]        a = b (1 + 2 z_loss LSE) + dL/dLSE        b = dL/d(row loss)
 
-b is 0 for a row that is ignored, NaN for one whose target lies outside the vocabulary (row_math.py). Label smoothing
-shares b out among the entries (logit_gradient.py).
+b is 0 for an ignored row, and NaN for a row whose target lies outside the vocabulary (row_math.py). Label smoothing
+distributes b over the columns (logit_gradient.py).
 
-Cost: a few N numbers read and written.
+Cost: reads and writes a few N numbers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
 
 BLOCK = 1024
-PEAK_BLOCK = 8192  # of the one program that looks for the largest
+PEAK_BLOCK = 8192  # rows that peak_kernel's one program reads at a time
 
 
 @quick
 @triton.jit(do_not_specialize=["grad_stride", "lse_stride", "N"])
 def row_coefficients_kernel(
     grad_ptr,  # (N,), grad_stride apart: dL/d(row loss)
-    grad_lse_ptr,  # (N,), lse_stride apart, or None
+    grad_lse_ptr,  # (N,), lse_stride apart, or None: dL/dLSE
     lse_ptr,  # (N,) fp32
-    columns_ptr,  # (N,) int64, see row_math.py
+    columns_ptr,  # (N,) int64, each row's target column (row_math.py)
     a_ptr,  # (N,) fp32, written
     b_ptr,  # (N,) fp32, written
     grad_stride,
@@ -42,7 +42,7 @@ def row_coefficients_kernel(
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """a and b."""
+    """Write a and b."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < N
     column = tl.load(columns_ptr + rows, mask=inside, other=IGNORED)
@@ -63,12 +63,15 @@ def peak_kernel(
     a_ptr,  # (N,) fp32
     b_ptr,  # (N,) fp32
     peak_ptr,  # () fp32, written
-    a_of_peak_ptr,  # (N,) fp32, written
-    b_of_peak_ptr,  # (N,) fp32, written
+    a_of_peak_ptr,  # (N,) fp32, a / peak, written
+    b_of_peak_ptr,  # (N,) fp32, b / peak, written
     N,
     BLOCK: tl.constexpr,
 ):
-    """One program. NaN is nobody's peak: a row without a gradient leaves the others theirs."""
+    """The largest |a| or |b| of all rows, and both divided by it, in one program.
+
+    NaN is no candidate, so that one bad row does not make every row's gradient NaN.
+    """
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, N, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -106,7 +109,7 @@ class Peak:
 def row_coefficients(
     grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
 ) -> tuple[Tensor, Tensor]:
-    """`rows.row_coefficients`."""
+    """The same as `row_math.row_coefficients`."""
     n_rows = columns.shape[0]
     a, b = torch.empty_like(lse), torch.empty_like(lse)
     row_coefficients_kernel[(cdiv(n_rows, BLOCK),)](

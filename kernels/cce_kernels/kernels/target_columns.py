@@ -1,4 +1,4 @@
-"""Each row's target column from the targets as they were given: rows.target_columns in one launch in place of six."""
+"""Each row's target column in one launch; row_math.target_columns takes six for the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 1024
 def columns_of(
     targets_ptr, rows, stride, N, V, ignore_index, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr
 ):  # fmt: skip
-    """Of rows, from their targets (N,), stride apart."""
+    """The target columns of `rows` from the targets (N,), stride apart: a column, IGNORED or OUTSIDE."""
     target = tl.load(targets_ptr + rows.to(tl.int64) * stride, mask=rows < N, other=0)
     column = tl.where((target >= 0) & (target < V), target, OUTSIDE)
     return tl.where(target == ignore_index, IGNORED, column)
@@ -37,13 +37,14 @@ def columns_kernel(
     OUTSIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Write every row's target column."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = columns_of(targets_ptr, rows, stride, N, V, ignore_index, IGNORED, OUTSIDE)
     tl.store(columns_ptr + rows, column, mask=rows < N)
 
 
 def target_columns(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
-    """Each row's target column (N,) int64, IGNORED or OUTSIDE."""
+    """Each row's target column (N,) int64: a column, IGNORED or OUTSIDE (row_math.py)."""
     n_rows = targets.shape[0]
     columns = torch.empty(n_rows, dtype=torch.int64, device=targets.device)
     columns_kernel[(cdiv(n_rows, BLOCK),)](

@@ -1,9 +1,10 @@
-"""The targets' entries of dz, in fp32, where the products leave them out: p − 1 holds most of a row's gradient.
+"""The targets' part of both gradients, in fp32, where the products leave it out: p − 1 holds most of a row's gradient.
 
     dE_i += coefficient_i C_target        dC_v += Σ_{i: target_i = v} coefficient_i e_i
 
-The second goes by rows sorted by target, in runs of equal ones, so that every row of dC has one owner at a time.
-Cost: N × D entries read and written for either gradient; memory: an fp32 row of D for every `PLACES` rows.
+dC's sum runs over rows sorted by target, in runs of equal targets. So each row of dC has one owner at a time.
+
+Cost: reads and writes N × D entries for each gradient. Memory: D fp32 numbers for every `PLACES` rows.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ PLACES = 16  # rows, sorted by target, that one program adds up
 @triton.jit(do_not_specialize=["N", "D", "c_stride"])
 def target_rows_kernel(
     c_ptr,  # (V, D), rows c_stride apart
-    columns_ptr,  # (N,) int64, negative for none
+    columns_ptr,  # (N,) int64, each row's target column, negative for none
     coefficient_ptr,  # (N,) fp32
     out_ptr,  # (N, D): a sum, written
-    lost_ptr,  # (N, D) or None: what out's rounding lost, written
+    lost_ptr,  # (N, D) int8 or None: the sum's rounding error, written
     c_stride,
     N,
     D,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[i] = coefficient_i C_target."""
+    """out[i] = coefficient_i C_target; 0 for a row without a target."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
@@ -51,19 +52,22 @@ def target_rows_kernel(
 @triton.jit(do_not_specialize=["N"])
 def targets_kernel(
     e_ptr,  # (N, D), rows e_stride apart
-    keys_ptr,  # (N,) int32, ascending: the rows' targets, negative for none
-    order_ptr,  # (N,) int64: the rows in that order
+    keys_ptr,  # (N,) int32, ascending: the rows' target columns, negative for none
+    order_ptr,  # (N,) int64: the rows in the order of keys_ptr
     coefficient_ptr,  # (N,) fp32
-    out_ptr,  # (V, D): a sum, added into
-    lost_ptr,  # (V, D) or None: what out's rounding lost, kept
-    spill_ptr,  # (programs, D) fp32, written: the part of a run of equal keys that began in an earlier program
+    out_ptr,  # (V, D): a sum, added to
+    lost_ptr,  # (V, D) int8 or None: the sum's rounding error, updated
+    spill_ptr,  # (programs, D) fp32: this program's part of a run that began in an earlier program, written
     e_stride,
     N,
     D,
-    PLACES: tl.constexpr,  # of a program
+    PLACES: tl.constexpr,  # rows of a program
     BLOCK_D: tl.constexpr,
 ):
-    """out[v] += Σ coefficient_i e_i over the rows whose target is v, as far as they stand in one program."""
+    """out[v] += Σ coefficient_i e_i over the rows whose target is v, for the runs that begin in this program.
+
+    A run is a sequence of equal keys. Its rows in later programs go to spill_ptr.
+    """
     start = tl.program_id(0) * PLACES
     places = start + tl.arange(0, PLACES)
     inside = places < N
@@ -92,9 +96,12 @@ def targets_kernel(
 @quick
 @triton.jit(do_not_specialize=["N"])
 def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add what targets_kernel spilled: the program in which a long run begins sums the parts of the later ones."""
+    """Add the parts in spill_ptr to out: the program in which a run begins sums the parts of later programs.
+
+    Arguments as for `targets_kernel`.
+    """
     start = tl.program_id(0) * PLACES
-    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < N, other=-1)  # of the run that may go on
+    key = tl.load(keys_ptr + start + PLACES - 1, mask=start + PLACES < N, other=-1)  # its run may continue
     earlier = tl.load(keys_ptr + start - 1, mask=start > 0, other=-1)
     follows = tl.load(keys_ptr + start + PLACES, mask=start + PLACES < N, other=-1)
     if (key >= 0) & (key != earlier) & (key == follows):
@@ -117,7 +124,10 @@ def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES:
 
 
 def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
-    """out (N, D) = coefficient (N,) times each row's target's row of c, and what rounding lost; none: 0."""
+    """out (N, D) = coefficient (N,) · the target's row of c (V, D); 0 for a row without a target.
+
+    columns: (N,) int64, each row's target column, negative for none. lost: (N, D) int8, out's rounding error, or None.
+    """
     n_rows, dim = out.shape
     block_d = min(256, power_of_2(dim))
     target_rows_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
@@ -126,7 +136,7 @@ def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lo
 
 
 def sort_by_target(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets (N,) int32, ascending, and the rows (N,) int64 in that order."""
+    """The target columns (N,) int32 in ascending order, and the rows (N,) int64 in that order."""
     keys, order = columns.to(torch.int32).sort(stable=True)
     return keys, order
 
@@ -134,13 +144,15 @@ def sort_by_target(columns: Tensor) -> tuple[Tensor, Tensor]:
 def add_by_target(
     e: Tensor, keys: Tensor, order: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None
 ) -> None:
-    """out[v] += Σ coefficient_i e_i over the rows whose target is v; out: (V, D), lost: what its rounding lost.
+    """out[v] += Σ coefficient_i e_i over the rows whose target is v.
 
     Args:
-        keys, order: from `sort_by_target`; rows of negative keys are left out.
+        e: (N, D). coefficient: (N,) fp32.
+        keys, order: from `sort_by_target`; rows with negative keys are left out.
+        out: (V, D), a sum. lost: (V, D) int8, its rounding error, or None.
     """
     n_rows, dim = e.shape
-    block_d = min(256, power_of_2(dim))  # one warp's: no sum crosses threads
+    block_d = min(256, power_of_2(dim))  # dimensions of one warp, so that no sum crosses warps
     programs = cdiv(n_rows, PLACES)
     spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
     grid = (programs, cdiv(dim, block_d))

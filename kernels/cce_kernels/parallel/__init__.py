@@ -1,1 +1,1 @@
-"""The loss with its vocabulary spread over the ranks of a process group."""
+"""Vocabulary parallelism: the loss with the vocabulary sharded over the ranks of a process group."""

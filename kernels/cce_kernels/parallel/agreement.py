@@ -1,10 +1,10 @@
-"""Whether all ranks of a group make the same call: one exchange, and one error for all.
+"""Checks that all ranks of a group make the same call, and raises one error on all ranks if they do not.
 
-A rank that refuses its arguments, or has others than the rest, would leave the rest waiting for it. So every rank first
-says in a line what it calls with, or why it refuses.
+A rank that refuses its arguments, or has different ones, would leave the other ranks waiting for it. So every rank
+first sends a line of text: its arguments, or the reason why it refuses them.
 
-Cost: one all-gather of `BYTES` a rank, which the host waits for. On a GPU it runs on a stream of its own, so that it
-waits for no computation. While a CUDA graph is captured, and under torch.compile, nothing is exchanged.
+Cost: one all-gather of `BYTES` a rank, for which the host waits. On a GPU it runs on a stream of its own, so that it
+waits for no computation. Nothing is exchanged while a CUDA graph is captured, or under torch.compile.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REFUSED = "refused: "
 
 
 def agree(check: Callable[[], T], describe: Callable[..., str], group: dist.ProcessGroup, device: torch.device) -> T:
-    """What `check()` returns, on every rank; all ranks call this together.
+    """Run `check()` on every rank and return its result. All ranks call this together.
 
     Args:
-        check: raises what is wrong with this rank's call.
-        describe: of what `check` returns: what must be the same on all ranks, in a line.
+        check: raises an error if this rank's arguments are wrong.
+        describe: returns, from check's result, one line with everything that must be the same on all ranks.
 
     Raises:
-        ValueError: on every rank, with one message: what ranks refuse, or what they call with where that differs.
+        ValueError: on every rank, with the same message: a rank's check failed, or two ranks' lines differ.
     """
     refusal = found = None
     try:
@@ -59,7 +59,7 @@ def agree(check: Callable[[], T], describe: Callable[..., str], group: dist.Proc
 
 
 def _exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """What every rank says."""
+    """Every rank's text, in order of rank."""
     part = _encoded(text, device)
     if device.type != "cuda":
         return [_decoded(row) for row in _gathered(part, group)]
@@ -68,6 +68,7 @@ def _exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list
 
 
 def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's part (BYTES,) as (W, BYTES)."""
     ranks = dist.get_world_size(group)
     every = part.new_empty(ranks * BYTES)
     all_gather(every, part, group).wait()
@@ -76,7 +77,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _encoded(text: str, device: torch.device) -> Tensor:
-    """UTF-8 in BYTES; of what is too long the end gives way to a digest, so that other texts stay different."""
+    """The text in UTF-8, padded to BYTES. A digest replaces the end of a longer text, so that texts stay distinct."""
     code = text.encode()
     if len(code) > BYTES:
         digest = f"... {hashlib.sha256(code).hexdigest()[:16]}".encode()

@@ -1,26 +1,40 @@
-"""The loss where each rank of a process group holds some rows of C (vocabulary parallelism).
+"""The loss with the rows of C sharded over the ranks of a process group (vocabulary parallelism).
 
     LSE_i = log Σ_r exp(LSE_i^r)        −log p_i = −log p_i^o + softplus(log Σ_{r ≠ o} exp(LSE_i^r) − LSE_i^o)
 
-LSE^r is of the logits of rank r's rows of C, o the rank that holds row i's target, p^o the softmax over its rows alone:
-the forward pass of one device, on each rank. A row whose target is elsewhere has a stand-in, another entry in each row.
-One all-gather of 2 numbers a row then gives every rank every rank's: a sum over ranks would need a maximum first, and
-of a loss near 0 it would keep no digit.
+LSE^r is the log-sum-exp over rank r's columns. o is the rank that holds row i's target, its owner. p^o is the softmax
+over the owner's columns alone. Every rank computes LSE^r and p^r with the forward pass of one device. On ranks other
+than the owner, another column stands in for the target, a different one in each row. One all-gather then gives every
+rank the two numbers of all ranks. (A sum over ranks would need a maximum first, and would keep no digit of a loss near
+0.)
 
-The backward pass is that of one device with the whole LSE: dC is complete where it is, dE is summed over the ranks in
-fp32 and rounded once. With stored exponentials (three_products.py) each chunk of rows is settled, one all-gather,
-before it is multiplied: exp(LSE^r − LSE) goes into the rows' factors. What overlaps with computation: with rows="own"
-the gathering of E but its first chunk's; the sum of dE over the ranks but the last chunk's, which goes on while that is
-multiplied. What does not: each chunk's numbers (dC needs them, and dE's product is not taken first: the two fill each
-other's idle multiprocessors, which is worth more), and the last chunk's dE.
+The backward pass is that of one device with the LSE of the whole vocabulary. dC is complete on its rank. dE is summed
+over the ranks in fp32 and rounded once. With three products, each chunk of rows is settled before its products: one
+all-gather, and then exp(LSE^r − LSE) goes into the rows' factors (combine.py).
 
-`rows="same"`: every rank has all rows of E, as in tensor parallelism; dE by an all-reduce. `rows="own"`: every rank has
-rows of its own, as in sequence and data parallelism; E is gathered, dE reduced and scattered.
+`rows="same"`: every rank has all rows of E, as in tensor parallelism. dE takes an all-reduce.
+`rows="own"`: every rank has rows of its own, as in sequence and data parallelism. E is gathered; dE is reduced and
+scattered.
 
-Cost on each of W ranks: a W-th of the products. Sent, for N rows in all: 8 N bytes for the sums (a row's metrics and
-smoothing: 4 each), N D × 4 bytes for dE, and with rows="own" N D × 2 for E in 16 bits and, where logits are made again,
-4 N for the gradients of the row losses. A filter's statistics are two sums of N numbers in fp32, filter_mass takes one;
-the unbiased rule gathers V numbers in fp32, to rank all entries.
+Overlapped with computation:
+  * with rows="own", gathering E, except for the first chunk;
+  * summing dE over the ranks, except for the last chunk. The sum runs while the last chunk is multiplied.
+Not overlapped:
+  * each chunk's all-gather, because dC needs it. dE's product does not, but it stays beside dC's: both fill each
+    other's idle multiprocessors, which saves more;
+  * the last chunk's dE.
+
+Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all:
+
+    for                                                   bytes
+    the two numbers of a row                              8 N
+    label smoothing; metrics                              4 N; 8 N
+    dE                                                    4 N D
+    E, with rows="own" and 16-bit inputs                  2 N D
+    row losses' gradients, four products and rows="own"   4 N (8 N if log-sum-exps have gradients, too)
+    the filter's statistics                               8 N
+    filter_mass                                           4 N
+    the unbiased filter's ranks                           4 V
 """
 
 from __future__ import annotations
@@ -63,42 +77,48 @@ def vocabulary_parallel_linear_cross_entropy(
     preset: str | None = None,
     **options: Any,
 ) -> Any:
-    """`linear_cross_entropy` with the rows of c, bias and main_grad_c spread over the ranks of a group.
+    """`linear_cross_entropy` with the rows of c, bias and main_grad_c sharded over the ranks of a group.
 
     All ranks call it together, forward and backward, with the same shapes and options. Gradients equal those of one
-    device within rounding; those of c and bias are of the rank's rows.
-    Under torch.compile one operator, with the same graph on every rank.
-    The signature is wide because it repeats linear_cross_entropy's own keywords, as far as ranks change their meaning.
+    device within rounding. A rank gets the gradients of its own rows of c and bias. Under torch.compile the loss is one
+    custom operator, with the same graph on every rank.
+
+    The signature is wide because it repeats the keywords of linear_cross_entropy whose meaning ranks change.
 
     Args:
-        e: (..., D), and targets: (...), places in the whole vocabulary. With rows="same" the same on every rank, as
-            must be the gradient of what is returned; with rows="own" the rank's own, of one shape on all ranks.
-        c: (shards[rank], D), the rank's rows of the whole classifier, in order of rank. bias, main_grad_c: likewise.
-        shards: rows of c on each rank, none of them 0; see `vocabulary_shards`.
-        group: None for all processes.
-        rows: "same": loss and gradients of e as on one device, on every rank; gradients are those of one rank's loss,
-            not of the sum of all ranks' copies. "own": loss, lse and gradient of e are of the rank's own rows;
-            gradients are those of the sum of all ranks' losses. "mean" then divides the rank's sum by the targets that
-            are not ignored on all ranks, so that the ranks' losses add up to the mean; metrics are of all ranks' rows.
-            The gradient of a "sum" or "mean" must be the same number on all ranks.
+        e: (..., D) hidden states. With rows="same", the same on every rank. With rows="own", the rank's own rows, with
+            the same shape on all ranks.
+        c: (shards[rank], D), the rank's rows of the whole classifier, in order of rank.
+        targets: (...) integers, columns of the whole vocabulary; the same or the rank's own, like e.
+        shards: number of c's rows on each rank, none of them 0; see `vocabulary_shards`.
+        group: the process group; None for all processes.
+        rows: "same" or "own":
+            "same": every rank returns the loss and the gradient of e that one device has. The gradients are those of
+              one rank's loss, not of the sum of all ranks' copies. The upstream gradient must be the same on all ranks.
+            "own": a rank returns loss, lse and gradient of e of its own rows. The gradients are those of the sum of all
+              ranks' losses. For reduction "mean" a rank divides its sum by the number of targets that are not ignored
+              on all ranks, so that the ranks' losses add up to the mean. Metrics are those of all ranks' rows. The
+              upstream gradient of a "sum" or "mean" must be the same number on all ranks.
+        bias: (shards[rank],), the rank's entries, or None.
+        main_grad_c: (shards[rank], D) fp32, the rank's rows, or None; as in `linear_cross_entropy`.
         options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
-            filter_c, accumulate and workspace_mib, and all else: as in `linear_cross_entropy`. Mass and statistics are
-            those of all ranks' shards.
+            filter_c, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass and statistics are
+            those of the whole vocabulary.
 
-    Returns:
-        As `linear_cross_entropy`.
+    The other arguments, and what is returned, are those of `linear_cross_entropy`.
 
     Raises:
-        ValueError: as there; shards that are not the group's, or not c's; no targets; no group. Where one rank finds
-            it, or ranks call with other shapes or options than the rest, all ranks raise the same error (agreement.py;
-            not under torch.compile, nor while a CUDA graph is captured).
-        WorkspaceTooSmall: as there.
-        RuntimeError: in the backward pass, on all ranks: the gradients of the ranks' losses differ where they must not.
-            No gradient has been written or added then.
+        ValueError: as in `linear_cross_entropy`; or shards do not fit the group or c, there are no targets, or there is
+            no process group. If one rank's check fails, or ranks call with different shapes or options, all ranks raise
+            the same error (agreement.py). Under torch.compile and while a CUDA graph is captured, each rank checks
+            alone.
+        WorkspaceTooSmall: as in `linear_cross_entropy`.
+        RuntimeError: in the backward pass, on all ranks: the upstream gradients differ where they must be the same. No
+            gradient has been written or added to.
     """
     group = group or dist.group.WORLD
     if group is None:
-        raise ValueError("group: torch.distributed has no process group yet")
+        raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")
     check_tensor("e", e)
     options_of_call = {"returned": (return_lse, return_metrics, return_stats), "rows": rows, "reduction": reduction}
 
@@ -110,7 +130,7 @@ def vocabulary_parallel_linear_cross_entropy(
         if c.shape[0] != shards[rank]:
             raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
         if not targets.numel():
-            raise ValueError("targets: must not be empty")
+            raise ValueError("targets: must not be empty; give at least one row, whose target may be ignore_index")
         return o, *found
 
     def describe(o: Options, _targets: Tensor, ignore_index: int) -> str:
@@ -123,7 +143,7 @@ def vocabulary_parallel_linear_cross_entropy(
         )
 
     if torch.compiler.is_compiling():
-        from .compiler import constant_name_of  # imports all of torch's compiler: 2 s
+        from .compiler import constant_name_of  # imported late: it imports torch's compiler, which takes 2 s
 
         name = constant_name_of(group)
     else:

@@ -1,10 +1,10 @@
-"""Rows of a vocabulary in shards: from what every rank has found of a chunk's rows to loss and gradient factors.
+"""Combines every rank's row statistics of a chunk into those of the whole vocabulary, with the gradient factors.
 
     LSE_i = log Σ_r exp(LSE_i^r)        −log p_i = −log p_i^o + softplus(log Σ_{r ≠ o} exp(LSE_i^r) − LSE_i^o)
 
-o is the rank that holds row i's target (api.py). One launch, since the products wait for it.
+o is the owner, the rank that holds row i's target (api.py). It takes one launch, because the products wait for it.
 
-Cost: ranks × rows × 2 numbers read (4 with metrics), 4 a row written.
+Cost: reads ranks × rows × 2 numbers (4 with metrics), writes 4 a row.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..runtime.tiles import cdiv
 @quick
 @triton.jit(do_not_specialize=["N", "rank"])
 def settle_kernel(
-    every_ptr,  # (WORLD, PARTS, N) fp32: LSE, −log p; with metrics Σ p z and the largest logit but the target's
-    ends_ptr,  # (WORLD,) int64: where each rank's columns end
-    columns_ptr,  # (N,) int64, in the whole vocabulary, -1 where ignored, -2 where outside of it
-    lse_ptr,  # (N,) fp32: of the shard; then of the whole
-    nll_ptr,  # (N,) fp32: of the row's target in the shard or what stands in for it; then of its target in the whole
-    metrics_ptr,  # (2, N) fp32 or None, written
-    factor_ptr,  # (N,) fp32: of a softmax over the shard; then of the whole one
-    coefficient_ptr,  # (N,) fp32, written: gradient of the logit that the shard holds apart
+    every_ptr,  # (WORLD, PARTS, N) fp32: every rank's LSE and −log p; with metrics Σ p z and the largest other logit
+    ends_ptr,  # (WORLD,) int64: the end of each rank's columns
+    columns_ptr,  # (N,) int64, target column in the whole vocabulary: -1 where ignored, -2 where outside
+    lse_ptr,  # (N,) fp32: LSE over the shard; the whole vocabulary's is written
+    nll_ptr,  # (N,) fp32: −log p over the shard of the target or its stand-in; the whole vocabulary's is written
+    metrics_ptr,  # (2, N) fp32 or None: accuracy (1 or 0) and entropy, written
+    factor_ptr,  # (N,) fp32: `Gradient.factor` for the shard's softmax; the whole vocabulary's is written
+    coefficient_ptr,  # (N,) fp32, dL/d(e · c) of the target or its stand-in in this shard, written
     N,
     rank,
     logit_scale,
@@ -42,6 +42,7 @@ def settle_kernel(
     BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
+    """Loss, metrics and gradient factors of a chunk's rows over the whole vocabulary; see this file's docstring."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     column = tl.load(columns_ptr + rows, mask=inside, other=-1)
@@ -63,7 +64,7 @@ def settle_kernel(
     of_owner = every_ptr + owner * PARTS * N + rows
     lse_owner = tl.load(of_owner, mask=inside, other=0.0)
     nll_owner = tl.load(of_owner + N, mask=inside, other=0.0)
-    # softplus(log others − LSE of the owner), which may lie far below the others
+    # softplus(log others − LSE of the owner), for any sign of the difference
     above = anchor + tl.log2(others) * LN2 - lse_owner
     nll = nll_owner + tl.maximum(above, 0.0) + log1p(tl.exp2(-tl.abs(above) * LOG2E))
     if metrics_ptr is not None:
@@ -73,7 +74,7 @@ def settle_kernel(
             of_rank = every_ptr + r * PARTS * N + rows
             share = tl.exp2((tl.load(of_rank, mask=inside, other=0.0) - lse) * LOG2E)
             mean_r = tl.load(of_rank + 2 * N, mask=inside, other=0.0)
-            mean += tl.where(share > 0, share * mean_r, 0.0)  # −inf where a bias masks all of a shard
+            mean += tl.where(share > 0, share * mean_r, 0.0)  # mean_r is −inf if a bias of −inf masks the whole shard
             largest = tl.maximum(largest, tl.load(of_rank + 3 * N, mask=inside, other=0.0))
         tl.store(metrics_ptr + rows, (lse_owner - nll_owner > largest).to(tl.float32), mask=inside)
         tl.store(metrics_ptr + N + rows, lse - mean, mask=inside)
@@ -96,11 +97,12 @@ def settle_kernel(
 
 
 def settle(every: Tensor, ends: Tensor, rank: int, columns: Tensor, rows: Rows, gradient: Gradient, o: Options) -> None:
-    """Turn rows and gradient of a chunk in the rank's shard alone into those of the whole vocabulary, in place.
+    """Turn a chunk's rows and gradient factors of one shard into those of the whole vocabulary, in place.
 
     Args:
-        every: (W, 2, N) or with metrics (W, 4, N) fp32, from all ranks.
-        ends: (W,) int64, sums of the shards' columns.
+        every: (W, 2, N), or with metrics (W, 4, N), fp32: all ranks' numbers; see `settle_kernel`.
+        ends: (W,) int64, the end of each rank's columns.
+        columns: (N,) int64, each row's target column in the whole vocabulary (row_math.py).
     """
     world, parts, n_rows = every.shape
     settle_kernel[(cdiv(n_rows, ROWS),)](

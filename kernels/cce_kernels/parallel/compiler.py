@@ -1,4 +1,4 @@
-"""What torch.compile treats as a constant: the name of a process group."""
+"""A process group's name, which torch.compile treats as a constant."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from .sharding import name_of
 
 @torch.compiler.assume_constant_result
 def constant_name_of(group: dist.ProcessGroup) -> str:
-    """`spread.name_of`, called while a graph is traced."""
+    """`sharding.name_of`, called while torch.compile traces a graph."""
     return name_of(group)

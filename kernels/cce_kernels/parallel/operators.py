@@ -1,7 +1,7 @@
 """The loss of api.py as custom operators, opaque to torch.compile, and their derivative.
 
-As in operators.py: how the backward pass goes about it follows from shapes, dtypes and options alone. A process group
-goes by its name; the operators communicate, so that all ranks must run the same graph, as with torch's own collectives.
+As in ../operators.py, the scheme of the backward pass follows from shapes, dtypes and options alone. The operators take
+a process group's name. They communicate, so all ranks must run the same graph, as with torch's own collectives.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from ..planner import Plan, Problem
 from ..row_math import IGNORED, Rows, assemble_loss, where_it_counts
 from .sharding import Gathered, Reduced, Same, Spread, chunk_rows, process_group
 
-# As of operators.py, but the reduction: rows are summed where the ranks' are, or not at all.
+# The inputs of ../operators.py, but without a reduction: these operators return row losses, which api.py sums.
+# uniform: whether all row losses have one upstream gradient, and the log-sum-exps none.
 INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
     "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
 )
 PLACE = "str group, int[] shards, bool own"
 DIFFERENT = (
-    "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; take reduction='none', and "
-    "sum the rows' losses with the factors that they are to have"
+    "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; use reduction='none', and "
+    "multiply each row's loss by its own factor"
 )
 
 
@@ -54,8 +55,10 @@ def _forward(
     own: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Row losses and LSE (N,) fp32 and metrics (N, 2) (empty if not asked for), with `own` of the rank's rows, and the
-    state of the backward pass."""
+    """Row losses (N,), LSE (N,) and metrics (N, 2) (empty unless wanted), all fp32; and the state of the backward pass.
+
+    With `own` they cover the rank's own rows. The state is empty if no gradient is wanted.
+    """
     o, backend = Options(*options), backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
@@ -64,9 +67,9 @@ def _forward(
         here = spread.columns(columns)
         gathered = Gathered(spread, e.to(dtype))
         e_as, c_as = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
-        if e_as is not gathered.whole or not plan.rows:  # a copy, or nothing to wait for a part with
+        if e_as is not gathered.whole or not plan.rows:  # prepare copies all rows, or the scheme reads all at once
             e_as = backend.prepare(gathered.all())
-        # Every row has a target on every rank: another entry stands in for one that is elsewhere.
+        # Every row needs a target on every rank: another column stands in for a target on another rank.
         standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
         state: list[Tensor] = []
         if plan.rows:
@@ -86,7 +89,7 @@ def _forward(
     metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
     if not any(needs):
         return spread.mine(losses), spread.mine(rows.lse), metrics, []
-    # An output must be neither an input nor another output.
+    # A custom operator must not return an input, nor one tensor twice.
     copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
     lse = rows.lse if own else losses.new_empty(0)
     return spread.mine(losses), spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state]
@@ -129,11 +132,10 @@ def _(
 
 
 def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Spread, o: Options) -> None:
-    """Turn what three_products.py finds of a chunk's rows in the shard alone into what they are in the whole
-    vocabulary.
+    """Turn a chunk's rows and gradient factors of one shard into those of the whole vocabulary, in place.
 
-    w_iv / S_i is a softmax over the shard: exp(LSE^r − LSE) makes p of it. The row's target here, a stand-in or its
-    own, has its gradient apart.
+    w_iv / S_i is a softmax over the shard; times exp(LSE^r − LSE) it is p. The gradient of the row's target, or of its
+    stand-in, is in `gradient.coefficient`.
     """
     parts = [rows.lse, rows.nll]
     if rows.metrics is not None:
@@ -145,18 +147,18 @@ def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Sprea
 
 
 def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
-    """Σ p z over the shard, and the largest of its logits but the target's."""
+    """Σ p z over the shard, and the shard's largest logit except the target's."""
     assert rows.metrics is not None
     assert rows.largest is not None
-    # The stand-in is one of the others; its logit is none where a bias of −inf masks the whole shard.
+    # A stand-in's logit is no target's, so it counts. It is NaN if a bias of −inf masks the whole shard.
     largest = torch.where(is_here, rows.largest, torch.fmax(rows.largest, rows.lse - rows.nll))
     return [rows.lse - rows.metrics[1], largest]
 
 
 def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
-    """The rows of the whole vocabulary from those of every shard: one all-gather."""
+    """The row statistics of the whole vocabulary from those of every shard; takes one all-gather."""
     is_here = spread.columns(columns) != IGNORED
-    z_target = rows.lse - rows.nll  # or of the stand-in
+    z_target = rows.lse - rows.nll  # the logit of the target or its stand-in
     parts = [rows.lse, torch.where(is_here, rows.nll, 0)]
     if rows.z_above_mean is not None:
         parts.append(spread.size * (z_target - rows.z_above_mean))  # Σ z
@@ -174,7 +176,7 @@ def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
         z_above_mean = lse_owner - nll_owner - every[:, 2].sum(dim=0) / spread.vocab
     if rows.metrics is not None:
         means, largest = every[:, -2], every[:, -1].amax(dim=0)
-        entropy = lse - ((lses - lse).exp() * means).nan_to_num_(nan=0).sum(dim=0)  # 0 · −inf: a shard masked out
+        entropy = lse - ((lses - lse).exp() * means).nan_to_num_(nan=0).sum(dim=0)  # 0 · −inf if a bias masks a shard
         metrics = torch.stack(((lse_owner - nll_owner > largest).float(), entropy))
     return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics)
 
@@ -195,8 +197,13 @@ def _finish_stored(
     shards: list[int],
     own: bool,
 ) -> Tensor:
-    """Finish the sums of both gradients, times scale (), where they lie (held, sums: see operators.py); with `own`, the
-    gradient of e that is returned is the sum of the ranks', of this rank's rows (N, D) fp32 (empty if not wanted)."""
+    """Finish the sums of both gradients in place, times scale ().
+
+    held, sums: the parts of the state, as in ../operators.py.
+
+    Returns, with `own`, the gradient of e of this rank's rows, summed over the ranks: (N, D) fp32. Else, or if it is
+    not wanted, an empty tensor.
+    """
     stored, state = backend_of(e).three_products, [*held, *sums]
     spread = replace(Spread.of(group, shards, own), chunk=chunk)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
@@ -247,22 +254,22 @@ def _recompute(
     own: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of e, with `own` of the rank's rows, c and bias (empty where no dtype is given) from recomputed
-    logits, `width` columns at a time.
+    """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
 
-    The signature is wide because a custom operator of torch takes no objects.
+    With `own` the gradient of e covers this rank's rows. The signature is wide because a custom operator of torch takes
+    no objects.
     """
     o, spread = Options(*options), Spread.of(group, shards, own)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
         same = None
-        if not own:  # each rank's own, and they have to be copies of one another
+        if not own:  # every rank has its own copy, and all copies must be the same
             sums = [x.sum() for x in upstream if x is not None]
             same = Same(torch.stack(sums), spread)
             upstream = [None if x is None else same.or_nothing(x) for x in upstream]
         grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
         a, b = backend_of(e).row_coefficients(grad_rows, upstream[1], lse, columns, o)
-        # a p − b ((1 − s) [v = target] + s / V), in the terms of a vocabulary of the shard's size
+        # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
         elsewhere = o.label_smoothing * spread.size / spread.vocab
         share = 1 - o.label_smoothing + elsewhere
         recorder = rule = None
@@ -319,7 +326,7 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     o = Options(*ctx.options)
     plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
-    if plan.rows and ctx.finished:  # another backward pass makes the logits again, without stand-ins for targets
+    if plan.rows and ctx.finished:  # a second backward pass recomputes the logits, without stand-ins for targets
         here = Spread.of(*ctx.place).columns(columns)
     elif plan.rows:
         if finish_stored is _finish_stored:
@@ -368,7 +375,7 @@ def _(x, group):
 
 
 def total(x: Tensor, group: str) -> Tensor:
-    """The sum of the ranks' x."""
+    """The sum of all ranks' x."""
     return _total_op(x, group) if torch.compiler.is_compiling() else _total(x, group)
 
 
@@ -385,7 +392,7 @@ def _plan(
     own: bool,
     o: Options,
 ) -> Plan:
-    """How the largest shard goes about the backward pass, which all ranks then do: they have the same chunks."""
+    """The largest shard's plan of the backward pass. All ranks follow it, because they need the same chunks."""
     if not any(needs):
         return Plan(0, 0)
     problem = Problem(

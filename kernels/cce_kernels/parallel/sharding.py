@@ -1,5 +1,4 @@
-"""Rows of C on the ranks of a process group, and how the ranks exchange rows of E: collectives, begun and waited
-for."""
+"""Which rows of C and of E each rank of a process group has, and the collectives that exchange rows."""
 
 from __future__ import annotations
 
@@ -17,31 +16,35 @@ from ..row_math import IGNORED
 
 
 def vocabulary_shards(vocab: int, ranks: int) -> list[int]:
-    """Rows of C on each rank: as equal as torch.chunk and DTensor's Shard(0) make them.
+    """The number of rows of C on each rank, divided as torch.chunk and DTensor's Shard(0) do.
 
     Raises:
-        ValueError: a rank would have none.
+        ValueError: a rank would have no rows.
     """
     each = -(-vocab // ranks)
     shards = [min(each, max(0, vocab - rank * each)) for rank in range(ranks)]
     if shards[-1] == 0:
-        raise ValueError(f"vocab: {vocab} entries in shards of {each} leave some of {ranks} ranks without any")
+        raise ValueError(
+            f"vocab: {vocab} entries in shards of {each} leave some of {ranks} ranks without any; give shards yourself"
+        )
     return shards
 
 
 def chunk_rows(rows: int, ranks: int, own: bool) -> int:
-    """Of a chunk: `rows`, or with rows of their own as few less as all ranks have the same number."""
+    """Rows of a chunk: `rows`, or with `own` the multiple of `ranks` below it (but `ranks` itself at least)."""
     return max(rows // ranks, min(rows, 1)) * ranks if own else rows
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Which rows of C this rank of a group has, and whose rows of E.
+    """The layout of C and E over the ranks of a group, seen from one rank.
 
-    The group goes by its name, which custom operators take as well.
-
-    With rows="own" all ranks' rows stand in chunks of `chunk` rows (0: one of all), each of them in order of rank: a
-    chunk can be gathered, and its gradient reduced and scattered, by itself.
+    name: the group's name; custom operators take a name instead of a group.
+    rank: this rank.
+    shards: rows of C on each rank.
+    own: whether each rank has rows of E of its own (rows="own"), or all ranks have the same rows (rows="same").
+    chunk: rows of a chunk; 0 for one chunk of all rows. With rows="own" the gathered rows lie chunk by chunk, and in
+        order of rank within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Spread:
 
     @classmethod
     def of(cls, name: str, shards: Sequence[int], own: bool) -> Spread:
-        """On this rank of the group of that name."""
+        """The layout on this rank of the group with this name."""
         return cls(name, process_group(name).rank(), tuple(shards), own)
 
     @property
@@ -60,7 +63,7 @@ class Spread:
         return process_group(self.name)
 
     def by_chunks(self, rows: int) -> Spread:
-        """The same in chunks of `chunk_rows`."""
+        """This layout with chunks of `chunk_rows(rows, …)` rows."""
         return replace(self, chunk=chunk_rows(rows, self.ranks, self.own))
 
     @property
@@ -76,31 +79,31 @@ class Spread:
         return sum(self.shards)
 
     def columns(self, columns: Tensor) -> Tensor:
-        """Places in this rank's shard; IGNORED where the target is elsewhere or there is none."""
+        """Target columns (N,) as columns of this rank's shard; IGNORED where the shard does not hold the target."""
         here = columns - sum(self.shards[: self.rank])
         return torch.where((here >= 0) & (here < self.size), here, IGNORED)
 
     def owners(self, columns: Tensor) -> Tensor:
-        """The rank that has each column (N,); some rank for those that are none."""
+        """The rank that holds each target column (N,); an arbitrary rank for negative columns."""
         return torch.bucketize(columns, self.ends(columns.device), right=True).clamp(max=self.ranks - 1)
 
     def ends(self, device: torch.device) -> Tensor:
-        """Where each rank's columns end (W,) int64."""
+        """The end of each rank's columns, (W,) int64."""
         return _ends(self.shards, device)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x (n, ...), in order of rank (W n, ...)."""
+        """Every rank's x (n, ...), in order of rank: (W n, ...)."""
         out = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         all_gather(out, x.contiguous(), self.group).wait()
         return out
 
     def entries(self, x: Tensor) -> Tensor:
-        """What every rank has of the entries of its shard, x (size,) here: (vocab,)."""
+        """Every rank's x (size,), a number for each column of its shard, as (vocab,)."""
         parts = self.all_gather(pad(x, (0, max(self.shards) - len(x)))).chunk(self.ranks)
         return torch.cat([part[:size] for part, size in zip(parts, self.shards, strict=True)])
 
     def mine(self, x: Tensor) -> Tensor:
-        """This rank's rows of x (N, ...)."""
+        """This rank's rows of x (N, ...), which has all ranks' rows."""
         if not self.own:
             return x
         return torch.cat([piece.chunk(self.ranks)[self.rank] for piece in x.split(self.chunk or len(x))])
@@ -110,17 +113,17 @@ _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """The group's name, by which `process_group` finds the group from now on: custom operators take names."""
-    group = getattr(group, "real_obj", group)  # torch.compile traces with a stand-in
+    """The group's name, by which `process_group` finds the group from now on. Custom operators take names."""
+    group = getattr(group, "real_obj", group)  # torch.compile traces with a proxy of the group
     _groups[group.group_name] = group
     return group.group_name
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The group of that name: the default group, or one that `name_of` has seen.
+    """The group with this name: the default group, or one that `name_of` has seen.
 
     Raises:
-        ValueError: there is none, or none any more.
+        ValueError: this process has no such group, or has destroyed it.
     """
     world = dist.group.WORLD
     if world is not None and world.group_name == name:
@@ -133,24 +136,27 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 @lru_cache(maxsize=64)
 def _ends(shards: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept: to bring numbers to a GPU the host waits for it."""
+    """The cumulative sums of the shards. Cached, because the host waits while it copies numbers to a GPU."""
     return torch.tensor(shards, device=device).cumsum(0)
 
 
 def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Every rank's `part`, in order of rank, into `out`, begun. (torch 2.13 renames it and warns of the old name.)"""
+    """Begin to gather every rank's `part` into `out`, in order of rank. (torch 2.13 deprecates the older name.)"""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, part, group=group, async_op=True)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """This rank's part of the sum of all ranks' `whole` into `out`, begun. (As above.)"""
+    """Begin to sum all ranks' `whole`, this rank's part into `out`. (torch 2.13 deprecates the older name.)"""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(out, whole, group=group, async_op=True)
 
 
 class Gathered:
-    """All ranks' rows `whole` (N, ...) of a tensor of which each has its own (n, ...), begun chunk after chunk."""
+    """Gathers all ranks' rows x (n, ...) into `whole` (N, ...), chunk by chunk, without waiting.
+
+    With rows="same" `whole` is x itself.
+    """
 
     def __init__(self, spread: Spread, x: Tensor) -> None:
         self.whole, self._begun, self._waited = x, [], 0
@@ -162,20 +168,20 @@ class Gathered:
             self._begun = [all_gather(out, part, spread.group) for out, part in parts]
 
     def wait(self, part: slice) -> None:
-        """Until `whole` may be read as far as `part` goes."""
+        """Wait until `whole` may be read up to the end of `part`."""
         chunks = -(-part.stop // self._chunk)
         for work in self._begun[self._waited : chunks]:
             work.wait()
         self._waited = max(self._waited, chunks)
 
     def all(self) -> Tensor:
-        """`whole`, all of which may be read."""
+        """Wait for all chunks and return `whole`."""
         self.wait(slice(0, len(self.whole)))
         return self.whole
 
 
 class Reduced:
-    """Sums over the ranks of a gradient's rows (N, D) fp32, each begun as soon as its rows are there."""
+    """Sums a gradient (N, D) fp32 over the ranks, chunk by chunk, without waiting."""
 
     def __init__(self, spread: Spread) -> None:
         self._spread = spread
@@ -183,7 +189,7 @@ class Reduced:
         self._sum: Tensor | None = None
 
     def add(self, grad: Tensor, part: slice) -> None:
-        """Begin the sum of all ranks' grad[part], whole chunks of rows."""
+        """Begin the sum of all ranks' grad[part]; `part` covers whole chunks."""
         spread = self._spread
         if not spread.own:
             self._sum = grad
@@ -198,7 +204,7 @@ class Reduced:
             part = slice(part.start + len(chunk), part.stop)
 
     def result(self) -> Tensor:
-        """The whole sum, with rows="own" of this rank's rows."""
+        """Wait for all sums and return them; with rows="own", the sums of this rank's rows."""
         for work in self._begun:
             work.wait()
         assert self._sum is not None
@@ -206,12 +212,12 @@ class Reduced:
 
 
 class Same:
-    """Whether numbers x (n,) of every rank are the same: known to the device at once, to the host later.
+    """Whether all ranks have the same numbers x (n,). The device knows at once, the host in `check`.
 
-    NaNs are the same as all. The host waits for no more than the exchange, with what follows it launched already.
+    NaN equals every number. The host waits for the exchange alone, after it has launched what follows.
     """
 
-    CLOSE = 1e-5  # relative; copies that ranks compute on their own may differ by rounding
+    CLOSE = 1e-5  # relative tolerance: numbers that ranks compute separately may differ by rounding
 
     def __init__(self, x: Tensor, spread: Spread) -> None:
         every = spread.all_gather(x[None])
@@ -225,12 +231,14 @@ class Same:
             self._arrived.record()
 
     def or_nothing(self, grad: Tensor) -> Tensor:
-        """The gradient; 0 where the numbers differ, so that nothing is added to any sum before `check` raises. In a
-        CUDA graph, which cannot raise, NaN."""
+        """The gradient, or 0 if the numbers differ, so that nothing is added to any sum before `check` raises.
+
+        A CUDA graph cannot raise an error, so it gets NaN instead of 0.
+        """
         return torch.where(self._flag, grad, torch.nan if self._capturing else 0.0)
 
     def check(self, message: str) -> None:
-        """Raise RuntimeError, on every rank, if the numbers differ."""
+        """Raise a RuntimeError on every rank if the numbers differ; not while a CUDA graph is captured."""
         if self._capturing:
             return
         if self._seen is not self._flag:

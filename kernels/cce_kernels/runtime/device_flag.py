@@ -1,7 +1,7 @@
 """Reads a flag from the device without waiting, so that the host need not launch work that the flag rules out.
 
 A copy to the host is queued behind the work that writes the flag. If the copy has not arrived when the host looks, the
-host launches the kernels all the same; they read the flag on the device and return at once. The results are equal.
+host launches the kernels all the same. They read the flag on the device and return at once. The results are equal.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ DIFFER = "all ranks of the group must call with the same shapes, dtypes and opti
 GRADIENTS = "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ"
 EXPECTED = {
     "right": "ok",
-    "empty": "ValueError targets: must not be empty (on rank 1 of 2)",
+    "empty": "ValueError targets: must not be empty; give at least one row, whose target may be ignore_index "
+    "(on rank 1 of 2)",
     "other rows": f"ValueError {DIFFER}",
     "other options": f"ValueError {DIFFER}",
     "shards": "ValueError c: has 5 rows, shards says 6 for rank 1 (on rank 1 of 2)",
