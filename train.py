@@ -8,7 +8,7 @@ from linrnn.config.schema import Config
 def main(config: Config) -> None:
     if not config.dry_run:
         check_outputs(config)
-    # Imported here, so that --help and wrong keys answer at once.
+    # Imported here, because torch takes seconds: --help and wrong keys answer at once.
     from linrnn.distributed import join
 
     with join(config.parallel, config.device) as ranks:

@@ -1,4 +1,4 @@
-"""Time, memory and errors of the loss layer alone: `python scripts/bench_loss.py shapes=[mve]`."""
+"""Measure time, memory and errors of the loss layer alone: `python scripts/bench_loss.py shapes=[mve]`."""
 
 import shlex
 import sys

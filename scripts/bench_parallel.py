@@ -1,4 +1,4 @@
-"""Several GPUs against one, loss and whole steps: `torchrun --nproc-per-node=4 scripts/bench_parallel.py`."""
+"""Compare several GPUs with one, loss and whole steps: `torchrun --nproc-per-node=4 scripts/bench_parallel.py`."""
 
 from pathlib import Path
 

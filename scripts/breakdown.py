@@ -1,4 +1,4 @@
-"""Where a training step's memory and time go: `python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan`."""
+"""Measure where a step's memory and time go: `python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What runs on this machine, what does not, why, and what to install: `python scripts/doctor.py`."""
+"""Print what can run on this machine, what cannot, why, and what to install: `python scripts/doctor.py`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import Config

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a checkpoint: `python scripts/evaluate.py checkpoint=results/…`."""
+"""Compute a checkpoint's loss, perplexity and bits per byte: `python scripts/evaluate.py checkpoint=results/…`."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory: `python scripts/export.py checkpoint=results/… output=my_model`."""
+"""Export a model as a Hugging Face directory: `python scripts/export.py checkpoint=results/… output=my_model`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The largest batch under a memory budget: `python scripts/find_max_batch.py model=gla size=1b3 loss=cce_kahan`."""
+"""Find the largest batch for a memory budget: `python scripts/find_max_batch.py model=gla size=1b3 loss=cce_kahan`."""
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import FindMaxBatchConfig

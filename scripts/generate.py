@@ -1,4 +1,4 @@
-"""Text from a trained model: `python scripts/generate.py checkpoint=results/… prompt="Once upon a time"`."""
+"""Generate text from a model: `python scripts/generate.py checkpoint=results/… prompt="Once upon a time"`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import GenerateConfig

@@ -1,4 +1,4 @@
-"""Tokenise data once, or check what is there: `python scripts/prepare_data.py data=text data.path=…`."""
+"""Tokenise data once, or check prepared data: `python scripts/prepare_data.py data=text data.path=…`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import Config
@@ -6,7 +6,7 @@ from linrnn.core.errors import ConfigError
 
 
 def main(config: Config) -> int:
-    """Prepare `config.data`, read every byte of it once more, and say what lies where."""
+    """Prepare `config.data`, read every byte of it again, and print what lies where."""
     if config.dry_run:
         raise ConfigError("dry_run: data are prepared or checked, not foreseen", "drop dry_run=true")
     from linrnn.data import ConsoleProgress, prepare

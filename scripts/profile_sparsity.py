@@ -1,4 +1,4 @@
-"""Softmax entries of trained models above 2^-k: `python scripts/profile_sparsity.py checkpoints=[results/…]`."""
+"""Count softmax entries of trained models above 2^-k: `python scripts/profile_sparsity.py checkpoints=[results/…]`."""
 
 from functools import partial
 from pathlib import Path

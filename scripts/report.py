@@ -1,4 +1,4 @@
-"""Verdicts, plots and a table of a group, in Markdown and on one HTML page: `python scripts/report.py group=mve`."""
+"""Write a group's report (verdicts, plots, tables) in Markdown and HTML: `python scripts/report.py group=mve`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import ReportConfig

@@ -1,4 +1,4 @@
-"""Many runs, each in a process of its own, finished ones skipped: `python scripts/sweep.py sweep=mve`."""
+"""Run many runs, each in its own process, and skip finished ones: `python scripts/sweep.py sweep=mve`."""
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import RunSweepConfig

@@ -14,7 +14,7 @@ def main() -> None:
 
     root = CONFIG_DIR.parent
     with tempfile.TemporaryDirectory() as directory:
-        for name in ("summaries", "superseded", "bench_loss"):  # not the runs that were made on this machine
+        for name in ("summaries", "superseded", "bench_loss"):  # leaves out runs made on this machine
             (Path(directory) / name).symlink_to(root / "results" / name)
         for path in sorted((root / "notebooks").glob("*.ipynb")):
             notebook = nbformat.read(path, as_version=4)

@@ -1,4 +1,4 @@
-"""The pictures of README and docs from committed rows, into results/figures: `python scripts/maintain/figures.py`."""
+"""Draw the pictures of README and docs from committed rows: `python scripts/maintain/figures.py`."""
 
 from linrnn.config import CONFIG_DIR
 from linrnn.config.cli import run_plain

@@ -33,8 +33,8 @@ from torch import Tensor
 IGNORE = -100
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CALLS_OF_A_KIND = 25  # dtypes and options that kernels are compiled for change as seldom as this
-EXACT = 2e-5  # of gradients and LSE, relative: fp32 sums in another order, exponentials of some hundred nats
+CALLS_OF_A_KIND = 25  # calls with the same dtypes and options: a new kind compiles new kernels
+EXACT = 2e-5  # relative error of gradients and LSE: fp32 sums in another order, exponentials of some hundred nats
 EXACT_LOSS = 5e-6
 SMALLEST = 1e-18  # a probability below fp32's exponentials
 OUTPUTS = ("loss", "lse", "e", "c", "bias", "again_e", "again_c")
@@ -42,7 +42,7 @@ OUTPUTS = ("loss", "lse", "e", "c", "bias", "again_e", "again_c")
 
 @dataclass
 class Kind:
-    """What kernels are compiled for, and what decides on the scheme."""
+    """Dtypes and options for which kernels are compiled, and everything that decides the scheme."""
 
     e: str
     c: str
@@ -52,9 +52,9 @@ class Kind:
     options: dict[str, Any]
     reduction: str
     with_lse: bool
-    launches_are_free: bool  # the planner stores exponentials for problems as small as these, too
+    launches_are_free: bool  # then the planner stores exponentials even for problems as small as these
     main_grad: bool
-    wanted: str  # gradients of
+    wanted: str  # inputs that need gradients
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Call:
 
 @dataclass
 class Summary:
-    """Counts, and per output the largest ratio of an error to its bound."""
+    """Counts, and for each output the largest ratio of an error to its bound."""
 
     calls: int = 0
     refused: int = 0
@@ -105,7 +105,7 @@ def draw_kind(seed: int) -> Kind:
     for name, values in choices.items():
         if r.random() < 0.2:
             options[name] = r.choice(values)
-    plain = r.random() < 0.4  # what exponentials are stored for
+    plain = r.random() < 0.4  # without options that rule out stored exponentials
     if plain:
         options.pop("label_smoothing", None)
     e = r.choice(("bf16", "bf16", "fp16", "fp32"))
@@ -164,7 +164,7 @@ def data(call: Call, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None
 
 
 def torch_path(call: Call, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Loss and LSE as one writes them in torch, the logits in the products' dtype and then fp32."""
+    """Loss and LSE as usually written in torch: logits in the products' dtype, then fp32."""
     o, scale = call.kind.options, call.kind.options.get("logit_scale", 1.0)
     if call.shift:
         e, targets = e[:, : -call.shift], targets[:, call.shift :]
@@ -193,7 +193,7 @@ def multiplied_in(call: Call) -> torch.dtype:
 
 
 def run(call: Call) -> dict[str, Tensor]:
-    """Ratio () of each output's error to its bound; WorkspaceTooSmall where the call is refused so."""
+    """Ratio () of each output's error to its bound. Raises WorkspaceTooSmall if the kernels reject the workspace."""
     kind, device = call.kind, DEVICE
     e, c, targets, bias = data(call, device)
     dtype = multiplied_in(call)
@@ -247,7 +247,7 @@ def run(call: Call) -> dict[str, Tensor]:
             if got is None or one is None or exact is None:
                 raise RuntimeError(f"no gradient of {name}")
             term = of_terms[name] + EXACT * exact.norm()
-            if before is not None and name == "c":  # unrounded, but from sums in 16 bits; added to the buffer in fp32
+            if before is not None and name == "c":  # not rounded itself: 16-bit products added to the buffer in fp32
                 one, term = one.float(), term + 2**-23 * before.norm()
             ratios[prefix + name] = ratio(got, exact, one, term)
     return ratios
@@ -257,12 +257,15 @@ def rounded_terms(
     call: Call, e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, lse: Tensor, loss: Tensor, upstream: Tensor,
     of_lse: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """What rounding in fp32 may come to: in the loss (its shape, or ()), and in the norm of each gradient.
+    """What rounding in fp32 may add: to the loss (its shape, or ()), and to the norm of each gradient.
 
-    A row's loss is right relative to itself and to (1 − p) · logits, p the target's probability, and to the parts that
+    A row's loss has an error relative to itself, to (1 − p) · logits (p is the target's probability), and to the parts
+    that
     smoothing and z_loss add. Logits and LSE are fp32 numbers, each rounded to 2^-24 of its size. A probability is
-    therefore right to 2^-20 + 2^-22 · size of the row's largest logit, and so is its factor in the gradients: what
-    arrives from the loss, from z_loss and from the LSE, without the cancellation between them or between rows.
+    therefore
+    right to 2^-20 + 2^-22 · size of the row's largest logit. The same holds for its factor in the gradients: what
+    arrives
+    from the loss, from z_loss and from the LSE, without cancellation between them or between rows.
     """
     o, kept = call.kind.options, targets != IGNORE
     if call.shift:
@@ -300,19 +303,20 @@ def rounded_terms(
 
 
 def rounding_of_few(call: Call) -> float:
-    """What probabilities in 16 bits may add, where few numbers are summed.
+    """What probabilities in 16 bits may add when few numbers are summed.
 
-    Torch's error on many numbers says what rounding comes to. On few numbers its roundings may cancel by chance: with
-    two vocabulary entries both gradients of logits have one size.
+    Torch's error over many numbers shows what rounding adds. Over few numbers its rounding errors may cancel by chance:
+    with
+    two vocabulary entries both gradients of logits have the same size.
     """
     few = call.vocab <= 2 or call.kind.dim == 1 or call.batch * call.length <= 16
     return {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(multiplied_in(call), 0.0) if few else 0.0
 
 
 def ratio(got: Tensor, truth: Tensor, base: Tensor, term: Tensor) -> Tensor:
-    """Of the error's norm to the bound, () fp64; inf where a number is not finite and should be.
+    """The ratio of the error's norm to the bound, () fp64; inf if a number should be finite and is not.
 
-    A number beyond the largest of the output's dtype is to be infinite.
+    A number beyond the largest of the output's dtype should be infinite.
     """
     with torch.no_grad():
         beyond = truth.to(got.dtype).isinf() & (got == truth.to(got.dtype))
@@ -322,7 +326,7 @@ def ratio(got: Tensor, truth: Tensor, base: Tensor, term: Tensor) -> Tensor:
 
 
 def fuzz(seeds: Any, calls: int, seconds: float | None) -> Summary:
-    """Run the calls of some seeds; errors are looked at in batches, so that nothing waits for the device."""
+    """Run the calls of some seeds. Errors are read in batches, so that the host does not wait for the device."""
     summary, pending, start, kinds = Summary(), [], time.monotonic(), set()
     for seed in seeds:
         out_of_time = seconds is not None and time.monotonic() - start > seconds
@@ -349,7 +353,7 @@ def fuzz(seeds: Any, calls: int, seconds: float | None) -> Summary:
 
 
 def settle(pending: list[tuple[Call, dict[str, Tensor]]], summary: Summary) -> None:
-    """Bring the ratios of some calls to the host and count them."""
+    """Copy the ratios of some calls to the host and count them."""
     if not pending:
         return
     values = torch.stack([x.double() for _, ratios in pending for x in ratios.values()]).tolist()
@@ -368,7 +372,7 @@ def settle(pending: list[tuple[Call, dict[str, Tensor]]], summary: Summary) -> N
 
 
 def work(rank: int, processes: int, arguments: dict[str, Any], results: Any) -> None:
-    """One process: kinds of calls in turn."""
+    """One process: it takes kinds of calls in turn."""
     torch.set_num_threads(1)
     first, blocks = arguments["seed"] * 10**7, count(rank, processes)
     seeds = (first + block * CALLS_OF_A_KIND + i for block in blocks for i in range(CALLS_OF_A_KIND))

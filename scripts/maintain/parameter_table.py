@@ -1,4 +1,4 @@
-"""The table of sizes, as docs/models.md holds it between its `sizes` markers."""
+"""Print the table of sizes that docs/models.md holds between its `sizes` markers."""
 
 from linrnn.config import load_config
 from linrnn.config.cli import run_plain
