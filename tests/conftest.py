@@ -1,4 +1,4 @@
-"""Shared fixtures: small runs in temporary directories, the command line as a user calls it."""
+"""Shared fixtures: small runs in temporary directories, and the command line as a user calls it."""
 
 import os
 
@@ -23,8 +23,8 @@ from linrnn.losses import registry
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup as elsewhere
 Command = Callable[..., subprocess.CompletedProcess[str]]
-SECONDS = 300  # that a command may take
-# Three steps of the smallest model, wandb off: the overrides that most end-to-end tests start from.
+SECONDS = 300  # time limit of a command
+# Overrides with which most end-to-end tests start: three steps of the smallest model, wandb off.
 SMALL = (
     "device=cpu",
     "trainer.max_steps=3",
@@ -42,7 +42,7 @@ _interpreter = Interpreter()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test marked `interpreter` runs in the process where Triton's interpreter is on, every other one here."""
+    """Run a test marked `interpreter` in the process with Triton's interpreter, and every other test here."""
     if ON or pyfuncitem.get_closest_marker("interpreter") is None:
         return None
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
@@ -63,7 +63,7 @@ def small(tmp_path: Path, data_cache: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def small_of_module(tmp_path_factory: pytest.TempPathFactory, data_cache: Path) -> Callable[..., list[str]]:
-    """Overrides of a small run that several tests of a module read."""
+    """Overrides of a small run that several tests of a module share."""
     directory = tmp_path_factory.mktemp("of_module")
     return lambda *more: small_below(directory, data_cache, *more)
 
@@ -80,9 +80,9 @@ def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) -> Command:
-    """Run a script of the repository in a process of its own, forked from one that has imported the libraries.
+    """Run a script of the repository in its own process, forked from one that has imported the libraries.
 
-    Where there is a GPU the process is new: CUDA does not survive a fork.
+    With a GPU the process is new instead: CUDA does not survive a fork.
     """
     if torch.cuda.is_available():
         return fresh_command
@@ -102,7 +102,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) ->
 
 @pytest.fixture
 def new_losses() -> Iterator[None]:
-    """Losses that the test registers are gone after it."""
+    """Remove losses that the test registers."""
     registers: tuple[dict, ...] = (
         *(SCHEMAS["loss"], compose._OFFERED, registry._BACKENDS, registry.FORMULAS_OF_LOSSES),
         ConfigStore.instance().repo["loss"],
@@ -118,7 +118,8 @@ def new_losses() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_command() -> Command:
-    """Run a script of the repository as a user does, in a new interpreter: slow, so each script once or twice."""
+    """Run a script of the repository in a new interpreter, as a user does. It is slow: use it once or twice per
+    script."""
 
     def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -33,7 +33,7 @@ WORDS = [
 
 
 def sentences(n: int, seed: int = 0) -> list[str]:
-    """n documents of a few words each, not all of them ASCII."""
+    """n documents of a few words each, some of them not ASCII."""
     random = np.random.RandomState(seed)
     return [" ".join(random.choice(WORDS, size=random.randint(1, 40))) + f" {i}.\n" for i in range(n)]
 
@@ -103,7 +103,7 @@ def markov_config(cache_dir: Path, **changes: Any) -> MarkovDataConfig:
 
 
 def shard_set(directory: Path, documents: list[np.ndarray], vocab_size: int = 1000) -> ShardSet:
-    """The documents as shards on disk, cut wherever linrnn.data.shards.SHARD_TOKENS says."""
+    """The documents as shards on disk, split at linrnn.data.shards.SHARD_TOKENS."""
     directory.mkdir()
     dtype = np.dtype("<u2")
     writer = SplitWriter(directory, "train", dtype, None)
@@ -121,7 +121,7 @@ def directory_bytes(directory: Path) -> dict[str, bytes]:
 
 
 def shared_data() -> Path:
-    """The folder of real text for development, or skip: it is no part of the repository."""
+    """The folder of real text for development, which is not part of the repository. Without it the test is skipped."""
     for root in (os.environ.get("LINRNN_SHARED"), ROOT.parent / "shared"):
         if root and (Path(root) / "data").is_dir():
             return Path(root) / "data"

@@ -18,7 +18,7 @@ ROOT = TESTS.parent
 
 
 def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Call a function of a module that can be imported in such a process."""
+    """Call a function of an importable module in such a process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     path = os.environ.get("PYTHONPATH")
@@ -30,9 +30,11 @@ def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | None = None) -> None:
-    """A command of the repository in this process; raises SystemExit where it fails.
+    """Run a command of the repository in this process. Its output is added to `stdout`, errors to `stderr` (None:
+    `stdout`).
 
-    What it prints is added to `stdout`, errors to `stderr` (None: there too).
+    Raises:
+        SystemExit: the command failed.
     """
     for stream, path in ((1, stdout), (2, stderr or stdout)):
         with path.open("a") as file:
@@ -44,7 +46,7 @@ def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | N
 def run_elsewhere(
     environment: dict[str, str], cwd: Path, script: str, arguments: list[str], stdout: Path, stderr: Path
 ) -> None:
-    """As :func:`run_script`, with an environment and a working directory of its own."""
+    """As :func:`run_script`, with its own environment and working directory."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -29,11 +29,11 @@ class Interpreter:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, module: str, function: str, arguments: Mapping[str, Any], fixtures: Sequence[str]) -> None:
-        """Call a test function there.
+        """Call a test function in the interpreting process.
 
         Args:
-            arguments: values of its parameters, which can be pickled.
-            fixtures: what it asks for besides; `monkeypatch` alone is provided.
+            arguments: values of its parameters, which must be picklable.
+            fixtures: other fixtures that it asks for; only `monkeypatch` is provided.
 
         Raises:
             pytest.skip.Exception, pytest.fail.Exception: the test was skipped, or failed with the traceback shown.
@@ -52,7 +52,7 @@ class Interpreter:
             pytest.fail(text, pytrace=False)
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         pool, self._pool = self._pool, None
         if pool is not None:
             for process in list(pool._processes.values()):

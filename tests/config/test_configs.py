@@ -1,4 +1,4 @@
-"""Every YAML composes into typed dataclasses; wrong keys, types and values fail; every key carries a comment."""
+"""Every YAML composes into typed dataclasses. Wrong keys, types and values fail. Every key has a comment."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def test_every_key_is_explained(path: Path) -> None:
     body = lines[next((i for i, line in enumerate(lines) if line.startswith("defaults")), 0) :]
     previous = ""
     for line in body:
-        key = re.match(r"([a-z_]+):", line)  # what stands below a key is explained with it
+        key = re.match(r"([a-z_]+):", line)  # keys below it are explained by its own comment
         if key and key.group(1) not in ("defaults", "name", "hydra", "wandb"):
             assert "#" in line or previous.startswith("#"), f"{path.name}: {key.group(1)} has no comment"
         previous = line
@@ -179,7 +179,7 @@ def test_data_to_read_is_the_runs_but_its_place_and_what_is_overridden() -> None
     run = load_config(["data=text", "data.path=a b.txt", "data.max_tokens=7", "data.cache_dir=/gone"]).data
     default = load_config(["data=text", "data.path=x"]).data
     assert data_for(run, ()) == dataclasses.replace(run, cache_dir=default.cache_dir)
-    # An override wins also where it is the default's value; a key that is not named stays the run's.
+    # An override wins even if it equals the default. A key without an override keeps the run's value.
     here = data_for(run, ["data.cache_dir=/here", "data.max_tokens=null"])
     assert here == dataclasses.replace(run, cache_dir="/here", max_tokens=None)
     assert data_for(run, ["data=text", "data.path=x"]) == default  # other data of the same kind: nothing is the run's
@@ -238,7 +238,7 @@ def test_a_key_that_is_no_field_is_refused_wherever_it_is_added() -> None:
     for key in ("more", "data.more", "logger.wandb.more"):
         with pytest.raises(ConfigError, match=f"^{key}: there is no such key"):
             load_config([f"+{key}=1"])
-    # The keys that there are are found also where one of them is mandatory.
+    # The error lists the existing keys even if one of them is mandatory.
     with pytest.raises(ConfigError, match=r"data.branching: there is no such key\n.*data has: .*path"):
         load_config(["data=text", "data.path=x", "data.branching=3"])
 
@@ -272,7 +272,7 @@ def test_commands_have_their_files() -> None:
         ["seed=3", "data.data_seed=1", "data=markov", "+trainer.max_steps=7", "experiment=mve", "device=cpu"],
         ["size.mixers={gla:{num_heads:2,head_k_dim:8,head_v_dim:8}}", "size=mve", "++optimizer.lr=0.1"],
         ["logger.wandb.tags=[a,b]", "parallel=fsdp", "parallel.shard_ranks=2", "~dry_run", "group=g", "seed=1"],
-        # The menu's own options, alone and beside others.
+        # The default options, alone and with others.
         ["size=smoke", "model=gla", "data=markov", "optimizer=adamw", "parallel=none", "trainer.max_steps=7"],
         ["parallel=none", "model=kda", "loss=cce_kahan", "size=mve"],
         ["model=gla", "size=smoke", "experiment=phase1"],

@@ -1,4 +1,4 @@
-"""A sweep's points: every one once, in order, the command line before the sweep's own values."""
+"""A sweep's points: each once, in order. The command line overrides the sweep's own values."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_a_sweep_without_points_and_an_unreadable_override_are_refused() -> None
 def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) -> None:
     sweep = load_config([f"sweep={name}"], "run_sweep").sweep
     assert sweep.name == name
-    for grid in sweep.grids:  # a few points of each, first and last among them: all would be hundreds of compositions
+    for grid in sweep.grids:  # a few points of each, including first and last: all would take hundreds of compositions
         points = sweep_points(replace(sweep, grids=[grid]), [])
         longest = max(len(values) for values in grid.values())
         configs = [load_config(points[i * (len(points) - 1) // max(longest - 1, 1)]) for i in range(longest)]

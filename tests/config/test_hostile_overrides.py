@@ -1,4 +1,4 @@
-"""Random and hostile command lines: each makes a configuration or ends in one line of cause; none does anything.
+"""Random and hostile command lines. Each makes a configuration or ends in a one-line cause; none has any other effect.
 
 150 by default, all in this process; a thousand: LINRNN_FUZZ=1000 pytest tests/config/test_hostile_overrides.py
 """
@@ -33,7 +33,7 @@ FORBIDDEN = {
 
 
 class Watch:
-    """Records what Python is asked to do while `on` (an audit hook can never be removed)."""
+    """Records Python's audit events while `on` (an audit hook can never be removed)."""
 
     def __init__(self) -> None:
         self.on = False
@@ -158,7 +158,7 @@ def test_random_and_hostile_command_lines(hostile_values: list[str], tmp_path: P
     draw = random.Random(SEED)
     keys = hostile_keys(draw)
     options = [path.stem for path in CONFIG_DIR.glob("*/*.yaml")]
-    make_training_plan(load_config(["device=cpu", "logger.wandb.mode=disabled"]))  # imports what is imported once
+    make_training_plan(load_config(["device=cpu", "logger.wandb.mode=disabled"]))  # imports everything beforehand
     values: list[Callable[[], str]] = [
         lambda: draw.choice(hostile_values),
         lambda: draw.choice(hostile_values),

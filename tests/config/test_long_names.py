@@ -1,4 +1,4 @@
-"""Names above 80 characters: as many telling words as fit, then a hash of all choices."""
+"""Names above 80 characters: as many choices as fit, then a hash of all choices."""
 
 import shlex
 

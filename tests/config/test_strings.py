@@ -1,4 +1,4 @@
-"""Values of string keys are taken as they stand: no character of a path is Hydra's."""
+"""Values of string keys are taken literally: Hydra interprets no character of a path."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ NEEDED |= {"report": ["group=x"], "run_sweep": ["sweep=mve"], "profile_sparsity"
 
 
 def path_keys(schema: type) -> Iterator[str]:
-    """The keys of a schema, not of groups below it, that hold one path."""
+    """The keys of a schema (without groups below it) that hold one path."""
     for field in dataclasses.fields(schema):
         if "path" in field.metadata and field.type != list[str]:
             yield field.name

@@ -1,4 +1,4 @@
-"""Who may import whom: packages in one order, kernels beside them."""
+"""Which package may import which: the packages have an order; the kernels stand apart."""
 
 import ast
 import subprocess
@@ -19,7 +19,7 @@ ORDER = [
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of all that a file imports, also inside functions; relative imports are resolved."""
+    """Dotted names of everything that a file imports, also inside functions. Relative imports are resolved."""
     package = path.relative_to(ROOT).parts[1:-1]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -38,7 +38,7 @@ def roots(path: Path) -> set[str]:
 
 
 def targets(path: Path, modules: Collection[str]) -> set[str]:
-    """The modules that a file imports; of `from package import module` the module alone."""
+    """The modules that a file imports; for `from package import module` only the module."""
     names = imports(path) & set(modules)
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
@@ -74,7 +74,7 @@ def test_a_package_imports_only_packages_before_it(package: str) -> None:
 
 @pytest.mark.parametrize("root", [LINRNN, KERNELS], ids=["linrnn", "cce_kernels"])
 def test_modules_import_each_other_in_no_circle(root: Path) -> None:
-    """Counts what is imported at the top of a module and inside functions alike."""
+    """Imports at the top of a module and inside functions both count."""
     modules = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in files(root)}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     below = {name: targets(path, modules.keys()) - {name} for name, path in modules.items()}
@@ -94,13 +94,13 @@ def test_the_kernels_import_torch_and_triton_alone() -> None:
     allowed = {"torch", "triton", "cce_kernels"} | sys.stdlib_module_names
     assert files(KERNELS)
     for path in files(KERNELS):
-        # Triton's interpreter itself runs on numpy: what mends it may name it.
+        # Triton's interpreter runs on numpy, so its patches may import numpy.
         surplus = roots(path) - allowed - ({"numpy"} if path.name == "interpreter.py" else set())
         assert not surplus, f"{path.name} imports {sorted(surplus)}"
 
 
 def test_the_core_of_the_kernels_never_imports_the_filter() -> None:
-    """What assembles the implementations may."""
+    """Only the backends, which assemble the implementations, may import it."""
     for path in files(KERNELS):
         if path.relative_to(KERNELS).parts[0] not in ("filter", "backends"):
             assert not any(f"{name}.".startswith("cce_kernels.filter.") for name in imports(path)), path.name

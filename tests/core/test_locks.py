@@ -1,4 +1,4 @@
-"""Who writes to a run directory is one process, and asking never gets in its way."""
+"""One process at a time writes to a run directory. Asking whether it is locked never disturbs anyone."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ from linrnn.runs.directory import RunDirectory
 
 
 def in_a_child(action: Callable[[], bool]) -> bool:
-    """What `action` returns in a process forked from this one."""
+    """The result of `action` in a process forked from this one."""
     child = os.fork()
     if child == 0:
         try:
@@ -58,7 +58,7 @@ def test_an_owner_that_died_has_it_no_more(tmp_path: Path) -> None:
 
 
 def test_asking_again_and_again_refuses_no_opener(tmp_path: Path) -> None:
-    """With a lock that the asking takes itself, a tenth of the opens were refused."""
+    """If asking took the lock itself, a tenth of the attempts to open would fail."""
     path = tmp_path / "run"
     first = run_directory(path)
     first.open()

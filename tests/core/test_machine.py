@@ -1,4 +1,4 @@
-"""What is foreseen is compared with what the machine has, before anything is built or written."""
+"""Expected memory and disk are compared with what the machine has, before anything is built or written."""
 
 import fcntl
 import os
@@ -32,7 +32,7 @@ Small = Callable[..., list[str]]
 
 # ---------------------------------------------------------------------------------------------------------- memory
 def linux(root: Path, available_kib: int, cgroup: str, **files: str) -> Path:
-    """A root with /proc and /sys as Linux fills them; `files` by path, `__` for `/`."""
+    """A root with /proc and /sys as on Linux; `files` by path, with `__` for `/`."""
     contents = {
         "proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n",
         "proc/self/cgroup": cgroup,
@@ -213,7 +213,7 @@ def test_what_a_living_process_holds_is_left_alone(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- unknown is unknown
 @pytest.fixture
 def fifth_model(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model of FLA's that nobody wrote formulas for, but those of its parameters, by which it is built."""
+    """A model of FLA's without formulas, except those of its parameters, without which it cannot be built."""
     monkeypatch.setitem(architecture.MIXER_PARAMETERS, "retnet", architecture.MIXER_PARAMETERS["transformer"])
     return "retnet"
 
@@ -246,7 +246,7 @@ def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
     small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(small("trainer.max_steps=2", "loss=cce_kahan"))
-    for loss in (LossConfig("focal"), replace(config.loss, name="focal")):  # options like another's change nothing
+    for loss in (LossConfig("focal"), replace(config.loss, name="focal")):  # another loss's options change nothing
         plan = Plan(replace(config, loss=loss), torch.device("cpu"), "fp32")
         arch = plan.architecture(512)
         for unknown in (
@@ -270,7 +270,7 @@ def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
     mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
     config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
     refusal = r"model=retnet has no CPU form.*\n.*run it on a GPU machine, choose model=gla or model=gated_deltanet"
-    for begin in (make_training_plan, Trainer):  # a dry run needs the plan alone
+    for begin in (make_training_plan, Trainer):  # a dry run only needs the plan
         with pytest.raises(UnsupportedError, match=refusal):
             begin(config)
     assert not (tmp_path / "results").exists()
@@ -288,7 +288,7 @@ def _says_unknown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """dry_run, a sweep's listing, the search for the largest batch."""
+    """The dry run, a sweep's listing and the search for the largest batch all say so."""
     from linrnn.experiments import dry_run, max_batch, points
 
     monkeypatch.setattr(dry_run, "make_training_plan", lambda config: plan)

@@ -1,4 +1,4 @@
-"""The source never unpickles, and never runs what it has read."""
+"""The source never unpickles, and never executes data."""
 
 import ast
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def test_no_pickle_is_imported_and_no_text_is_run() -> None:
 
 
 def test_modules_are_imported_by_names_that_the_source_holds() -> None:
-    """`import_module` gets a constant, or a name out of a table of this repository; never a configuration's text."""
+    """`import_module` gets a constant or a name from a table of this repository, never a configuration's text."""
     for path, tree in sources():
         for node in ast.walk(tree):
             function = getattr(node, "func", None)

@@ -1,4 +1,4 @@
-"""A command ends with its own exit code whatever becomes of what it prints, and calls only a bug a bug."""
+"""A command keeps its exit code when its output fails, and calls only a bug a bug."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ FULL = Path("/dev/full")
 def call(
     body: str, redirect: str = "", cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """A command whose function has this body, started by a shell."""
+    """A command whose main function has this body, started by a shell."""
     return subprocess.run(
         ["/bin/sh", "-c", f'"$0" -c "$1" {redirect}', sys.executable, COMMAND.format(body=body)],
         capture_output=True,

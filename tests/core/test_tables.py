@@ -1,4 +1,4 @@
-"""Markdown tables: aligned by what a column holds; no cell breaks a row; a missing number is a dash."""
+"""Markdown tables: columns are aligned by their content, no cell breaks a row, a missing number is a dash."""
 
 from linrnn.core.tables import Table, show
 

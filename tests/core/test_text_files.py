@@ -1,4 +1,4 @@
-"""Text files are UTF-8 whatever the locale: an ASCII terminal changes no file and breaks no command."""
+"""Text files are UTF-8 in every locale. An ASCII terminal changes no file and breaks no command."""
 
 import ast
 from collections.abc import Iterator

@@ -1,10 +1,11 @@
-"""What FLA's own modules hold in a training step, on CPU tensors with the Triton kernels left out; prints JSON.
+"""Print as JSON what FLA's own modules hold in a training step, on CPU tensors without the Triton kernels.
 
-Kernels only fill tensors that FLA has allocated before, so that without them every tensor is there, of no meaning.
-Matrix products are left out likewise: on a CPU without bf16 units they take minutes. No tensor has numbers.
-Arguments: sequences, their length, vocabulary. Of every model at the size mve, and in chunks of other sizes than FLA's,
-without and with activation checkpointing, under bf16 autocast: bytes beyond the parameters, when the loss begins and at
-most in the backward pass after the final norm's.
+Kernels only fill tensors that FLA has allocated. Without the kernels every tensor exists, with meaningless values.
+Matrix products are left out too: without bf16 units they take minutes on a CPU. No tensor has real memory.
+
+Arguments: sequences, their length, vocabulary. The cases are every model at the size mve, and other chunk sizes than
+FLA's, each without and with activation checkpointing, under bf16 autocast. The figures are bytes beyond the parameters:
+when the loss begins, and the peak in the backward pass after the final norm.
 """
 
 import json
@@ -33,7 +34,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 class Held(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are alive, and the most of them since `peak` was set."""
+    """Bytes of the live storages that operations have made, and their maximum since `peak` was set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Held(TorchDispatchMode):
             result = left.new_empty(*left.shape[:-1], right.shape[-1])
         else:
             result = operation(*args, **(kwargs or {}))
-        # On a GPU logsigmoid has an empty buffer.
+        # On a GPU logsigmoid's buffer is empty.
         made = result[:1] if operation is torch.ops.aten.log_sigmoid_forward.default else result
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
@@ -78,12 +79,12 @@ def without_kernels() -> None:
 
 
 def chunk_gla(*tensors: Tensor, initial_state: Any, cu_seqlens: Any, chunk_size: int, **options: bool) -> Any:
-    """What a GPU would run with a chunk size set, in place of the CPU's version."""
+    """The function that a GPU runs if a chunk size is set, in place of the CPU's version."""
     return _ChunkGLA.apply(*tensors, initial_state, *options.values(), cu_seqlens, chunk_size)
 
 
 def take_numbers_out(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Every parameter and buffer is replaced by one of its size; those that modules share stay shared."""
+    """Replace every parameter and buffer by a fake tensor of its size. Shared ones stay shared."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -97,7 +98,7 @@ def take_numbers_out(model: nn.Module, mode: FakeTensorMode) -> None:
 def bytes_held(
     name: str, chunk: int | None, checkpointing: str, batch_size: int, seq_len: int, vocab_size: int
 ) -> tuple[int, int]:
-    """When the loss begins, and at most after the final norm's backward pass."""
+    """Bytes when the loss begins, and the peak after the final norm's backward pass."""
     config = load_config([f"model={name}", f"model.chunk_size={chunk or 'null'}", "size=mve"])
     model = build_model(resolve(config.model, config.size, vocab_size), device="cpu", seed=0)
     model.set_activation_checkpointing(checkpointing)

@@ -1,4 +1,4 @@
-"""Formulas against hand-computed numbers, against FLA's own modules, and against what an H200 measured."""
+"""Formulas against numbers computed by hand, against FLA's own modules, and against measurements on an H200."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def test_gla_forward_flops_of_a_tiny_model_by_hand():
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda"])
 def test_delta_rule_flops_by_hand(model):
     arch = tiny(model, chunk_size=32)
-    # K = 16, V = 32: what the state holds for the key, its update and its reading, 2KV each
+    # K = 16, V = 32: reading the state for the key, its update, and its reading: 2KV each
     assert forward_flops(arch, n_sequences=1, seq_len=128)["mixer_scan"] == 128 * 3 * 4 * 3 * 2 * 16 * 32
     # C = 32: 6CK + 4CV + 6KV + C²/3 per head and token in the kernel
     kernel = kernel_flops(arch, 1, 128, STANDARD, "none")
@@ -93,7 +93,7 @@ def test_delta_rule_flops_by_hand(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_mfu_does_not_depend_on_how_a_kernel_works(model):
-    """Chunk sizes, losses and activation checkpointing change what the kernels compute, not what the model needs."""
+    """Chunk sizes, losses and activation checkpointing change the kernels' FLOPs, not the model's."""
     small, large = tiny(model, chunk_size=16), tiny(model, chunk_size=64)
     for count in (model_flops, model_flops_6n):
         assert count(small, 2, 128) == count(large, 2, 128)
@@ -108,9 +108,9 @@ def test_causal_attention_counts_the_pairs_of_query_and_key_that_the_definition_
 
 @pytest.mark.parametrize(("model", "products"), [("gla", 2), ("gated_deltanet", 3), ("kda", 3)])
 def test_6n_counts_a_recurrence_as_torchtitan_does(model, products):
-    """6 FLOPs a parameter and token, and the products of the state's recurrence; an untied table is only read."""
+    """6 FLOPs per parameter and token, and the products of the recurrence. An untied embedding does not count."""
     per_token = {tied: model_flops_6n(tiny(model, tie_embeddings=tied), 1, 128) / 128 for tied in (True, False)}
-    parameters = tiny(model, tie_embeddings=True).n_parameters  # the table is the head: once
+    parameters = tiny(model, tie_embeddings=True).n_parameters  # embedding and head are one: counted once
     assert per_token[True] == per_token[False] == 6 * parameters + 6 * products * 3 * 4 * 16 * 32
 
 
@@ -248,7 +248,7 @@ def test_time_is_flops_over_the_assumed_share_of_the_peak():
 
 # ----------------------------------------------------------------------------------------------------- memory
 def measured_model(model: str) -> Architecture:
-    """The 1.2 B bodies with an untied head of 128,256 whose steps were measured."""
+    """The measured models: bodies of 1.2 B with an untied head of 128,256."""
     layers, heads, k_dim, v_dim = {
         "gla": (24, 4, 256, 512),
         "gated_deltanet": (21, 6, 256, 512),
@@ -297,17 +297,17 @@ def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
 
 
 def committed_runs() -> list[dict]:
-    """Summaries of runs on an H200 that say how they were made, each with the commit of its group."""
+    """Summaries of runs on an H200 that record how they were made, each with its group's commit."""
     groups = [json.loads(path.read_text()) for path in REPORTS]
     runs = [run | {"commit": group["environment"]["git"]["commit"]} for group in groups for run in group["runs"]]
     needed = ("loss_options", "activation_checkpointing")
     return [run for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
 
 
-# The trainer of these commits, and of those before, kept what the loss had got until the backward pass was through.
+# The trainer of these commits and earlier ones kept the loss's inputs until the end of the backward pass.
 HELD_LOSS_INPUTS = {"3bec707", "3cf9e76", "69db6ff", "70d6d6b", "73a76c2", "bcfbc0f", "bf01aad", "cc321ce", "f99e96a"}
 
-# With `model.chunk_size` this commit's GLA kept the decays summed up, in fp32, where FLA keeps themselves in bf16.
+# With `model.chunk_size` this commit's GLA saved the summed decays in fp32; FLA saves the decays in bf16.
 HELD_SUMS_OF_DECAYS = "cc321ce"
 
 
@@ -318,7 +318,7 @@ def architecture(run: dict) -> Architecture:
 
 
 def foreseen(run: dict) -> MemoryEstimate:
-    """The formulas' figures for a committed run, by the trainer that made it.
+    """The formulas' figures for a committed run, adjusted to the trainer that made it.
 
     The committed runs are older than the bound of the default workspace.
     """
@@ -347,9 +347,10 @@ def _foreseen(run: dict) -> MemoryEstimate:
 
 
 def test_nothing_is_left_out_where_nothing_is_rounded_up():
-    """Gated DeltaNet's tensors at 1b3 fill the allocator's blocks, whose remainders no formula counts elsewhere.
+    """Gated DeltaNet's tensors at 1b3 fill the allocator's blocks, so no rounding hides a missing term.
 
-    Where the peak lies in the loss layer: those that come and go in the blocks' backward pass fill them less."""
+    If the peak lies in the loss layer, tensors of the blocks' backward pass fill the blocks less.
+    """
     runs = [run for run in committed_runs() if (run["model"], run["size"]) == ("gated_deltanet", "1b3")]
     runs = [run for run in runs if foreseen(run).peak == foreseen(run).at_loss]
     found = {(run["loss"], run["activation_checkpointing"]) for run in runs}
@@ -359,7 +360,7 @@ def test_nothing_is_left_out_where_nothing_is_rounded_up():
 
 
 def test_formulas_agree_with_every_committed_run():
-    """Peak and loss layer within one per cent; tokens/s exactly."""
+    """Peak and loss layer within one per cent, tokens/s exactly."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
     for run in committed_runs():
         memory, measured = foreseen(run), run["memory_bytes"]
@@ -448,8 +449,8 @@ def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabul
     for workspace in (128, 512):  # too little for any stored exponentials with their sums
         extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients - lost
         assert 0.9 * workspace * MIB < extra <= workspace * MIB
-    # Two chunks of 4096 rows: gradients, what rounding lost of them, exponentials, a chunk of e scaled, dE in two
-    # parts; in the backward pass also what the targets spill.
+    # Two chunks of 4096 rows: gradients, their compensation, exponentials, a scaled chunk of e, dE in two parts. The
+    # backward pass adds partial sums for the targets.
     n, d, v = 8192, 256, 32000
     whole = (n + v) * d * 2 + (n + v) * d + 4096 * v * 2 + 4096 * d * 2 + 2 * n * d * 4
     assert loss_memory(KAHAN, n, d, v, 2) == (whole, whole + n * d * 4 // 16)
@@ -473,7 +474,7 @@ def test_a_filter_that_may_drop_nothing_is_none():
 
 
 def test_what_the_vocabulary_parallel_loss_sends_by_hand():
-    """Each of 4 ranks, a batch in bf16; fp32 and filters have no stored exponentials."""
+    """For each of 4 ranks and a batch in bf16. fp32 and filters have no stored exponentials."""
     n, d, v = 16384, 2048, 128256
     exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8 + 3 * 1024  # labels, states, gradients; two numbers; a line
     rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up

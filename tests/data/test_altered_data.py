@@ -1,4 +1,4 @@
-"""Data that changed between two processes of a run is refused, by name, before a step is made with it."""
+"""Data that changed between two processes of a run is rejected before a step. The error names the file."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SHARD = "train-00000.bin"
 
 @pytest.fixture
 def started(small: Small, tmp_path: Path) -> tuple[list[str], Path]:
-    """The overrides of a run with data of its own that has made three steps, and that data's directory."""
+    """The overrides of a run that has made three steps on its own data, and that data's directory."""
     overrides = small(f"data.cache_dir={tmp_path}/data", "optimizer.schedule_steps=5")
     trainer = Trainer(load_config(overrides))
     trainer.fit()

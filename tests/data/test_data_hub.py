@@ -1,4 +1,4 @@
-"""Data sets in the hub's layout, read from a local directory through `datasets`."""
+"""Data sets of the Hugging Face hub, read from a local directory through `datasets`."""
 
 import re
 from pathlib import Path

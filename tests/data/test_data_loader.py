@@ -1,4 +1,4 @@
-"""Batches: the right tokens and labels, one global order whatever the ranks, exact resume."""
+"""Batches: the right tokens and labels, one global order for any number of ranks, exact resume."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from linrnn.training.evaluation import _without_labels
 
 @pytest.fixture(scope="module")
 def documents() -> list[np.ndarray]:
-    """Documents of 1 to 60 tokens whose concatenation is 0, 1, 2, …: a token says where it stands."""
+    """Documents of 1 to 60 tokens whose concatenation is 0, 1, 2, …, so that a token tells its position."""
     lengths = np.random.RandomState(0).randint(1, 60, size=40)
     return np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])
 
 
 @pytest.fixture(scope="module")
 def shards(documents: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
-    """Several small shards, so that blocks straddle their borders."""
+    """Several small shards, so that blocks span their borders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linrnn.data.shards, "SHARD_TOKENS", 100)
         shards = shard_set(tmp_path_factory.mktemp("shards") / "set", documents, vocab_size=2000)
@@ -145,7 +145,7 @@ def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequ
         crosses = document_of[inputs] != document_of[inputs + 1]
         np.testing.assert_array_equal(flat.labels[0].numpy(), np.where(crosses, -100, inputs + 1))
         changes = np.flatnonzero((np.diff(inputs) != 1) | (np.diff(document_of[inputs]) != 0)) + 1
-        # A row may happen to continue the row before it: rows are boundaries all the same.
+        # Rows are boundaries even if a row happens to continue the previous one.
         expected = np.union1d(changes, np.arange(batch_size + 1) * seq_len)
         assert flat.cu_seqlens is not None
         assert flat.cu_seqlens.dtype == torch.int32
@@ -222,6 +222,6 @@ def test_reading_across_shards_equals_the_concatenation(shards: ShardSet) -> Non
 
 
 def test_the_order_never_changes_between_versions(shards: ShardSet) -> None:
-    """Recorded figures: a run continued after an upgrade must go on with the same blocks."""
+    """Recorded figures: a run continued after an upgrade must use the same blocks."""
     loader = BatchLoader(shards, seq_len=100, batch_size=10, seed=7)
     assert [row[0] // 100 for row in rows(take(loader, 1))] == [4, 5, 9, 8, 1, 7, 6, 0, 2, 3]

@@ -1,4 +1,4 @@
-"""Generated text: its entropy floor is what a perfect predictor reaches, and what the text itself shows."""
+"""Generated text: a perfect predictor reaches its entropy floor, and the text's statistics show the same floor."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_a_perfect_predictor_reaches_the_floor(tmp_path: Path, reset: bool) -> N
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_bigram_frequencies_of_the_text_give_the_floor(tmp_path: Path, reset: bool) -> None:
-    """Knows nothing of how the text was made. A plug-in estimate is too low by about (cells - rows) / 2N."""
+    """The estimate uses only the text. A plug-in estimate is too low by about (cells - rows) / 2N."""
     data = prepare(markov_config(tmp_path, n_tokens=2_000_000, reset_at_document=reset))
     tokens = data.train.read(0, data.train.n_tokens)
     previous, following = transitions(tokens, data.train.document_ends, reset=reset)
@@ -95,7 +95,7 @@ def test_training_and_validation_are_different_text_of_the_same_chain(tmp_path: 
     assert (train != valid).mean() > 0.5
     chain = MarkovChain(markov_config(tmp_path))
     for tokens in (train, valid):
-        assert np.isfinite(chain.log_probabilities(tokens[:-1], tokens[1:])).all()  # no step that it cannot take
+        assert np.isfinite(chain.log_probabilities(tokens[:-1], tokens[1:])).all()  # every step is possible
 
 
 def test_a_large_vocabulary_is_made_in_seconds_and_stored_in_four_bytes(tmp_path: Path) -> None:

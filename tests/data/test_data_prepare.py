@@ -1,4 +1,4 @@
-"""Preparation: once, exactly, resumable after anything, and never half a result."""
+"""Preparation happens once, exactly, can be resumed after anything, and never leaves half a result."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many batches and shards, so that there is something between which to be interrupted."""
+    """Many batches and shards, so that an interruption can fall between them."""
     monkeypatch.setattr(linrnn.data.tokenise, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(linrnn.data.shards, "SHARD_TOKENS", 3000)
 
@@ -41,7 +41,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def texts_of(data: PreparedData, tokenizer: Tokenizer) -> dict[str, list[str]]:
-    """Decode both splits document by document, checking that each ends with the end token."""
+    """Decode both splits document by document, and check that each ends with the end token."""
     result: dict[str, list[str]] = {}
     for split in (data.train, data.valid):
         documents = np.split(split.read(0, split.n_tokens), split.document_ends)[:-1]

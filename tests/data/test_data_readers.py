@@ -1,4 +1,4 @@
-"""Local files: every format gives the same documents, and a bad file is named with line and remedy."""
+"""Local files: every format gives the same documents. The error for a bad file names the line and a remedy."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Bits per byte are of the bytes of the very labels that were evaluated, or are not reported."""
+"""Bits per byte use the bytes of exactly the evaluated labels, or are not reported."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ from linrnn.losses import build_loss
 from linrnn.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
-TEXTS = [f"Text {i}: {text}" for i, text in enumerate(sentences(120))]  # no first token is a part of a character
+TEXTS = [f"Text {i}: {text}" for i, text in enumerate(sentences(120))]  # first tokens are never part of a character
 
 
 def byte_level(path: Path) -> Path:
@@ -28,7 +28,7 @@ def byte_level(path: Path) -> Path:
 
 
 def byte_fallback(path: Path) -> Path:
-    """As SentencePiece's for Llama and Mistral: a space before the text, bytes for characters that are no tokens."""
+    """Like SentencePiece for Llama and Mistral: a space before the text, and bytes for characters without a token."""
     pieces = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Tetxhcason:0123456789ü", "▁T", "▁c", "xt"]
     merges = [("▁", "T"), ("▁", "c"), ("x", "t")]
     tokenizer = HfTokenizer(
@@ -64,7 +64,7 @@ Known = dict[tuple[int, int, bool], int | None]  # bytes of a part of a document
 
 
 def bytes_of_labels(data: PreparedData, max_tokens: int, reset: bool, known: Known) -> int | None:
-    """As the tokenizer decodes them document by document; None where they end within a character."""
+    """Bytes as the tokenizer decodes the labels document by document; None if they end within a character."""
     start, total = 0, 0
     for end in data.valid.document_ends.tolist():
         part = start, min(end, max_tokens + 1), reset or start == 0
@@ -129,7 +129,7 @@ class Uniform(torch.nn.Module):
 
 
 def test_bits_per_byte_are_of_the_labels_that_were_read(data: PreparedData) -> None:
-    """A uniform model spends log2 V bits on each; the part has other bytes a token than the split."""
+    """A uniform model spends log2 V bits on each label. The part has other bytes per token than the split."""
     token_bytes = data.token_bytes(data.valid, 100, pytest.fail)
     batches = BatchesOnce(data.valid, 16, 2, 100, token_bytes=token_bytes)
     found = evaluated(batches, data.vocab_size)
@@ -157,7 +157,7 @@ def test_labels_that_stand_for_no_text_have_no_bits_per_byte(tmp_path: Path) -> 
 
 
 def misspelling(kind: str, path: Path) -> tuple[Path, str]:
-    """A tokenizer, and a text that it does not give back byte for byte."""
+    """A tokenizer, and a text that decoding does not give back byte for byte."""
     if kind == "words":
         words = HfTokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "text": 2}, unk_token="[UNK]"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()

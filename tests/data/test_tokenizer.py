@@ -1,4 +1,4 @@
-"""Tokenizers: what is encoded comes back, nothing is added, and what cannot be used is refused by name."""
+"""Tokenizers: decoding gives the text back, nothing is added, and errors name an unusable tokenizer."""
 
 import json
 import lzma

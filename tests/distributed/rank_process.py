@@ -1,4 +1,4 @@
-"""One rank of `train.py` or another script, as a launcher starts it, and faults.
+"""One rank of `train.py` or another script, as a launcher starts it; and faults for it.
 
 On CPUs it is forked from a process that has imported all it needs, or serves many runs (pool.py). With GPUs it is new:
 FLA asks for the GPU's name as it is imported, and CUDA does not survive a fork.
@@ -90,8 +90,10 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
 
 
 def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
-    """Let this process take the first configuration of each of FLA's kernels instead of tuning them for minutes, at
-    sizes that nothing but tests has. Records of tuning are not touched: they go by the configurations tried."""
+    """Use the first configuration of each of FLA's kernels, instead of tuning them for minutes at sizes of tests only.
+
+    Records of tuning are not affected: they depend on the configurations tried.
+    """
     from triton.runtime.autotuner import Autotuner
 
     candidates = Autotuner.prune_configs
@@ -100,7 +102,7 @@ def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = se
 
 # --------------------------------------------------------------------------------------------------------- outcome
 def curve(directory: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; a step that was written twice is an error."""
+    """Loss and gradient norm by step. A step that was written twice is an error."""
     records = [r for r in read_jsonl(directory / "metrics.jsonl") if "train/loss_nats" in r]
     steps = {r["step"]: (r["train/loss_nats"], r["train/grad_norm"]) for r in records}
     assert len(steps) == len(records)
@@ -112,7 +114,7 @@ def summary_of(directory: Path) -> dict[str, Any]:
 
 
 def ended(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
-    """Exit codes once all have ended; one that has not is killed, and has none."""
+    """Exit codes once all processes have ended. A process that does not end is killed and has no exit code."""
     until = time.monotonic() + seconds
     for process in ranks:
         process.join(max(until - time.monotonic(), 0))
@@ -136,7 +138,7 @@ def trained_in(pool: Pool, overrides: list[str], world_size: int, tmp_path: Path
 
 # ---------------------------------------------------------------------------------------------------------- faults
 def _signalled_at_once() -> None:
-    """A signal that comes while the ranks are being set up."""
+    """A signal arrives while the ranks are being set up."""
     original = Trainer.__init__
 
     def signalled(self: Trainer, *arguments: Any) -> None:
@@ -186,7 +188,7 @@ def bytes_counted() -> Iterator[None]:
 
 
 def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-    """Let something happen to this rank's loss in the third step."""
+    """Make something happen to this rank's loss in the third step."""
     original = Trainer._forward_backward
 
     def faulty(self: Trainer, *arguments: Any) -> Any:
@@ -207,7 +209,7 @@ def _killed(rank: int, nats: torch.Tensor) -> torch.Tensor:
 
 
 def _killed_and_waited_for(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    """The others wait as for a GPU that waits for the dead rank's: no exception reaches them."""
+    """A rank is killed and all others wait as GPUs do: no exception reaches them."""
     _killed(rank, nats)
     time.sleep(1000)
     return nats

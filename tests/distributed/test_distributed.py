@@ -1,4 +1,4 @@
-"""parallel=ddp on gloo: N processes train as one does, stop together, continue with another N, and never hang."""
+"""parallel=ddp on gloo: N processes train like one, stop together, can continue with another N, and never hang."""
 
 import math
 import os
@@ -131,7 +131,7 @@ def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small:
 
 
 def wait_for_step(group: Path, step: int) -> Path:
-    """The only run of a group, once it has written that step."""
+    """The only run of a group, after it has written that step."""
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         for metrics in group.glob("*/metrics.jsonl"):
@@ -162,7 +162,7 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(
     codes = ended(start_ranks(overrides, 3, log, fault), seconds=30)
     printed = output(log, 3)
     assert codes == [code, -signal.SIGKILL if fault.startswith("killed") else code, code], printed
-    # Of two that wait in vain, one may hear of it from the other: "rank 0 stopped: no answer …".
+    # If two ranks wait in vain, one may report the other's error: "rank 0 stopped: no answer …".
     assert [line for line in printed.splitlines() if line.startswith("error: ") and words in line], printed
     assert printed.count("error: ") <= (1 if status == "diverged" else 3), printed
     directory = next((tmp_path / "results/ddp").iterdir())

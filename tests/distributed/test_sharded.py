@@ -1,4 +1,4 @@
-"""parallel=fsdp and parallel=vocab on gloo: ranks that hold one model between them train as one process does."""
+"""parallel=fsdp and parallel=vocab on gloo: ranks that share one model train like one process."""
 
 import json
 import subprocess
@@ -69,8 +69,9 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     world_size: int, cut: tuple[str, ...], more: tuple[str, ...], small: Small, trained: Trained
 ) -> None:
-    """A vocabulary that the ranks do not divide, ranks with different numbers of labels, fewer validation batches than
-    ranks; the checkpoint is that of one process."""
+    """The ranks do not divide the vocabulary, they have different numbers of labels, and there are fewer validation
+    batches than ranks. The checkpoint equals that of one process.
+    """
     common = (*more, "data.reset_at_document=true", "trainer.valid_every=2", "size.vocab_size=515")
     rows = 8 if "parallel.shard_ranks=2" in cut else 4
     one, reference = one_process(small(*common, f"trainer.batch_size={rows}"))
@@ -150,9 +151,9 @@ def on_gpus(world_size: int, *cut: str) -> Any:
 def test_in_mixed_precision_the_losses_differ_by_its_rounding(
     device: str, world_size: int, cut: tuple[str, ...], small: Small, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From those of one process in fp32: two runs in bf16 may differ by twice as much from one another.
+    """Compared with one process in fp32. Two runs in bf16 may differ from each other by twice as much.
 
-    On GPUs with FLA's kernels as they are before they are tuned.
+    On GPUs FLA's kernels are not tuned.
     """
     model = tuple(override for override in cut if override.startswith("size."))
     options = (f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")

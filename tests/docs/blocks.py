@@ -18,9 +18,9 @@ class Block:
     """A fenced block.
 
     Attributes:
-        page: relative to the repository.
-        language: what stands behind the fence.
-        runs: False where a comment before the block says that it is compiled only.
+        page: path relative to the repository.
+        language: the word behind the fence.
+        runs: False if a comment before the block says that it is only compiled.
     """
 
     page: str
@@ -44,7 +44,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of a bash block, without comments and without variables in front."""
+    """The words of each command in a bash block, without comments and leading variables."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and ASSIGNMENT.match(words[0]):

@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/ works: commands are composed, Python is executed, nothing is left out."""
+"""Every code block of the README and of docs/ works: commands are composed, Python is executed, no block is skipped."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "mermaid", "text"}
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|make|torchrun|pip|source|git) \S", re.MULTILINE)
 ENTRY = re.compile(r"^    run(_many|_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
-# Commands of other programs, word for word: nothing here can check them.
+# Commands of other programs, literally: this test cannot check them.
 FIXED = {
     "source .venv/bin/activate",
     "jupyter lab notebooks",
@@ -63,7 +63,7 @@ def check_pytest(words: list[str]) -> None:
 
 
 def check_script(script: str, overrides: list[str]) -> None:
-    """The script is there, and takes these overrides."""
+    """The script exists and accepts these overrides."""
     source = (ROOT / script).read_text(encoding="utf-8")
     overrides = [override for override in overrides if override != "--help"]
     entry = ENTRY.search(source)
@@ -141,7 +141,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
 
 
 def check_next_command(printed: str, overrides: list[str]) -> None:
-    """A run that Python started names train.py in the command that it offers next."""
+    """After a run started from Python, the offered next command names train.py."""
     [line] = [line for line in printed.splitlines() if "another loss" in line]
     _, script, *offered = shlex.split(line, comments=True)
     assert script == "train.py"

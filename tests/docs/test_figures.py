@@ -1,4 +1,4 @@
-"""The figures of the README are those of committed rows."""
+"""The README's figures equal those of committed rows."""
 
 import json
 import re
@@ -16,7 +16,7 @@ FINDINGS = [
 
 
 def rows(finding: str, name: str, label: str) -> Any:
-    """The file `name` beside a report that a finding links to."""
+    """The file `name` next to a report that a finding links to."""
     [page] = re.findall(rf"\[{label}\]\((results/[\w/.]+\.md)\)", finding)
     return json.loads((ROOT / page).parent.joinpath(name).read_text(encoding="utf-8"))
 

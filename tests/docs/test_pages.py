@@ -1,4 +1,4 @@
-"""The pages name what there is: files, tests, commands and the first screen."""
+"""The pages name things that exist: files, tests, commands and the first screen."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""results/README.md lists every committed folder, and superseded/README.md every superseded one; no link is dead."""
+"""results/README.md lists every committed folder, superseded/README.md every superseded one, and no link is dead."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The search for the largest batch: exact in few probes when the model is nearly right, honest when it is not."""
+"""The search for the largest batch needs few probes if the model is nearly right, and says so if it did not end
+exactly."""
 
 import pytest
 from hypothesis import given, settings

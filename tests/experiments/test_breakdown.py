@@ -1,4 +1,4 @@
-"""Memory and time by part against what the tensors add up to."""
+"""Memory and time by part, compared with the sum of the tensors."""
 
 import json
 import weakref

@@ -1,4 +1,4 @@
-"""The doctor names everything there is, tells the truth about it, and keeps keys to itself."""
+"""The doctor lists everything, tells the truth about it, and never prints keys."""
 
 import os
 import subprocess

@@ -36,7 +36,7 @@ def test_probes_are_training_runs_and_are_not_made_again(
     assert (answer["max_sequences"], answer["model"], answer["loss"]) == (0, "transformer", "standard")
 
     def search() -> Answer:
-        """The same command in this process, which may take hold of the CPU."""
+        """The same command in this process, which may use the CPU itself."""
         own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
         return find_max_batch(load_config(own_keys, "find_max_batch"), runs, print)
 

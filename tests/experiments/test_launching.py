@@ -1,4 +1,4 @@
-"""A sweep's jobs through submitit: which cluster, which resources, and what is refused."""
+"""A sweep's jobs through submitit: the cluster, the resources, and what is rejected."""
 
 import subprocess
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def test_what_submitit_cannot_do_is_refused(
 
 @pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])
 def test_submitit_refuses_what_slurm_does_not_have(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a Slurm that is there by its commands' names alone."""
+    """The Slurm here consists only of commands with the right names."""
     for name in ("srun", "sbatch", "squeue", "scontrol"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)

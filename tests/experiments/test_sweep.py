@@ -1,4 +1,4 @@
-"""`scripts/sweep.py` as a user calls it: dry, run, run again; and as jobs of submitit's local executor."""
+"""`scripts/sweep.py` as a user calls it: dry run, run, repeated run; and jobs of submitit's local executor."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_a_sweep_is_listed_run_and_not_run_again(
 
 
 def said_by_sweep(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
-    """What the command prints, in this process, which may take hold of the CPU."""
+    """The command's output. The command runs in this process, which may use the CPU itself."""
     monkeypatch.setattr(sweep, "in_another_process", lambda function, *arguments: function(*arguments))
     own, launcher, runs = split_overrides(overrides, "run_sweep")
     said: list[str] = []

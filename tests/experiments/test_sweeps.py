@@ -1,4 +1,4 @@
-"""What a sweep does when its points end well, badly, or not at all; points are small scripts here."""
+"""What a sweep does if its points end well, badly, or not at all. Points are small scripts here."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def make_points(small: Small) -> Callable[[int], list[Point]]:
 
 
 def scripts(**by_seed: str) -> Callable[[Point], Sequence[str]]:
-    """The command of a point: the script of its seed, else one that finishes."""
+    """The command of a point: the script for its seed, or one that finishes."""
     return lambda p: [sys.executable, "-c", by_seed.get(f"s{p.config.seed}", FINISHES), str(p.directory)]
 
 

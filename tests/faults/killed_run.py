@@ -1,4 +1,4 @@
-"""`train.py` in a process to be killed, which starts at once."""
+"""`train.py` in a process that can be killed and starts at once."""
 
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -8,7 +8,7 @@ from forked import run_script, start
 
 
 def start_run(overrides: list[str], log: Path) -> BaseProcess:
-    """Start `train.py` with these overrides; what it prints is added to `log`."""
+    """Start `train.py` with these overrides; its output is added to `log`."""
     return start(train, overrides, log)
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full: a file system in memory that only this process and its children see (Linux, user namespaces)."""
+"""A full disk: a file system in memory that only this process and its children see (Linux, user namespaces)."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ _REMOUNT = 0x20  # MS_REMOUNT
 
 
 def mount(path: Path, size: str) -> None:
-    """An empty file system of `size` at `path`, from now until this process ends.
+    """Mount an empty file system of `size` at `path` until this process ends.
 
     Raises:
         OSError: the system does not allow it.
@@ -26,7 +26,7 @@ def mount(path: Path, size: str) -> None:
 
 
 def resize(path: Path, size: str) -> None:
-    """More room, or less."""
+    """Change the size of the file system."""
     _call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", _REMOUNT, f"size={size}".encode())
 
 

@@ -1,4 +1,4 @@
-"""Bad input ends in a line of cause, one of remedy, the documented exit code; nothing is written or lost."""
+"""Bad input ends in a line of cause, a line of remedy and the documented exit code. Nothing is written or lost."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a command wrote to standard error beside the progress of data preparation."""
+    """A command's standard error without the progress of data preparation."""
     return [line for line in done.stderr.strip().splitlines() if not line.startswith("data: ")]
 
 

@@ -1,4 +1,4 @@
-"""Nothing is lost at the end of a run, or at any signal: the checkpoint is written before the validation."""
+"""Nothing is lost at the end of a run or at a signal: the checkpoint is written before the validation."""
 
 import json
 import os
@@ -34,7 +34,7 @@ class OutsideTheGuard(Exception):
 
 @pytest.fixture
 def deadly(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A signal that the run does not take is an error of the test instead of its end."""
+    """A signal that the run does not handle fails the test instead of ending it."""
 
     def handler(*_: object) -> None:
         raise OutsideTheGuard
@@ -47,7 +47,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(small_of_module: Small) -> dict[str, Any]:
-    """The summary of a run of four steps that no signal stopped."""
+    """The summary of a run of four steps without a signal."""
     return Trainer(load_config(small_of_module("trainer.max_steps=4", "trainer.valid_every=2"))).fit()
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
-        """In place of kill -9."""
+        """Stands for kill -9."""
 
     def die(*_: Any) -> None:
         raise Killed
@@ -165,7 +165,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def _in_a_terminal(terminal: Path, overrides: list[str]) -> None:
-    """`train.py` as the leader of a terminal's session, which gets the terminal's hangup."""
+    """`train.py` as the leader of a terminal's session, which receives the terminal's hangup."""
     os.setsid()
     os.open(terminal, os.O_RDWR)  # the first terminal that the leader opens to read is the session's
     run_script("train.py", overrides, terminal)
@@ -181,7 +181,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small: Smal
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.is_alive():
         try:
-            seen += os.read(ours, 65536)  # else the terminal fills up, and the run waits
+            seen += os.read(ours, 65536)  # otherwise the terminal fills up and the run waits
         except OSError:
             time.sleep(0.01)
         if (directory / "metrics.jsonl").exists() and (directory / "metrics.jsonl").read_text().count("\n") > 3:
@@ -200,7 +200,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small: Smal
 def test_a_run_without_options_writes_checkpoints_by_the_clock(
     small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every step takes four minutes here: what a kill loses is ten minutes, not the run."""
+    """Every step takes four minutes here. A kill must lose at most ten minutes, not the run."""
     assert load_config(small()).trainer.checkpoint_minutes == 10
     clock = time.monotonic
     steps = 0
@@ -258,7 +258,7 @@ def test_the_foreseen_size_of_a_checkpoint_is_its_size(small: Small) -> None:
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not at the next checkpoint, which may be the last."""
+    """Without waiting for the next checkpoint, which may be the last."""
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -280,7 +280,7 @@ def test_a_validation_text_that_is_too_small_is_refused_before_training(small: S
 
 
 def test_a_validation_text_of_one_token_documents_has_nothing_to_predict_once_state_starts_anew() -> None:
-    """As of a tokenizer without an end-of-text token. Before, its loss was 0."""
+    """Such text comes from a tokenizer without an end token. Earlier its loss was 0."""
     documents = SimpleNamespace(n_tokens=40, document_ends=np.arange(1, 41))
     check_validation(documents, None, reset_at_document=False)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="none can be predicted"):

@@ -1,6 +1,7 @@
-"""kill -9 at random moments: data, checkpoints and final losses are those of a run that was never broken, bit for bit.
+"""kill -9 at random moments: data, checkpoints and final losses equal those of an unbroken run, bit for bit.
 
-A few kills by default; a hundred, of which every tenth hits a whole sweep:
+A few kills by default. A hundred, of which every tenth hits a whole sweep:
+
     LINRNN_KILLS=100 python -m pytest tests/faults/test_kill_at_random.py -s --timeout=3600
 """
 
@@ -24,12 +25,12 @@ from linrnn.training.checkpoint import found
 
 KILLS = int(os.environ.get("LINRNN_KILLS", "4"))
 SEED = int(os.environ.get("LINRNN_KILLS_SEED", "0"))
-MOST_OF_A_RUN = 5  # kills of one run before it may end in peace
+MOST_OF_A_RUN = 5  # maximum number of kills of one run
 TIMED = ("step", "train/loss_nats", "train/grad_norm", "train/lr", "valid/loss_nats")
 
 
 class Trial:
-    """A run, its text included, with everything that it writes below one directory."""
+    """A run with its own text. Everything that it writes lies below one directory."""
 
     def __init__(self, root: Path, corpus: Path, small: Callable[..., list[str]]) -> None:
         self.root, self.log = root, root / "log"
@@ -53,7 +54,7 @@ class Trial:
         return self.root / "results/default/run"
 
     def moment(self) -> str:
-        """What a kill has just hit, by what it left."""
+        """The moment that a kill has hit, judged by the files left."""
         if list(self.run.glob("checkpoints/*.partial")):
             return "in a checkpoint"
         if list(self.root.glob("data/*.partial")):
@@ -61,7 +62,7 @@ class Trial:
         return "in training" if (self.run / "metrics.jsonl").exists() else "before the first step"
 
     def result(self) -> dict[str, object]:
-        """All that must not depend on interruptions."""
+        """Everything that must not depend on interruptions."""
         assert (self.run / "summary.json").exists(), self.log.read_text()
         records = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((self.run / "summary.json").read_text())
@@ -81,7 +82,8 @@ class Trial:
 
 
 def kill(process: BaseProcess, wait: float, then: Callable[[], bool], and_then: float) -> bool:
-    """Kill after `wait` seconds, then once `then` is true, then `and_then` seconds; whether there was anything left."""
+    """Kill after `wait` seconds, then once `then` is true, then `and_then` seconds. Return whether the process still
+    ran."""
     process.join(wait)
     while process.is_alive() and not then():
         time.sleep(0.0005)

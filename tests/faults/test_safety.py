@@ -1,4 +1,4 @@
-"""What a run leaves behind: files in its own directory alone, no secret in any of them, and nothing unpickled."""
+"""A run writes only into its own directory, no file has a secret, and nothing is unpickled."""
 
 import json
 import os
@@ -29,7 +29,7 @@ VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_PAS
 
 
 def _run_elsewhere(overrides: list[str], root: Path, environment: dict[str, str]) -> None:
-    """In a process of its own, with a home, a working directory and a directory for temporary files of its own."""
+    """Run in another process, with its own home, working directory and directory for temporary files."""
     unpickled: list[str] = []
     os.environ.update(environment)
     for name, variable in (("home", "HOME"), ("tmp", "TMPDIR"), ("cwd", None)):
@@ -101,7 +101,7 @@ def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(
 
 # ---------------------------------------------------------------------------------------------------------- pickles
 class Bomb:
-    """Leaves a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

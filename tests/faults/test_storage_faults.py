@@ -32,8 +32,10 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 
 
 def _fill_and_free(overrides: list[str], disk: Path, kept: Path) -> None:
-    """In a process of its own: a run whose disk has room for two checkpoints and not three once others have filled it
-    at the third step; then there is room."""
+    """In another process: a run on a disk that other files fill up at the third step, and that has room again later.
+
+    At that step the disk has room for two checkpoints, not for three.
+    """
     try:
         small_disk.mount(disk, "24m")
     except OSError:

@@ -1,4 +1,4 @@
-"""A trained model leaves as a Hugging Face directory with equal logits, and text comes out of both."""
+"""A trained model is exported as a Hugging Face directory with equal logits, and both generate text."""
 
 import json
 import os
@@ -192,7 +192,7 @@ def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small
 
 
 def _export_to_a_small_disk(run: Path, disk: Path, kept: Path) -> None:
-    """In a process of its own: export to a file system that the weights do not fit."""
+    """In another process: export to a file system that is too small for the weights."""
     try:
         small_disk.mount(disk, "64k")
     except OSError:

@@ -1,6 +1,6 @@
-"""Kernels of Liger and of flash-linear-attention that the harness calls, on CPU tensors in Triton's interpreter.
+"""The kernels of Liger and flash-linear-attention that the harness calls, on CPU tensors in Triton's interpreter.
 
-The backends' own check, which asks for a GPU, is passed by: our use of both libraries is tested everywhere.
+The backends' own check asks for a GPU and is skipped here, so that our use of both libraries is tested everywhere.
 """
 
 import builtins
@@ -51,7 +51,7 @@ def test_losses_and_gradients_are_those_of_fp64(name: str, backend: Any) -> None
 
 
 class LoopVariable(int):
-    """Kernels call `.to()` on loop variables, which are plain integers in the interpreter (Triton 3.7.1)."""
+    """A loop variable with `.to()`, which kernels call. In the interpreter it is a plain integer (Triton 3.7.1)."""
 
     def to(self, *_: Any) -> "LoopVariable":
         return self
@@ -65,7 +65,7 @@ def loop(*bounds: Any) -> Iterator[LoopVariable]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gla_in_chunks_of_128_equals_the_cpu_version(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dtype` is that of the decays, in which they are kept for the backward pass."""
+    """`dtype` is that of the decays, in which they are saved for the backward pass."""
     from triton.runtime.autotuner import Autotuner
 
     # The interpreter has no driver to time configurations with: the autotuner takes the first one.

@@ -1,4 +1,4 @@
-"""Every loss backend against an fp64 reference, and every refusal with its cause and remedy."""
+"""Every loss backend against an fp64 reference, and every rejection with its cause and remedy."""
 
 import importlib
 import math
@@ -46,7 +46,7 @@ CONFIGS: dict[str, LossConfig] = {
 GPU_ONLY = ("liger", "liger-fp32", "fla", "cce_apple")
 ON_CPU = tuple(name for name in CONFIGS if name not in GPU_ONLY)
 DTYPES = (torch.float32, torch.bfloat16)
-# The one pair whose loss is not accurate: torch adds it up in bf16.
+# Only this pair has an inaccurate loss: torch sums it in bf16.
 BF16_LOSS = ("torch_native-sum", torch.bfloat16)
 
 
@@ -57,7 +57,7 @@ def _fresh_compile_cache():
 
 @dataclass
 class Case:
-    """Three tensors of one problem, and the scale that the trainer would multiply the sum with."""
+    """Three tensors of one problem, and the trainer's factor for the summed loss."""
 
     hidden: Tensor
     weight: Tensor
@@ -105,7 +105,7 @@ def error(got: Tensor, true: Tensor) -> float:
 
 
 def available(name: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Skip what the installed versions cannot run (the refusals have tests of their own)."""
+    """Skip what the installed versions cannot run. Other tests check these rejections."""
     try:
         check_loss(CONFIGS[name], device, dtype)
     except UnsupportedError as refusal:

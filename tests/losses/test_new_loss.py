@@ -1,4 +1,4 @@
-"""A loss is one file and one import line: the example of docs/extending.md, on a command line and in a package."""
+"""A new loss is one file and one import line: the example of docs/extending.md, on a command line and in a package."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ Small = Callable[..., list[str]]
 
 @pytest.fixture
 def source() -> str:
-    """The file of the example."""
+    """The example's file."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     [source] = [
         block for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "@register" in block
@@ -54,7 +54,7 @@ def test_one_file_and_one_word_make_a_loss_of_the_command_line(
 
 
 def read_config_text(path: Path) -> dict[str, str]:
-    """The loss's options of a config.yaml; this process does not know the loss."""
+    """The loss's options in a config.yaml. This process does not know the loss."""
     [text] = re.findall(r"^loss:\n((?:  .*\n)+)", path.read_text(), re.MULTILINE)
     return dict(line.strip().split(": ") for line in text.splitlines())
 

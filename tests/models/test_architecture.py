@@ -1,4 +1,4 @@
-"""Dimensions and parameter counts, from formulas, for every model at every size."""
+"""Dimensions and parameter counts from formulas, for every model at every size."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(s
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", MODELS)
 def test_formulas_count_the_parameters_of_the_built_modules_exactly(model: str, size: str) -> None:
-    """On torch's meta device, so that the largest needs no memory."""
+    """Built on torch's meta device, so that the largest model needs no memory."""
     import torch
 
     from linrnn.models.attention import install_sdpa

@@ -17,7 +17,7 @@ HEADS, KEYS, VALUES = 2, 8, 12
 
 
 def gla_step_by_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
-    """S ← diag(exp g) S + k vᵀ; o = scale Sᵀ q, a token at a time."""
+    """S ← diag(exp g) S + k vᵀ; o = scale Sᵀ q, one token at a time."""
     state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=v.dtype)
     outputs = []
     for t in range(q.shape[1]):
@@ -27,7 +27,7 @@ def gla_step_by_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -
 
 
 def delta_rule_step_by_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float) -> Tensor:
-    """S ← diag(exp g) S; S ← S + β k (v − Sᵀ k)ᵀ; o = scale Sᵀ q, a token at a time."""
+    """S ← diag(exp g) S; S ← S + β k (v − Sᵀ k)ᵀ; o = scale Sᵀ q, one token at a time."""
     state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=v.dtype)
     outputs = []
     for t in range(q.shape[1]):

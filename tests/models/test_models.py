@@ -1,4 +1,4 @@
-"""The four models on the CPU: what they compute, how they are built, saved, loaded and refused."""
+"""The four models on the CPU: their results, and how they are built, saved, loaded and rejected."""
 
 import dataclasses
 import functools
@@ -84,7 +84,7 @@ def test_a_token_changes_no_hidden_state_before_it(model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_documents_equal_separate_ones(model: str) -> None:
-    """Two rows of 70 with document ends inside; hidden states and gradients as if each came alone."""
+    """Two rows of 70 with document ends inside. Hidden states and gradients equal those of separate documents."""
     network = build(model)
     ids = tokens(2, 70)
     bounds = [0, 3, 66, 70, 71, 140]
@@ -117,7 +117,7 @@ def test_training_lowers_the_loss(model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(model: str) -> None:
-    """FLA's layers take other kernels in evaluation at 64 tokens or fewer."""
+    """In evaluation, FLA's layers use other kernels at 64 tokens or fewer."""
     network = build(model)
     for length in (20, 90):
         ids = tokens(1, length)
@@ -264,7 +264,7 @@ def test_checkpointing_saves_fewer_activations_and_can_be_switched_off() -> None
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Dynamo alone (no C++ compiler needed), over a kernel with a chunk size set."""
+    """With Dynamo only (no C++ compiler needed), around a kernel with a chunk size set."""
     network, ids = build("kda", chunk_size=32), tokens(2, 70)
     eager = gradients(network, ids)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -1,4 +1,4 @@
-"""Ranges, timers, memory and traces: what they measure, and that they leave the training step as it was."""
+"""Ranges, timers, memory and traces measure the right things and do not change the training step."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class Output:
 
 
 class TracedLoss(torch.autograd.Function):
-    """Σ hidden weightᵀ; writes its backward pass, and where the weight's gradient lies, into `events`."""
+    """Σ hidden weightᵀ. Records its backward pass, and the place of the weight's gradient, in `events`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, events):
@@ -52,7 +52,7 @@ class TracedLoss(torch.autograd.Function):
 
 
 class After(torch.autograd.Function):
-    """Identity between the model and the loss; its backward comes after the loss layer's."""
+    """Identity between the model and the loss. Its backward pass comes after the loss layer's."""
 
     @staticmethod
     def forward(ctx, x, events):

@@ -1,4 +1,4 @@
-"""environment.json: complete enough to repeat a run, and nothing about people or places."""
+"""environment.json is complete enough to repeat a run, and says nothing about people or places."""
 
 import getpass
 import json
@@ -22,7 +22,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repository(tmp_path):
-    """A commit of src/module.py."""
+    """A repository with one commit of src/module.py."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "module.py").write_text("one")
     git(tmp_path, "init")

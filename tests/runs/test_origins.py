@@ -1,4 +1,4 @@
-"""Every step of a run has one origin, however its processes ended."""
+"""Every step of a run has one origin, however the run's processes ended."""
 
 from pathlib import Path
 from typing import Any

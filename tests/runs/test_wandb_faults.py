@@ -1,4 +1,4 @@
-"""Whatever becomes of wandb, a run goes on, and everything can be sent later."""
+"""Whatever happens to wandb, a run goes on, and everything can be sent later."""
 
 import os
 import secrets
@@ -24,7 +24,7 @@ STEPS = 6
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    """A server, and this process's wandb without anything that earlier tests have left it."""
+    """A server, and wandb in this process without leftovers of earlier tests."""
     wandb.teardown()
     server = WandbServer()
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -35,7 +35,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 
 
 def run(overrides: list[str], at_step: dict[int, Callable[[], None]]) -> tuple[Path, str]:
-    """Train with wandb; the directory and what the log says. `at_step` are faults by the step that they follow."""
+    """Train with wandb. Returns the directory and the log. `at_step` maps a step to the fault after it."""
     overrides = [override for override in overrides if not override.startswith("logger.")]
     trainer = Trainer(load_config([*overrides, f"trainer.max_steps={STEPS}", "logger.wandb.mode=auto"]))
     train_step = trainer.train_step
@@ -54,7 +54,7 @@ def run(overrides: list[str], at_step: dict[int, Callable[[], None]]) -> tuple[P
 
 
 def synced(port: int, directory: Path) -> set[int]:
-    """Steps that `wandb sync` sends to a server that is there again."""
+    """Steps that `wandb sync` sends to a server that has come back."""
     again = WandbServer(port)
     recorded = [*sorted(directory.glob("wandb/run-*")), *sorted(directory.glob("wandb/offline-run-*"))]
     command = [sys.executable, "-m", "wandb", "sync", "--no-skip-online", str(recorded[-1])]

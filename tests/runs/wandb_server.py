@@ -1,4 +1,4 @@
-"""As much of wandb's server as its client needs to send a run: it keeps the steps of the history that it was sent."""
+"""The part of wandb's server that its client needs to send a run. It keeps the steps of the received history."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WandbServer:
-    """Listens on this machine from construction until :meth:`stop`; `steps` are those that it has received."""
+    """Listens on this machine from construction until :meth:`stop`. `steps` are the received ones."""
 
     def __init__(self, port: int = 0) -> None:
         self.steps: set[int] = set()
@@ -60,4 +60,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_GET = do_POST
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Print nothing."""

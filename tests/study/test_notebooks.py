@@ -1,4 +1,5 @@
-"""Every notebook runs on results made here and on committed ones, and is stored with what the committed ones say."""
+"""Every notebook runs on results made here and on committed ones. Its stored outputs are those of the committed
+ones."""
 
 import base64
 import json
@@ -63,7 +64,7 @@ def kernel() -> Iterator[KernelManager]:
 
 
 def run_all(name: str, kernel: KernelManager, results: Path) -> Any:
-    """A notebook with what its cells show now."""
+    """The notebook with its new outputs."""
     notebook = read(name)
     execute(notebook, results, kernel)
     return notebook
@@ -74,7 +75,7 @@ def read(name: str) -> Any:
 
 
 def shown(notebook: Any) -> list[str]:
-    """All that the cells of a notebook show, a plot as `<plot>`."""
+    """All outputs of a notebook's cells, a plot as `<plot>`."""
     found = []
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         data = output.get("data", {})
@@ -105,7 +106,7 @@ def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, kern
 def test_a_notebook_is_stored_with_what_the_committed_results_say(
     name: str, kernel: KernelManager, tmp_path: Path
 ) -> None:
-    """The committed rows alone, as in a fresh clone, whatever lies beside them here."""
+    """Only the committed rows are used, as in a fresh clone, even if there are other results here."""
     for directory in ("summaries", "superseded", "bench_loss"):
         (tmp_path / directory).symlink_to(ROOT / "results" / directory)
     stored, now = shown(read(name)), shown(run_all(name, kernel, tmp_path))

@@ -1,4 +1,4 @@
-"""Plots: one look a loss, no crowd, no hash in a title; the committed pictures are those of the committed rows."""
+"""Plots: one look per loss, no crowded labels, no hash in a title. The committed pictures match the committed rows."""
 
 import re
 from dataclasses import replace
@@ -102,7 +102,7 @@ def test_the_committed_pictures_are_those_of_the_committed_rows(tmp_path: Path) 
 
 
 def _words(picture: Path) -> list[str]:
-    """What is written in a picture; no two versions of matplotlib need to set it at the same place."""
+    """The texts of a picture. Versions of matplotlib may place them differently."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
 
 

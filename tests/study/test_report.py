@@ -1,4 +1,4 @@
-"""Reports: of a group's runs or of its committed rows; answered verdicts lead; report.html needs no other file."""
+"""Reports on a group's runs or its committed rows: answered verdicts come first; report.html needs no other file."""
 
 import json
 import re
@@ -28,7 +28,7 @@ VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Tables, attributes and text of a page; refuses tags that do not match."""
+    """Tables, attributes and text of a page. Tags that do not match are an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results directory of a fresh clone: one committed report, its rows alone, and no runs."""
+    """The results directory of a fresh clone: one committed report with its rows, and no runs."""
     results = tmp_path_factory.mktemp("clone") / "results"
     copy = results / "summaries" / REPORT.name
     copy.mkdir(parents=True)
@@ -75,7 +75,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(clone: Path) -> Path:
-    """report.html of the committed report, pictures included."""
+    """report.html of the committed report, with its pictures."""
     paths = make_report(load_config([f"group={REPORT.name}", f"results_dir={clone}"], "report"))
     return next(path for path in paths if path.name == "report.html")
 
@@ -188,7 +188,7 @@ def test_text_of_a_run_cannot_become_part_of_the_page() -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
 def test_a_heading_sorts_its_table(page: Path, tmp_path: Path) -> None:
-    """The page's own script, run by Node on a table of plain objects that behave as a browser's."""
+    """Node runs the page's own script on a table of plain objects that behave like a browser's."""
     read = Page(page.read_text())
     [script] = [text for text in read.texts["script"] if text.strip()]
     program = tmp_path / "sort.js"

@@ -1,4 +1,5 @@
-"""Verdicts from intervals over paired runs; both sides alike; what was not measured is open; no origins are mixed."""
+"""Verdicts from intervals over paired runs, in both directions. Unmeasured criteria are open. Origins are never
+mixed."""
 
 import json
 import random
@@ -133,7 +134,7 @@ def test_fewer_than_five_pairs_decide_nothing_but_memory(n: int) -> None:
 
 
 def test_equal_within_a_margin_means_to_either_side() -> None:
-    """A perplexity two below the baseline's is not the same model, however welcome."""
+    """A perplexity two below the baseline's is welcome, but it is not the same model."""
     for nats, expected in ((4.8, "missed"), (5.2, "missed"), (5.004, "met"), (4.996, "met")):
         found = verdicts.verdicts([*five("compiled"), *five("cce_kahan", nats=nats)])
         for criterion in (criteria.PERPLEXITY, criteria.MVE_LOSS):
@@ -171,7 +172,8 @@ def test_values_without_scatter_have_an_interval_without_width() -> None:
 
 
 def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
-    """Another learning rate, or other weights to start from: neither loss nor curve says anything of the loss layer."""
+    """With another learning rate or other initial weights, neither loss nor curve says anything about the loss
+    layer."""
     fast, slow = ("optimizer.lr=0.002 init_from=None", "optimizer.lr=0.001 init_from=None")
     runs = [run("compiled", training=slow), run("cce_kahan", training=fast, nats=4.0)]
     compared = [v for v in verdicts.verdicts(runs) if v.against == "compiled" and v.value is not None]
@@ -414,7 +416,7 @@ def test_the_fastest_batch_is_chosen_alike_for_both_from_the_batches_that_both_r
 
 
 def test_the_speed_of_a_batch_is_the_median_over_seeds_on_both_sides() -> None:
-    """100, 104, 112 against 100: the largest of them would meet 1.10."""
+    """100, 104, 112 against 100: only the largest would meet 1.10."""
     speeds = (100, 104, 112, 100, 104)
     runs = [run("compiled", seed=seed, speed=100, batch_size=batch) for seed in range(5) for batch in (8, 16)]
     runs += [run("cce_kahan", seed=s, speed=v - b / 100, batch_size=b) for s, v in enumerate(speeds) for b in (8, 16)]
@@ -434,7 +436,9 @@ def test_the_backward_pass_is_judged_from_the_loss_layer_s_times() -> None:
     assert unmeasured.verdict == "open"
     exact = verdicts.verdicts([*runs, run("liger", loss_layer_ms={"forward": 4.0, "backward": 0.1})])
     judged = {verdict.backend for verdict in exact if verdict.criterion == criteria.BACKWARD}
-    assert judged == {"cce_filter"}  # a forward pass that does all of the work leaves nothing to be fast at
+    assert judged == {
+        "cce_filter"
+    }  # a loss that computes gradients in its forward pass has no backward pass to compare
 
 
 def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
@@ -616,7 +620,7 @@ def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
 
 
 def test_the_crossover_is_drawn_from_pairs_of_a_seed() -> None:
-    """A host that is slow for the last seed, for both losses alike, changes no ratio."""
+    """A host that is slow for the last seed slows both losses, so it changes no ratio."""
     hosts = enumerate((1.0, 1.0, 0.5))
     runs = [
         run(loss, seed=seed, vocab_size=vocab, speed=host * speed)
@@ -663,7 +667,8 @@ def test_committed_runs_read_back_with_thinned_curves(tmp_path: Path) -> None:
 
 
 def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
-    """A swing of 40 steps: means of 20 steps keep two thirds of it, means of 20 records of every 5th step nothing."""
+    """A swing of 40 steps: means over 20 steps keep two thirds of it; means over 20 records of every 5th step lose
+    it."""
     flat = [(step, 5.0) for step in range(1, 401)]
     swing = [(step, 5.0 + 0.03 * (1 if step % 40 < 20 else -1)) for step, _ in flat]
     every = curves.compare(swing, flat).largest
@@ -677,7 +682,7 @@ def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
 
 
 def test_a_committed_verdict_on_curves_is_that_of_the_raw_ones(tmp_path: Path) -> None:
-    """20,000 steps, 0.02 nats apart over 40 of them: thinned to 1,000 points, hardly any of it would be left."""
+    """Two curves of 20,000 steps are 0.02 nats apart over 40 steps. Thinned to 1,000 points they hardly differ."""
     steps = range(1, 20_001)
     base = [replace(one, losses=[(s, 5.0) for s in steps]) for one in five("compiled")]
     bump = [(s, 5.02 if 10_000 < s <= 10_040 else 5.0) for s in steps]

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, without pickle, read back by any model that they fit."""
+"""Checkpoints: complete or absent, without pickle, readable by every model that they fit."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def test_model_optimizer_progress_and_generators_come_back(tmp_path: Path) -> No
 
 
 def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on while a checkpoint is written."""
+    """Training continues while a checkpoint is written."""
     model, optimizer = build()
     expected = {name: tensor.clone() for name, tensor in values(model, optimizer).items()}
     may_write, write = threading.Event(), saving.write

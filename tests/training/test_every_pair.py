@@ -1,4 +1,4 @@
-"""Every model trains with every loss that runs on this machine; the rest is refused with cause and remedy."""
+"""Every model trains with every loss that runs on this machine. All other losses are rejected with cause and remedy."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", loss_names())
 def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]) -> None:
-    """The run finishes; in fp32 its losses differ from those of eager cross-entropy by rounding alone."""
+    """The run finishes. In fp32 its losses differ from those of eager cross-entropy only by rounding."""
     config = load_config(small(f"model={model}", f"loss={loss}"))
     if not runs_here(loss):
         with pytest.raises(UnsupportedError) as refusal:
@@ -51,7 +51,7 @@ def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], sta
         eager = Trainer(load_config(small(f"model={model}", "loss=standard", "group=eager")))
         eager.fit()
         standard[model] = losses_of(eager)
-    # cce_filter drops small gradient entries on purpose: only its first loss is that of the others.
+    # cce_filter drops small gradient entries on purpose, so only its first loss equals the other losses'.
     n_equal = 1 if loss == "cce_filter" else 3
     assert losses_of(trainer)[:n_equal] == pytest.approx(standard[model][:n_equal], rel=2e-5)
 

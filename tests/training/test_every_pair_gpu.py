@@ -1,6 +1,7 @@
-"""On a GPU: every model trains with every loss that the installed versions allow; the rest is refused.
+"""On a GPU, every model trains with every loss that the installed versions allow. All other losses are rejected.
 
-FLA's kernels are left untuned: tuning takes minutes a model."""
+FLA's kernels are left untuned, because tuning takes minutes per model.
+"""
 
 import json
 import math

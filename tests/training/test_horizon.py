@@ -1,4 +1,4 @@
-"""A learning-rate schedule ends where it was planned to end, whether a run is stopped, continued or swept over."""
+"""A learning-rate schedule ends at its planned step, whether a run is stopped, continued or part of a sweep."""
 
 import json
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_schedule_is_refused(small: Small) -> None:
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL."""
+    """Stands for SIGKILL."""
 
     @classmethod
     def now(cls, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Decay groups, the learning rate of every step, and clipping, against hand-computed numbers."""
+"""Decay groups, the learning rate of every step, and clipping, compared with numbers computed by hand."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """One of each kind of parameter that the four architectures have."""
+    """One parameter of each kind in the four architectures."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A killed, interrupted or diverged run loses nothing: resumed equals never broken, bit for bit."""
+"""A killed, interrupted or diverged run loses nothing: a resumed run equals an unbroken one, bit for bit."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a run says of its speed is what a clock on the wall says, over all processes of the run."""
+"""A run's reported speed equals the wall clock's, over all processes of the run."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def step_records(trainer: Trainer) -> list[dict[str, Any]]:
 def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
     log_every: int, small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics that take half a second to write: their time lies between steps, in which a GPU has nothing to do."""
+    """Writing metrics takes half a second. This time lies between steps, while a GPU would be idle."""
     seconds = 0.5
     write = JsonlWriter.write
 
@@ -49,7 +49,7 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
 
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take a second each time; all steps and what the host does between them are counted, once."""
+    """Each takes a second every time. All steps, and the host's work between them, are counted once."""
     from linrnn.training import trainer as module
 
     evaluate, save = module.evaluate, module.checkpoint.Saver.save
@@ -90,7 +90,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
 
 
 def test_a_resumed_run_has_the_figures_of_all_its_processes(small: Small) -> None:
-    """The last process does four steps, all of them warm-up."""
+    """The last process makes four steps, all of them warm-up."""
     options = ("trainer.warmup_measurement_steps=5", "optimizer.schedule_steps=24")
     first = Trainer(load_config(small(*options, "trainer.max_steps=12"))).fit()
     trainer = Trainer(load_config(small(*options, "trainer.max_steps=16")))
@@ -152,7 +152,8 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
 
 @pytest.mark.gpu
 def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None:
-    """The host reads the last step before a validation at once, and every other step after it has begun the next."""
+    """The host reads the last step before a validation at once. It reads every other step after the next one has
+    begun."""
     overrides = [o for o in small("trainer.max_steps=30", "trainer.valid_every=4") if o != "device=cpu"]
     trainer = Trainer(load_config([*overrides, "device=cuda"]))
     trainer.fit()

@@ -1,4 +1,4 @@
-"""`init_from` and `continue_from`: what a run takes over from another, and the tokens that both must share."""
+"""`init_from` and `continue_from`: what a run takes over from another run, and the tokens that both must share."""
 
 import json
 import shutil
@@ -104,7 +104,7 @@ def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
 # ---------------------------------------------------------------------------------------------------------- tokens
 @pytest.fixture
 def texts(small: Small, tmp_path: Path) -> Callable[[str], list[str]]:
-    """Overrides of a run on one of two texts, each with a tokenizer of 300 entries trained on it."""
+    """Overrides of a run on one of two texts, each with its own tokenizer of 300 entries."""
     texts = {"cats": "the cat number {} sat on mat number {} again", "dogs": "a dog called {} barks at bone {} all day"}
     for name, sentence in texts.items():
         text = "\n\n".join(sentence.format(i, i * i % 97) for i in range(400))

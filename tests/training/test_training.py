@@ -1,4 +1,4 @@
-"""What the trainer promises beyond finishing: accumulation, options, evaluation, initial weights, wandb, traces."""
+"""Other promises of the trainer: accumulation, options, evaluation, initial weights, wandb, traces."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def trained(overrides: list[str]) -> Trainer:
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_accumulation_gives_the_loss_and_gradients_of_the_large_batch(small: Small, reset: bool) -> None:
-    """With document resets the micro-steps have different numbers of labels, so a mean of means would differ."""
+    """With document resets micro-steps have different numbers of labels, so a mean of means would differ."""
     common = [f"data.reset_at_document={str(reset).lower()}", "loss=standard"]
     large = trained(small(*common, "trainer.batch_size=4"))
     split = trained(small(*common, "trainer.batch_size=1", "trainer.accumulation_steps=4"))
@@ -175,7 +175,7 @@ def test_the_sparsity_of_trained_models_is_profiled(
 def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, data_cache: Path
 ) -> None:
-    """bench_loss, from a run of this harness to table and plot; its loss is the run's own validation loss."""
+    """bench_loss from a run of this harness to table and plot. Its loss equals the run's own validation loss."""
     trainer = trained(small("trainer.max_steps=4"))
     run, out = trainer.directory.path, tmp_path / "bench"
     bench = ["scripts/bench_loss.py", f"checkpoint={run}", "backends=[cce_filter]", "rounds=2", "warmup=1"]
