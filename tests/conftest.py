@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: runners share their cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, because test processes share the cores
 
 import signal
 import subprocess
@@ -118,8 +118,7 @@ def new_losses() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_command() -> Command:
-    """Run a script of the repository in a new interpreter, as a user does. It is slow: use it once or twice per
-    script."""
+    """Run a script of the repository in a new interpreter, as a user does. It is slow: once or twice per script."""
 
     def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -30,8 +30,9 @@ def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | None = None) -> None:
-    """Run a command of the repository in this process. Its output is added to `stdout`, errors to `stderr` (None:
-    `stdout`).
+    """Run a command of the repository in this process.
+
+    Its output is added to `stdout`, its errors to `stderr` (None: `stdout`).
 
     Raises:
         SystemExit: the command failed.

@@ -1,5 +1,4 @@
-"""The search for the largest batch needs few probes if the model is nearly right, and says so if it did not end
-exactly."""
+"""The search for the largest batch: few probes if the model is nearly right, honest if it did not end exactly."""
 
 import pytest
 from hypothesis import given, settings

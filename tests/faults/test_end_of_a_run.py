@@ -167,7 +167,7 @@ def test_a_second_signal_ends_at_once() -> None:
 def _in_a_terminal(terminal: Path, overrides: list[str]) -> None:
     """`train.py` as the leader of a terminal's session, which receives the terminal's hangup."""
     os.setsid()
-    os.open(terminal, os.O_RDWR)  # the first terminal that the leader opens to read is the session's
+    os.open(terminal, os.O_RDWR)  # the leader's first terminal becomes the session's
     run_script("train.py", overrides, terminal)
 
 

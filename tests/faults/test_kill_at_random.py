@@ -82,8 +82,7 @@ class Trial:
 
 
 def kill(process: BaseProcess, wait: float, then: Callable[[], bool], and_then: float) -> bool:
-    """Kill after `wait` seconds, then once `then` is true, then `and_then` seconds. Return whether the process still
-    ran."""
+    """Kill after `wait` seconds, then once `then` is true, then `and_then` seconds. Returns whether it still ran."""
     process.join(wait)
     while process.is_alive() and not then():
         time.sleep(0.0005)

@@ -126,7 +126,7 @@ def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.M
     assert 0 < summary["step_time_ms_median"] < 60_000
     assert 0 < summary["wall_seconds"] < 600
     for age, path in enumerate(found(first.directory.checkpoints)):
-        os.utime(path, (1e9 - age, 1e9 - age))  # the newest looks the oldest
+        os.utime(path, (1e9 - age, 1e9 - age))  # the newest file looks like the oldest
     again = Trainer(load_config(small(*options, "group=jumping")))
     again.fit()
     assert "resuming at step 6" in (again.directory.path / "train.log").read_text()

@@ -1,5 +1,4 @@
-"""Every notebook runs on results made here and on committed ones. Its stored outputs are those of the committed
-ones."""
+"""Every notebook runs on results made here and on committed ones, and is stored with the committed ones' outputs."""
 
 import base64
 import json

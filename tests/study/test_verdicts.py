@@ -1,5 +1,4 @@
-"""Verdicts from intervals over paired runs, in both directions. Unmeasured criteria are open. Origins are never
-mixed."""
+"""Verdicts from intervals over paired runs, in both directions. Unmeasured criteria are open; origins never mix."""
 
 import json
 import random
@@ -172,8 +171,7 @@ def test_values_without_scatter_have_an_interval_without_width() -> None:
 
 
 def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
-    """With another learning rate or other initial weights, neither loss nor curve says anything about the loss
-    layer."""
+    """With another learning rate or other initial weights, loss and curve say nothing about the loss layer."""
     fast, slow = ("optimizer.lr=0.002 init_from=None", "optimizer.lr=0.001 init_from=None")
     runs = [run("compiled", training=slow), run("cce_kahan", training=fast, nats=4.0)]
     compared = [v for v in verdicts.verdicts(runs) if v.against == "compiled" and v.value is not None]
@@ -667,8 +665,7 @@ def test_committed_runs_read_back_with_thinned_curves(tmp_path: Path) -> None:
 
 
 def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
-    """A swing of 40 steps: means over 20 steps keep two thirds of it; means over 20 records of every 5th step lose
-    it."""
+    """A swing of 40 steps: means over 20 steps keep two thirds of it, means over 20 records of every 5th step none."""
     flat = [(step, 5.0) for step in range(1, 401)]
     swing = [(step, 5.0 + 0.03 * (1 if step % 40 < 20 else -1)) for step, _ in flat]
     every = curves.compare(swing, flat).largest

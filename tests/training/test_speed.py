@@ -152,8 +152,7 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
 
 @pytest.mark.gpu
 def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None:
-    """The host reads the last step before a validation at once. It reads every other step after the next one has
-    begun."""
+    """The host reads the last step before a validation at once, and every other step after the next has begun."""
     overrides = [o for o in small("trainer.max_steps=30", "trainer.valid_every=4") if o != "device=cpu"]
     trainer = Trainer(load_config([*overrides, "device=cuda"]))
     trainer.fit()

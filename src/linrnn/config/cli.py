@@ -199,9 +199,9 @@ def _first_options(config_name: str) -> list[str]:
 
 
 def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
-    """Usage, the groups with their options, and every key with its comment (the YAML files are the manual).
+    """Usage, the groups with their options, and the manual: the YAML files, whose comments explain every key.
 
-    A loss has no YAML file: the manual's lines are made of its options.
+    A loss has no YAML file; its lines are made from its options.
     """
     program = os.path.relpath(sys.argv[0])
     composed = compose_config(overrides, config_name)

@@ -1,9 +1,9 @@
 """What no configuration may do: run code, read the environment, or reach Hydra's own machinery.
 
-Configurations come from files of other people as well: a run's config.yaml, a summary's names of model and size. Values
-are values. What a configuration names (a model, a loss, a data source) is looked up in a registry: nothing is imported
-or called by its name, and nothing is resolved. What a sweep asks of a cluster comes from the command line alone and is
-checked by submitit.
+Configurations also come from other people's files: a run's config.yaml, or names of model and size in a summary. Values
+are therefore only values. A model, a loss or a data source is looked up by name in a registry. Nothing is imported or
+called by its name, and nothing is resolved. A sweep's settings for a cluster come only from the command line, and
+submitit checks them.
 """
 
 import re
@@ -19,14 +19,22 @@ _RESOLVER = "${"
 
 
 def check_text(text: str) -> None:
-    """Raises ConfigError: a value would be computed rather than read (`${oc.env:HOME}`)."""
+    """Reject values that would be computed (`${oc.env:HOME}`).
+
+    Raises:
+        ConfigError: the text holds such a value.
+    """
     if _RESOLVER in text:
         line = next(line.strip() for line in text.splitlines() if _RESOLVER in line)
         raise ConfigError(f"{line}: values are not computed", "write the value itself, without ${")
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raises ConfigError: an override would do more than set a value of a key or choose an option of a group."""
+    """Reject overrides that do more than set a key's value or choose an option of a group.
+
+    Raises:
+        ConfigError: an override does more.
+    """
     for override in overrides:
         check_text(override)
         prefixed, _, value = override.partition("=")

@@ -1,8 +1,8 @@
 """The typed configuration: every key, its type and its bounds.
 
-Defaults live in configs/*.yaml; those of a loss's options in the loss's file, with :func:`option`. A field made with
-:func:`at_least`, :func:`one_of` or :func:`between` carries its bound as metadata, which
-:func:`linrnn.config.validate` checks; a field without a default must be given by the YAML file.
+Defaults stand in configs/*.yaml; those of a loss's options in the loss's own file, with :func:`option`. A field made
+with :func:`at_least`, :func:`one_of` or :func:`between` carries its bound as metadata, which
+:func:`linrnn.config.validate` checks. The YAML file must give every field that has no default.
 """
 
 import math
@@ -91,7 +91,7 @@ class SizeConfig:
 # ------------------------------------------------------------------------------------------------------------ loss
 @dataclass
 class LossConfig:
-    """A loss backend; its file adds the options of that backend in a subclass."""
+    """A loss backend. Its file adds the backend's options in a subclass."""
 
     name: str = plain_name()
 
@@ -465,8 +465,8 @@ COMMANDS: dict[str, type] = {
     "breakdown": BreakdownConfig,
 }
 
-# Schemas by config group and option: what `group=option` may contain. Groups with one schema list it under "".
-# The losses stand above this package: each adds its options itself (linrnn.config.compose.offer).
+# The schema of each `group=option`. A group with one schema for all options lists it under "". Losses belong to a
+# package above this one, so each loss adds its own options (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"": ModelConfig},
     "size": {"": SizeConfig},

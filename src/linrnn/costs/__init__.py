@@ -1,7 +1,7 @@
 """FLOPs, bytes and time of a training step from formulas. Nothing is built or run.
 
-Formulas are registered by the names of models and losses; those of a loss stand in its own file. What they do not know
-is None, *unknown* to people: never another model's figure.
+Formulas are registered by the names of models and losses; a loss's formulas stand in its own file. A model or loss
+without formulas has None (*unknown* in reports), never the figure of another one.
 """
 
 from linrnn.costs.communication import Communication, communication, vocabulary_loss_bytes

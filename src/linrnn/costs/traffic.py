@@ -1,7 +1,7 @@
 """HBM traffic of a training step from formulas. Every operand is read once and every result written once.
 
-Caches can save nothing of it where tensors are larger than they are, and tiles that are read again cost more: the
-figures are what a perfect kernel of each scheme moves. Scalars per token are left out.
+This is the traffic of a perfect kernel of each scheme. Caches save nothing if the tensors are larger than the caches.
+Tiles that are read again cost more. Scalars per token are left out.
 """
 
 from linrnn.config.schema import LossConfig
@@ -11,7 +11,7 @@ from linrnn.models.architecture import Architecture
 
 
 def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
-    """Bytes of HBM that both passes of a loss move; None where it depends on the data, or without formulas."""
+    """Bytes of HBM that both passes of a loss move; None if they depend on the data, or without formulas."""
     formulas = FORMULAS_OF_LOSSES.get(loss.name)
     if formulas is None or formulas.traffic is None:
         return None

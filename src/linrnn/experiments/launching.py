@@ -72,8 +72,8 @@ def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The cluster that overrides choose, and the resources that they ask for.
 
     Raises:
-        ConfigError: they name no launcher or an unknown one, a key of Hydra's that is none of a launcher, or, on this
-            machine, a resource of Slurm. Which resources Slurm has is submitit's to say.
+        ConfigError: the overrides name no launcher or an unknown one, another key of Hydra's, or for this machine a
+            resource of Slurm. Only submitit knows which resources Slurm has.
     """
     for override in overrides:
         if override.startswith(LAUNCHER) and override.removeprefix(LAUNCHER) not in CLUSTERS:
@@ -89,7 +89,7 @@ def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
     settings = [override.removeprefix(RESOURCE) for override in overrides if override.startswith(RESOURCE)]
     try:
         resources = {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in settings)}
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a value that looks like a date but is not one
         raise ConfigError(f"{', '.join(settings)}: a value cannot be read", "write numbers and plain words") from error
     foreign = [key for key in resources if cluster == "local" and key not in SHARED]
     if foreign:

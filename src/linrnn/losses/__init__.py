@@ -1,7 +1,7 @@
 """Loss backends: ways to compute linear + cross-entropy from the same three tensors, one file each.
 
-`check_loss` says before anything is built whether one can run here; `build_loss` gives the callable. The
-library behind a backend, torch as well, is imported only when that backend is checked or built.
+`check_loss` says whether a backend can run here, before anything is built. `build_loss` returns the callable. A
+backend's library, and torch itself, are imported only when a backend is checked or built.
 """
 
 from linrnn.losses import cce, cce_apple, fla, liger, standard, torch_native  # noqa: F401  each registers its losses

@@ -1,7 +1,7 @@
-"""What every loss backend is: three tensors in, the summed loss and the number of tokens out.
+"""The interface of every loss backend: three tensors in, the summed loss and the number of tokens out.
 
-The files of the losses import torch inside functions. A loss's options are part of every command line, and a wrong
-command line is answered before torch is imported.
+The files of the losses import torch inside functions. A loss's options are part of every command line, and errors in a
+command line are reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a backend returns.
+    """The result of a backend.
 
     Attributes:
-        sum_nats: fp32 scalar, the loss summed over the labels that are not ignored. A backend never averages:
-            the trainer divides by the tokens of the whole step (all ranks, all accumulation steps).
-        n_tokens: int64 scalar on the tensors' device (no host synchronisation), the labels not ignored.
-        stats: scalars that the backend reports beside the loss, by metric name; empty for most.
+        sum_nats: fp32 scalar, the loss summed over all labels that are not ignored. A backend never averages: the
+            trainer divides by the tokens of the whole step (all ranks, all accumulation steps).
+        n_tokens: int64 scalar on the tensors' device (no host synchronisation), the number of labels that are not
+            ignored.
+        stats: scalars that the backend reports in addition, by metric name; empty for most backends.
     """
 
     sum_nats: Tensor
@@ -39,14 +40,14 @@ class LossOutput:
 class LossBackend(ABC):
     """The last linear layer and cross-entropy as one differentiable function of hidden states and weight.
 
-    A subclass gives `compute`, and `check` where it cannot run everywhere. Its constructor, called after `check` has
-    passed, may import its library.
+    A subclass defines `compute`, and `check` if it cannot run everywhere. Its constructor is called after `check` has
+    passed and may import its library.
 
     Attributes:
-        autocasts: under autocast, `compute` takes fp32 tensors, multiplies in autocast's dtype and returns gradients in
-            fp32 that were never rounded to that dtype; see `mixed`.
-        capturable: its forward and backward pass never wait for the device, so that a CUDA graph can hold them.
-        vocabulary_parallel: it can `spread` over ranks that hold some rows of the weight each.
+        autocasts: under autocast, `compute` takes fp32 tensors and multiplies in autocast's dtype. It returns fp32
+            gradients that were never rounded to that dtype; see `mixed`.
+        capturable: forward and backward pass never wait for the device, so a CUDA graph can hold them.
+        vocabulary_parallel: it can `spread` over ranks that share the rows of the weight.
     """
 
     autocasts: ClassVar[bool] = False
@@ -59,9 +60,9 @@ class LossBackend(ABC):
 
     @classmethod  # noqa: B027  not abstract: most losses of plain torch need no check
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Raise UnsupportedError if this backend cannot run here; `dtype` is None while it is not known.
+        """Raise UnsupportedError if this backend cannot run here; `dtype` is None while it is unknown.
 
-        A backend without a check of its own runs wherever torch does.
+        A backend without its own check runs wherever torch does.
         """
 
     @abstractmethod
@@ -69,10 +70,11 @@ class LossBackend(ABC):
         """The summed loss (a scalar, any floating dtype) and the statistics."""
 
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
-        """From now on the weight is `shards[rank]` rows of a whole that the ranks of `group` hold, and labels are
-        places in the whole; all ranks call the loss together, each with hidden states and labels of its own.
+        """From now on the weight is this rank's `shards[rank]` rows of a matrix that the ranks of `group` share.
 
-        Only where `vocabulary_parallel`."""
+        Labels index the whole matrix. All ranks call the loss together, each with its own hidden states and labels.
+        Only for backends with `vocabulary_parallel`.
+        """
         raise NotImplementedError(f"loss={self.config.name} is not vocabulary-parallel")
 
     def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
@@ -84,7 +86,7 @@ class LossBackend(ABC):
             labels_N: int64 classes in [0, V), shifted by the caller; -100 is ignored.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not belong together.
+            ValueError: shapes, dtypes or devices do not match.
         """
         import torch
 
@@ -93,10 +95,10 @@ class LossBackend(ABC):
             return self._output(hidden_ND, weight_VD, labels_N)
 
     def mixed(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, dtype: torch.dtype) -> LossOutput:
-        """The loss of fp32 tensors with products in `dtype` (bf16 or fp16): gradients come back in fp32.
+        """The loss of fp32 tensors with products in `dtype` (bf16 or fp16). Gradients are returned in fp32.
 
-        A backend that `autocasts` does not round them to `dtype` on the way, others do. Arguments otherwise and errors
-        as in a plain call.
+        A backend that `autocasts` never rounds them to `dtype`; other backends do. Other arguments and errors as in a
+        plain call.
         """
         import torch
 

@@ -3,9 +3,10 @@
 They run in Triton on a GPU and in blockwise torch on a CPU, with the same bound on memory. See
 `cce_kernels.linear_cross_entropy`.
 
-The formulas of memory and traffic follow the scheme that the kernels take on a GPU of 132 multiprocessors. `stored`
-keeps the exponentials of a chunk of token rows (3 products, most of them in the forward pass). `recompute` makes the
-logits of a chunk of the vocabulary again in the backward pass (4 products).
+The formulas of memory and traffic repeat the kernels' choice of scheme on a GPU with 132 multiprocessors:
+
+* `stored` keeps the exponentials of a chunk of token rows: 3 products, most of them in the forward pass.
+* `recompute` computes the logits of a chunk of the vocabulary again in the backward pass: 4 products.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIB = 2**20
-WORKSPACE_MIB = 256  # where `loss.workspace_mib` is null
-STORED_CHUNKS = 3  # of the rows, there, if their exponentials take no more than:
-MOST_DEFAULT_MIB = 2048
+WORKSPACE_MIB = 256  # if `loss.workspace_mib` is null
+STORED_CHUNKS = 3  # then also: stored with at least this many chunks, if a chunk's exponentials take at most
+MOST_DEFAULT_MIB = 2048  # this much
 LEAST_ROWS = 512
-PLACES = 16  # rows, by target, that one program adds up
+PLACES = 16  # rows, sorted by target, that one program adds up
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 LAUNCH_FLOPS = 40e-6 * 700e12  # what a GPU computes while it waits for a launch
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 MULTIPROCESSORS = 132
-TILE_ROWS, TILE_COLS, MOST_SPLITS = 128, 256, 4  # of dE's product, in parts where its tiles are few
-CHUNK_COST = 1100  # of one more chunk, in products: / tokens (rows) or / vocabulary entries (columns)
+TILE_ROWS, TILE_COLS, MOST_SPLITS = 128, 256, 4  # tiles of dE's product, which is split if it has few tiles
+CHUNK_COST = 1100  # cost of one more chunk in products: / tokens (rows) or / vocabulary entries (columns)
 
 
 @dataclass
@@ -88,24 +89,24 @@ class CceFilterLossConfig(CceKahanLossConfig):
 
 @dataclass(frozen=True)
 class Scheme:
-    """Chunks of `rows` token rows with stored exponentials, or (rows = 0) of `columns` vocabulary entries."""
+    """`stored` with chunks of `rows` token rows, or `recompute` (rows = 0) with chunks of `columns` entries."""
 
     rows: int
     columns: int
 
     @property
     def products(self) -> int:
-        """N x D x V products of forward and backward pass."""
+        """N x D x V products in forward and backward pass."""
         return 3 if self.rows else 4
 
 
 def filters(loss: CceKahanLossConfig) -> bool:
-    """Whether a gradient entry may be left out: not where `filter_mass` is 0."""
+    """Whether a gradient entry may be left out. With `filter_mass` = 0 none may."""
     return isinstance(loss, CceFilterLossConfig) and loss.filter_mass != 0
 
 
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
-    """The scheme for a batch of `n_tokens` with `compute` bytes an element of hidden states and weight."""
+    """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
     budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
     rows = 0
     if compute == BF16 and not filters(loss):
@@ -130,46 +131,46 @@ def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
 
 
 def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """(forward, backward): the most that the passes hold beyond inputs, bytes; gradients included."""
+    """(forward, backward): peak bytes of the two passes beyond their inputs, including gradients."""
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
     gradients = (hidden + weight) * compute
-    if filters(loss) and compute == BF16:  # lists and exponentials, then lists and products
+    if filters(loss) and compute == BF16:  # forward: lists and exponentials; backward: lists and products
         budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
         return budget, gradients + budget
-    if not scheme.rows:  # dlogits of the chunk's columns; what dE's rounding lost
+    if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
         return 0, gradients + hidden * lost + n_tokens * scheme.columns * compute
     rows = min(scheme.rows, n_tokens)
     held = rows * vocab * BF16 + _beside(loss, n_tokens, rows, d, vocab)
-    sums = 0 if loss.accumulate == "fp32" else gradients  # in the gradients' own memory
+    sums = 0 if loss.accumulate == "fp32" else gradients  # sums that use the gradients' own memory
     return held + sums, held + gradients + hidden * FP32 // PLACES
 
 
 def _traffic(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """(forward, backward) bytes of HBM, every operand read and every result written once."""
+    """(forward, backward): bytes of HBM traffic, if every operand is read once and every result written once."""
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     e, w, logits, lost = n_tokens * d * compute, vocab * d * compute, n_tokens * vocab * compute, _lost(loss, compute)
     if not scheme.rows:
         chunks = ceil_division(vocab, scheme.columns)
-        sums = chunks * 2 * (e + n_tokens * d * lost)  # dE and what its rounding lost, read and written
-        # logits again; dlogits written, read for dE and dC; dC written once
+        sums = chunks * 2 * (e + n_tokens * d * lost)  # dE and its compensation, read and written
+        # logits again; dlogits written, then read for dE and for dC; dC written once
         return e + w, (chunks * e + w) + (chunks * e + 2 * w) + 3 * logits + sums
     chunks = ceil_division(n_tokens, scheme.rows)
-    exponentials = chunks * w + e + logits  # C read once a chunk, exponentials written
+    exponentials = chunks * w + e + logits  # C read once per chunk, exponentials written
     gradients = (chunks * w + logits + e) + (logits + e)  # dE; dC without its sum
-    sums = (2 * chunks - 1) * vocab * d * (compute + lost)  # dC and what it lost: written, then read and written
-    share = (chunks - 1) / chunks  # all but the last chunk in the forward pass
+    sums = (2 * chunks - 1) * vocab * d * (compute + lost)  # dC and its compensation: written, then read and written
+    share = (chunks - 1) / chunks  # the forward pass handles all chunks but the last
     done_early = round(share * gradients) + (2 * chunks - 3) * vocab * d * (compute + lost) if chunks > 1 else 0
     return exponentials + done_early, gradients + sums - done_early
 
 
 def _lost(loss: CceKahanLossConfig, compute: int) -> int:
-    """Bytes an entry held beside a summed gradient."""
+    """Bytes per entry of the compensation beside a summed gradient."""
     return {"kahan": 1, "fp32": FP32, "bf16": 0}[loss.accumulate] if compute < FP32 else 0
 
 
 def _beside(loss: CceKahanLossConfig, n_tokens: int, rows: int, d: int, vocab: int) -> int:
-    """What the stored scheme holds beside the exponentials of a chunk."""
+    """Bytes that the stored scheme holds beside the exponentials of a chunk."""
     tiles = ceil_division(rows, TILE_ROWS) * ceil_division(d, TILE_COLS)
     splits = min(MOST_SPLITS, math.ceil(MULTIPROCESSORS / (2.2 * tiles)))
     parts = n_tokens * d * FP32 * splits if splits > 1 else 0

@@ -58,7 +58,7 @@ class CceAppleLossConfig(LossConfig):
 
 
 def _memory(loss: CceAppleLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """torch_compile stores the logits; cce sums in the compute dtype, other variants in fp32, rounded one by one."""
+    """torch_compile stores the logits. cce sums gradients in the compute dtype, other variants in fp32."""
     hidden, weight = n_tokens * d, vocab * d
     if loss.variant == _TORCH_VARIANT:
         return compiled_memory(loss, n_tokens, d, vocab, compute)

@@ -36,7 +36,7 @@ class FlaLossConfig(LossConfig):
 
 
 def _memory(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """All in the forward pass; logits in fp32 beside the compute dtype; dC in fp32."""
+    """Everything happens in the forward pass: logits in fp32 and in the compute dtype; dC in fp32."""
     hidden, weight = n_tokens * d, vocab * d
     rows = power_of_two_from(ceil_division(n_tokens, min(loss.num_chunks, ceil_division(vocab, d))))
     held = hidden * compute + weight * FP32 + 2 * rows * d * compute + rows * vocab * compute

@@ -1,13 +1,13 @@
-"""What forecasts may know of a loss: formulas of its memory, its traffic and its products.
+"""Formulas of a loss's memory, traffic and products, for forecasts.
 
-A formula takes (loss, N tokens, D dimensions, V entries, bytes of an element of hidden states, weight and logits).
+A formula takes (loss, N tokens, D dimensions, V entries, bytes per element of hidden states, weight and logits).
 
-* Memory is the most that the forward and the backward pass hold beyond hidden states, weight and labels, in bytes. The
-  gradients of hidden states and weight are included. Every term is a tensor that the backend holds.
-* Traffic is bytes of HBM: every operand read once, every result written once. Tiles that are read again cost more. A
-  cache saves nothing where tensors are larger than it.
+* Memory: the peak bytes of the forward and of the backward pass beyond hidden states, weight and labels. The gradients
+  of hidden states and weight are included. Every term is a tensor that the backend holds.
+* Traffic: bytes of HBM, if every operand is read once and every result written once. Tiles that are read again cost
+  more. Caches save nothing if tensors are larger than the caches.
 
-Scalars per token are left out. E = N·D, W = V·D, L = N·V elements; a product reads two factors and writes its result.
+Scalars per token are left out. E = N·D, W = V·D, L = N·V elements. A product reads two factors and writes its result.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,26 @@ from dataclasses import dataclass
 from typing import Any
 
 FP32, BF16 = 4, 2  # bytes
-Bytes = tuple[int, int]  # of the forward and of the backward pass
+Bytes = tuple[int, int]  # (forward pass, backward pass)
 Formula = Callable[[Any, int, int, int, int], Bytes]
 
 
 def three_products(*_: Any) -> int:
-    """Nothing is computed twice: the logits, and the gradients of both factors."""
+    """The logits, and the gradients of both factors: nothing is computed twice."""
     return 3
 
 
 @dataclass(frozen=True)
 class LossFormulas:
-    """The formulas of a loss; a loss without them is *unknown* to forecasts.
+    """The formulas of a loss. For a loss without them, forecasts say *unknown*.
 
     Attributes:
         memory: bytes of both passes.
-        traffic: bytes of both passes; None where it depends on the data or on blocks of another's code.
-        products: N x D x V products of both passes: 3, or 4 where the logits are computed again in the backward pass.
-            Exact for losses that do not filter: a filter skips a share that depends on the data.
-        freed: what the backward pass has let go of before it is at its peak: nothing | hidden (the hidden states) |
-            inputs (the head as well).
+        traffic: bytes of both passes; None if they depend on the data or on the tiling of other people's code.
+        products: N x D x V products of both passes: 3, or 4 if the backward pass recomputes the logits. Exact for
+            losses that do not filter; a filter skips a share that depends on the data.
+        freed: inputs that the backward pass has freed before its peak: nothing | hidden (the hidden states) | inputs
+            (the head as well).
     """
 
     memory: Formula
@@ -44,7 +44,7 @@ class LossFormulas:
 
 
 def logits_traffic(n_tokens: int, d: int, vocab: int, compute: int) -> tuple[int, int]:
-    """(the logits' product, the logits), bytes."""
+    """Bytes of the logits' product, and of the logits."""
     logits = n_tokens * vocab * compute
     return (n_tokens + vocab) * d * compute + logits, logits
 
@@ -52,13 +52,13 @@ def logits_traffic(n_tokens: int, d: int, vocab: int, compute: int) -> tuple[int
 def traffic_in_chunks_of_tokens(
     chunks: int, fp32_gradient: bool, n_tokens: int, d: int, vocab: int, compute: int
 ) -> Bytes:
-    """Of a loss that makes all gradients in the forward pass.
+    """Traffic of a loss that computes all gradients in the forward pass.
 
-    The weight is read and its gradient read and written once a chunk.
+    For each chunk the weight is read, and its gradient is read and written.
     """
     e, w, logits = n_tokens * d * compute, vocab * d * compute, n_tokens * vocab * compute
     gradient = vocab * d * FP32 if fp32_gradient else w
-    # logits; softmax in place (read, written); dE; dC, added to what the earlier chunks gave
+    # logits; softmax in place (read, written); dE; dC, added to that of earlier chunks
     return 3 * (e + logits) + 2 * logits + chunks * (2 * w + 2 * gradient), 0
 
 

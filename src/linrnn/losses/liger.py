@@ -42,7 +42,7 @@ class LigerLossConfig(LossConfig):
 
 
 def _memory(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """All in the forward pass, V / D chunks of tokens; the logits' gradient overwrites them."""
+    """Everything happens in the forward pass, in V / D chunks of tokens. The logits' gradient overwrites the logits."""
     hidden, weight = n_tokens * d, vocab * d
     gradients = (hidden + weight) * compute
     rows = min(power_of_two_from(ceil_division(n_tokens, ceil_division(vocab, d))), n_tokens)

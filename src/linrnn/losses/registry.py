@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _BACKENDS: dict[str, type[LossBackend]] = {}
-RIVALS: dict[str, type[LossBackend]] = {}  # what linrnn.losses.rivals adds: no run can choose them
+RIVALS: dict[str, type[LossBackend]] = {}  # added by linrnn.losses.rivals; no run can choose them
 FORMULAS_OF_LOSSES: dict[str, LossFormulas] = {}
 
 
 def register_loss(
     name: str, *, options: type[LossConfig] = LossConfig, formulas: LossFormulas | None = None
 ) -> Callable[[type[LossBackend]], type[LossBackend]]:
-    """Class decorator: `loss=NAME` is this backend from now on. `--help` shows the first lines of its docstring.
+    """Class decorator: registers this backend as `loss=NAME`. `--help` shows the first paragraph of its docstring.
 
     Args:
         options: a dataclass below LossConfig whose every field is a :func:`linrnn.config.schema.option`.
-        formulas: of memory, traffic and products. Without them forecasts say *unknown*: no other loss's formulas take
-            their place.
+        formulas: of memory, traffic and products. Without them forecasts say *unknown*; another loss's formulas are
+            never used.
 
     Raises:
         ValueError: another module has registered this name.
@@ -54,7 +54,7 @@ def loss_names() -> tuple[str, ...]:
 
 
 def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Refuse a loss that cannot run here; meant to be called before a model or a data set is built.
+    """Reject a loss that cannot run here. Call it before a model or a data set is built.
 
     Args:
         config: the loss's name and options.
@@ -62,17 +62,17 @@ def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | No
         dtype: the compute dtype (of hidden states and weight), if it is known.
 
     Raises:
-        ConfigError: an unknown name; the nearest ones are offered.
-        UnsupportedError: this hardware or these versions cannot run it; says what to install or choose.
+        ConfigError: the name is unknown. The error offers the nearest names.
+        UnsupportedError: this hardware or these versions cannot run it. The error says what to install or choose.
     """
     _find(config.name).check(config, device, dtype)
 
 
 def check_vocabulary_parallel(config: LossConfig) -> None:
-    """Refuse a loss that needs all rows of the head in one place.
+    """Reject a loss that needs all rows of the head on one rank.
 
     Raises:
-        UnsupportedError: it does; names those that do not.
+        UnsupportedError: the loss needs them. The error names losses that do not.
     """
     if not _find(config.name).vocabulary_parallel:
         able = [name for name, backend in _BACKENDS.items() if backend.vocabulary_parallel]
@@ -89,11 +89,11 @@ def build_loss(
     dtype: torch.dtype | None = None,
     vocabulary: tuple[dist.ProcessGroup, list[int]] | None = None,
 ) -> LossBackend:
-    """The backend that `config` names. Arguments and errors as :func:`check_loss`.
+    """The backend that `config` names. Arguments and errors as in :func:`check_loss`.
 
     Args:
-        vocabulary: ranks that hold some rows of the head each, and how many. The backend then takes a rank's own hidden
-            states and labels and its rows of the head, and gives the loss of its own labels; all ranks call it.
+        vocabulary: the ranks that share the head's rows, and the number of rows of each. Every rank then calls the
+            backend with its own hidden states and labels and its rows of the head. It gets the loss of its own labels.
 
     Raises:
         UnsupportedError: also as :func:`check_vocabulary_parallel`.

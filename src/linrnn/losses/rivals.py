@@ -147,5 +147,5 @@ RIVALS |= {
 
 
 def rival_names() -> tuple[str, ...]:
-    """Backends without options that scripts/bench_loss.py knows beside those that a run can choose."""
+    """Backends that only scripts/bench_loss.py has. They have no options."""
     return tuple(RIVALS)

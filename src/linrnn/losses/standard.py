@@ -28,7 +28,7 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor)
 
 
 def _memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """The logits in fp32 and log-softmax; then log-softmax and two fp32 gradients."""
+    """Forward: fp32 logits and log-softmax. Backward: log-softmax and two fp32 gradients."""
     logits = n_tokens * vocab
     copy = compute if compute < FP32 else 0
     gradients = (n_tokens + vocab) * d * compute
@@ -36,7 +36,7 @@ def _memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -
 
 
 def _traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """fp32 copy, log-softmax; the gradients of both and of the copy."""
+    """Forward: the fp32 copy and log-softmax. Backward: the gradients of both, and of the copy."""
     product, logits = logits_traffic(n_tokens, d, vocab, compute)
     fp32 = n_tokens * vocab * FP32
     copy = logits + fp32 if compute == BF16 else 0
@@ -44,13 +44,13 @@ def _traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) 
 
 
 def compiled_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """The logits are stored once; their gradient overwrites them."""
+    """The logits are stored once. Their gradient overwrites them."""
     logits = n_tokens * vocab * compute
     return logits, logits + (n_tokens + vocab) * d * compute
 
 
 def _compiled_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Logits written, read for the sums; read and overwritten by their gradient."""
+    """Logits are written, read for the sums, then read and overwritten by their gradient."""
     product, logits = logits_traffic(n_tokens, d, vocab, compute)
     return product + logits, 2 * logits + 2 * product
 

@@ -36,7 +36,7 @@ class TorchNativeLossConfig(LossConfig):
 
 
 def _memory(loss: TorchNativeLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """fp32 logits of a chunk of tokens; dC in the compute dtype."""
+    """fp32 logits of one chunk of tokens; dC in the compute dtype."""
     gradients = (n_tokens + vocab) * d * compute
     rows = min(max(1, power_of_two_from(ceil_division(n_tokens, ceil_division(vocab, d))) // 2), n_tokens)
     chunk = rows * vocab * FP32

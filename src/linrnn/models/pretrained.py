@@ -18,9 +18,9 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
     """The causal language model in `directory`, in fp32. It reads only safetensors and runs no code from the directory.
 
     Raises:
-        ConfigError: it is none of the architectures here.
+        ConfigError: the model is not one of the architectures here.
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
-        DataError: it has no safetensors, lacks parameters, is damaged, or differs from the checksums beside it.
+        DataError: the model has no safetensors, lacks parameters, is damaged, or differs from its checksums.
     """
     check_checksums(directory)
     try:

@@ -22,9 +22,9 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
     """Raise if a model cannot train on `device` with the installed versions.
 
     Raises:
-        ConfigError: an unknown model, or a chunk size that its kernel does not take.
-        UnsupportedError: FLA missing or of another version, no such device, no CPU form of the model, or a Triton with
-            known wrong results.
+        ConfigError: the model is unknown, or its kernel does not take this chunk size.
+        UnsupportedError: FLA is missing or of another version, the device does not exist, the model has no CPU form, or
+            Triton has known wrong results.
     """
     if model.name not in MODELS:
         raise ConfigError(f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}")

@@ -1,8 +1,7 @@
 """One training run: build from the configuration, step, log, validate, checkpoint, summarise.
 
-Read :meth:`Trainer.fit` first, then :meth:`Trainer.train_step`. What stands around the training is in other modules:
-the files and the console in `session`, what is measured in `measurements`, where a run goes on in `resume`, and what
-became of it in `outcome`.
+Read :meth:`Trainer.fit` first, then :meth:`Trainer.train_step`. Other modules hold the rest of a run: `session` the
+files and the console, `measurements` speed and memory, `resume` where a run continues, and `outcome` how it ended.
 """
 
 import contextlib
@@ -58,16 +57,16 @@ class Trainer:
     """Builds everything that `config` names; :meth:`fit` runs it.
 
     Args:
-        ranks: the processes that share the run, each with a Trainer of its own; None: this one alone.
+        ranks: the processes that share the run, each with its own Trainer; None: only this process.
 
     Attributes:
-        state: the step at which the run stands.
+        state: the state of the run, such as its step.
         session: the run's directory, console, metrics and wandb.
         measurements: speed and memory.
 
     Raises:
-        LinrnnError: a loss, model or device that cannot run here (before anything is built), unusable data, or a run
-            directory that holds another configuration.
+        LinrnnError: a loss, model or device cannot run here (before anything is built), the data is unusable, or the
+            run directory holds another configuration.
     """
 
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
@@ -78,7 +77,7 @@ class Trainer:
             raise ValueError(f"{self.plan.world_size} processes, and ranks of {self.ranks.world_size}")
         self.device, self.precision = self.plan.device, self.plan.precision
         prepare_process(config, self.device)
-        # The data's vocabulary may turn out smaller than it is known to be here: never larger.
+        # The data's vocabulary may turn out smaller than this one, never larger.
         self._memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
         self.data = self.ranks.first_then_others(self._prepare_data)
         check_validation(self.data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
@@ -98,12 +97,12 @@ class Trainer:
         self.state = RunState()
         self.measurements = Measurements(self.plan, self.architecture, self.ranks, self.model, self.optimizer)
         self.stop = StopRequest()
-        self._pending: StepRecord | None = None  # the latest step's, whose scalars are on their way
+        self._pending: StepRecord | None = None  # the latest step, whose scalars are on their way
         self._validating = False
 
     @property
     def directory(self) -> RunDirectory:
-        """The run's."""
+        """The run's directory."""
         return self.session.directory
 
     @property
@@ -112,7 +111,7 @@ class Trainer:
         return self.state.step
 
     def _prepare_data(self) -> PreparedData:
-        """The data, prepared and mapped; one rank of a machine compares all of it with the recorded hashes."""
+        """The prepared data. One rank of each machine compares all of it with the recorded hashes."""
         progress = ConsoleProgress() if self.ranks.is_first else None
         data = prepare(self.config.data, progress=progress)
         if self.config.data.verify and Launch.from_environment().local_rank == 0:
@@ -148,10 +147,10 @@ class Trainer:
         """Train to the last step, validate, write summary.json and return it.
 
         Raises:
-            InterruptedRun: after a signal (:data:`linrnn.core.interrupts.SIGNALS`), with a checkpoint written.
+            InterruptedRun: a signal came (:data:`linrnn.core.interrupts.SIGNALS`); a checkpoint was written.
             StorageError: the disk has no room for the checkpoints, or a file could not be written.
             DivergedError: the loss is not finite; the last good checkpoint is kept.
-            OutOfMemoryError: with the memory by component and what to lower.
+            OutOfMemoryError: memory ran out. The error says where and what to lower; the log lists memory by component.
             RankFailedError: another process of the run has failed.
         """
         with contextlib.ExitStack() as closing:
@@ -182,7 +181,7 @@ class Trainer:
         return summary
 
     def _run(self) -> tuple[dict[str, Any], BaseException | None]:
-        """Train, save, validate, and write the summary of whatever became of that; also returns why it failed."""
+        """Train, save and validate, and write the summary in any case. Returns the summary and the failure, if any."""
         status, evaluation = "finished", None
         failure: BaseException | None = None
         try:
@@ -197,7 +196,7 @@ class Trainer:
             status, failure = explained(error, self.config, self.ranks, self._explain_out_of_memory)
         if concerns_all_ranks(failure) or (self.ranks.world_size == 1 and not isinstance(failure, KeyboardInterrupt)):
             try:
-                self.saver.wait()  # for the last good checkpoint, if it is being written
+                self.saver.wait()  # the last good checkpoint may still be being written
             except StorageError as error:
                 self.session.console.line(f"error: {error.cause}")
         summary = self._summarise(status, failure, evaluation)
@@ -235,8 +234,8 @@ class Trainer:
     def train_step(self) -> StepRecord:
         """One optimizer step over `accumulation_steps` micro-steps.
 
-        Every micro-step's summed loss is divided by the tokens of the whole step on all ranks, so that the gradient
-        equals that of one large batch however it is split and however many labels are ignored.
+        Every micro-step's summed loss is divided by the tokens of the whole step on all ranks. The gradient therefore
+        equals that of one large batch, however the batch is split and however many labels are ignored.
         """
         self.measurements.speed.step_begins()
         lr = self.schedule.apply(self.state.step)
@@ -259,9 +258,9 @@ class Trainer:
         return StepRecord(self.state, lr, scalars)
 
     def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of one micro-step; returns its share of the step's mean loss, and the backend's statistics.
+        """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics.
 
-        What the loss gets has no name here, so that the blocks' backward pass does not find it in memory any more.
+        The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
         """
         inputs = (self.replica, batch, self.precision, self.device)
         output = watched_loss(self.loss, *loss_inputs(*inputs), self.measurements.memory, self.measurements.speed.loss)
@@ -300,13 +299,13 @@ class Trainer:
                 before_batch=self._heed,
             )
         except Exception as error:
-            # The steps so far are sound. Of several ranks, the others wait in a collective: they cannot save with this.
+            # The steps so far are good. With several ranks, all others wait in a collective and cannot save.
             if ran_out_of_memory(error) and self.ranks.world_size == 1 and trainer.checkpoint_every != 0:
                 self._save()
             raise
 
     def _save(self) -> None:
-        """Begin a checkpoint of a state whose loss is known to be finite; every rank writes what it holds."""
+        """Start a checkpoint of a state whose loss is known to be finite. Every rank writes its own part."""
         if self.step == self.state.saved_step:
             return
         self._flush()
@@ -325,7 +324,7 @@ class Trainer:
         self.state.saved_step, self._saved_at = self.step, time.monotonic()
 
     def _heed(self) -> None:
-        """Do on all ranks, at the same step, what one of them has reason for.
+        """If one rank has to save or stop, all ranks do so at the same step.
 
         Raises:
             StorageError: the latest checkpoint could not be written.
@@ -349,7 +348,7 @@ class Trainer:
             self._save()
 
     def _checkpoint_is_due(self) -> bool:
-        """Whether this rank's clock says so."""
+        """Whether a checkpoint is due by this rank's clock."""
         trainer = self.config.trainer
         if trainer.checkpoint_every == 0 or trainer.checkpoint_minutes is None:
             return False
@@ -386,32 +385,32 @@ class Trainer:
             self.session.log(record.step, metrics)
 
     def _epochs(self, step: int) -> float:
-        """Passes over the training data after so many steps."""
+        """Passes over the training data after `step` steps."""
         return step * self.plan.sequences_per_step / self.loader.n_blocks
 
     def _misses_validation(self) -> bool:
-        """Whether the process before this one was stopped after the checkpoint of a step and before its validation."""
+        """Whether the previous process stopped after a step's checkpoint and before the step's validation."""
         every = self.config.trainer.valid_every
         if not every or self.step in (0, self.plan.total_steps) or self.step % every:
             return False
         return not self.session.has_validation_of(self.step)
 
     def _recordings(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """The trace and the snapshot that were asked for, on the first rank; gives what ends a profiled step."""
+        """The requested trace and snapshot, on the first rank. Yields a function to call after each step."""
         if not self.ranks.is_first:
             return contextlib.nullcontext(lambda: None)
         return recordings(self.config.trainer, self.directory.path, self.device)
 
     def _room_for_checkpoints(self) -> str | None:
-        """When checkpoints will be written; refuses a disk that cannot hold them."""
+        """A line that says when checkpoints will be written. Raises if the disk cannot hold them."""
         if not self.ranks.is_first:
             return None
         return checkpoints_planned(self.plan, self.directory, self.model.hf, self.step)
 
     def _resume(self) -> str | None:
-        """Restore the newest sound checkpoint, or what `continue_from` names; returns a line that says so, or None.
+        """Restore the newest undamaged checkpoint, or what `continue_from` names. Returns a line that says so, or None.
 
-        Reads alone: a refusal leaves the directory as it is.
+        It only reads, so an error leaves the directory as it is.
         """
         state = self.state
         if newest := self.ranks.from_first(lambda: newest_checkpoint(self.directory)):

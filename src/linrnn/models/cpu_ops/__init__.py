@@ -16,8 +16,8 @@ from linrnn.models.cpu_ops import layers, mixers
 __all__ = ["MIXERS", "REPLACEMENTS", "check_model", "install"]
 
 Replacements = dict[tuple[str, str], Callable[..., Any]]
-# Where FLA looks a function up: what stands in for it on the CPU. Of each model's mixer; a model that is not here needs
-# a GPU. The attention of the Transformer is torch's own (linrnn.models.attention).
+# For each model's mixer: (module, name) where FLA looks a function up, and its CPU version. A model that is not listed
+# needs a GPU. The Transformer's attention is torch's own (linrnn.models.attention).
 MIXERS: dict[str, Replacements] = {
     "gla": {
         ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
@@ -36,7 +36,7 @@ MIXERS: dict[str, Replacements] = {
         ("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding,
     },
 }
-# Of layers that several models have.
+# The same for layers that several models have.
 SHARED: Replacements = {
     ("fla.modules.causal_conv1d.ops", "causal_conv1d"): layers.causal_conv1d,
     ("fla.modules.causal_conv1d.ops", "causal_conv1d_update"): layers.causal_conv1d_update,
@@ -48,10 +48,10 @@ REPLACEMENTS: Replacements = {key: value for part in (*MIXERS.values(), SHARED) 
 
 
 def check_model(model: str) -> None:
-    """Refuse on a CPU a model whose mixer has no version here.
+    """On a CPU, reject a model whose mixer has no version here.
 
     Raises:
-        UnsupportedError: FLA has Triton kernels alone for it.
+        UnsupportedError: FLA has only Triton kernels for the mixer.
     """
     if model not in MIXERS:
         raise UnsupportedError(
