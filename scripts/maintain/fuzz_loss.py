@@ -260,12 +260,9 @@ def rounded_terms(
     """What rounding in fp32 may add: to the loss (its shape, or ()), and to the norm of each gradient.
 
     A row's loss has an error relative to itself, to (1 − p) · logits (p is the target's probability), and to the parts
-    that
-    smoothing and z_loss add. Logits and LSE are fp32 numbers, each rounded to 2^-24 of its size. A probability is
-    therefore
-    right to 2^-20 + 2^-22 · size of the row's largest logit. The same holds for its factor in the gradients: what
-    arrives
-    from the loss, from z_loss and from the LSE, without cancellation between them or between rows.
+    that smoothing and z_loss add. Logits and LSE are fp32 numbers, each rounded to 2^-24 of its size. A probability is
+    therefore right to 2^-20 + 2^-22 · size of the row's largest logit. The same holds for its factor in the gradients:
+    what arrives from the loss, from z_loss and from the LSE, without cancellation between them or between rows.
     """
     o, kept = call.kind.options, targets != IGNORE
     if call.shift:
@@ -306,8 +303,7 @@ def rounding_of_few(call: Call) -> float:
     """What probabilities in 16 bits may add when few numbers are summed.
 
     Torch's error over many numbers shows what rounding adds. Over few numbers its rounding errors may cancel by chance:
-    with
-    two vocabulary entries both gradients of logits have the same size.
+    with two vocabulary entries both gradients of logits have the same size.
     """
     few = call.vocab <= 2 or call.kind.dim == 1 or call.batch * call.length <= 16
     return {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(multiplied_in(call), 0.0) if few else 0.0

@@ -1,7 +1,7 @@
 """One rank of `train.py` or another script, as a launcher starts it; and faults for it.
 
-On CPUs it is forked from a process that has imported all it needs, or serves many runs (pool.py). With GPUs it is new:
-FLA asks for the GPU's name as it is imported, and CUDA does not survive a fork.
+On CPUs it is forked from a process that has imported everything, or serves many runs (pool.py). With GPUs the process
+is new: FLA asks for the GPU's name when it is imported, and CUDA does not survive a fork.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from linrnn.training.trainer import Trainer
 def start_ranks(
     overrides: list[str], world_size: int, log: Path, fault: str = "", script: str = "train.py"
 ) -> list[BaseProcess]:
-    """Start a script in `world_size` processes; rank r prints into `<log>.<r>`."""
+    """Start a script in `world_size` processes. Rank r prints into `<log>.<r>`."""
     begin = spawn if "device=cuda" in overrides else start
     return [begin(_rank, *arguments) for arguments in _of_ranks(overrides, world_size, log, fault, script)]
 
@@ -42,7 +42,7 @@ def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted
     """Exit codes of `train.py` in `world_size` processes of a pool, or in new ones with GPUs; see `start_ranks`.
 
     Args:
-        counted: each step prints the bytes that it sends.
+        counted: print the bytes that each step sends.
     """
     if "device=cuda" in overrides:  # kernels are compiled and tuned
         return ended(start_ranks(overrides, world_size, log, "counted" if counted else ""), seconds=240)
@@ -129,7 +129,7 @@ def output(log: Path, world_size: int) -> str:
 
 
 def trained_in(pool: Pool, overrides: list[str], world_size: int, tmp_path: Path) -> Path:
-    """The directory of a run of so many ranks that finished."""
+    """The directory of a finished run with this many ranks."""
     log = tmp_path / "ranks"
     assert run_in(pool, overrides, world_size, log) == [0] * world_size, output(log, world_size)
     [group] = [override.removeprefix("group=") for override in overrides if override.startswith("group=")]

@@ -44,7 +44,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     trained: Trained,
     tmp_path: Path,
 ) -> None:
-    """With document resets the ranks have different numbers of labels, so a mean of means would differ."""
+    """With document resets ranks have different numbers of labels, so a mean of means would differ."""
     trainer, reference = one
     cut = (f"trainer.batch_size={batch_size}", f"trainer.accumulation_steps={accumulation_steps}")
     directory = trained(small(*RESET, *cut, "parallel=ddp", "group=ddp"), world_size)
@@ -64,7 +64,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
 
 
 def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, trained: Trained) -> None:
-    """Five batches on two ranks: in the last round one has none."""
+    """Five batches on two ranks: in the last round one rank has no batch."""
     text = [override for override in small("data=stdlib") if not override.startswith("data.n_")]
     text += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300", "data.reset_at_document=true"]
     one = Trainer(load_config([*text, "trainer.batch_size=2"]))
