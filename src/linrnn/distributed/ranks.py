@@ -22,7 +22,6 @@ from linrnn.config.schema import DistributedConfig, FsdpConfig, VocabConfig
 from linrnn.core.errors import LinrnnError, RankFailedError
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
-from linrnn.distributed.sharding import make_mesh, shard, vocabulary_shards
 from linrnn.distributed.watch import Watch
 
 _FIRST = "first"
@@ -196,9 +195,13 @@ class ShardedRanks(DistributedRanks):
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
+        from linrnn.distributed.sharding import make_mesh  # half a second to import: only where a model is sharded
+
         return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
 
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        from linrnn.distributed.sharding import shard
+
         self._replicas = shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
         return model
 
@@ -208,6 +211,8 @@ class ShardedRanks(DistributedRanks):
     def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
         if not isinstance(self._parallel, VocabConfig):
             return None
+        from linrnn.distributed.sharding import vocabulary_shards
+
         return self._mesh.get_group("shard"), vocabulary_shards(vocab_size, self._mesh)
 
 

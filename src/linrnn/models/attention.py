@@ -7,7 +7,6 @@ flash_attn even where it is installed, so that results do not depend on it.
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from linrnn.core.errors import UnsupportedError
 from linrnn.models.fla_models import import_fla
@@ -22,12 +21,14 @@ def flash_attn_func(
             "attention here is causal and without a window", "use FLA's Attention without window_size"
         )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    same_length = q.shape[2] == k.shape[2]
-    mask = None if same_length else causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=same_length).transpose(1, 2)
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, a second: only here
+
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-@torch.compiler.disable
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -54,4 +55,4 @@ def install_sdpa() -> None:
     """Put both functions where FLA's Attention looks them up. Calling it again changes nothing."""
     module = import_fla("fla.layers.attn")
     module.flash_attn_func = flash_attn_func
-    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_varlen_func = torch.compiler.disable(flash_attn_varlen_func)  # imports torch's compiler

@@ -32,7 +32,9 @@ def with_chunk_size(forward: Callable[..., Any], model: str, chunk_size: int) ->
     """The `forward` of a block of `model`, run with kernels of this chunk size."""
     module_name, name, _ = KERNELS[model]
     module = import_fla(module_name)
-    kernel = functools.partial(chunk_gla if model == "gla" else getattr(module, name), chunk_size=chunk_size)
+    # torch's compiler takes a second to import: only here
+    chosen = torch.compiler.disable(chunk_gla) if model == "gla" else getattr(module, name)
+    kernel = functools.partial(chosen, chunk_size=chunk_size)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         usual = getattr(module, name)
@@ -45,7 +47,6 @@ def with_chunk_size(forward: Callable[..., Any], model: str, chunk_size: int) ->
     return call
 
 
-@torch.compiler.disable
 def chunk_gla(
     q: Tensor,
     k: Tensor,

@@ -4,6 +4,7 @@ Nothing in it identifies a person or a place. It has no host or user names, path
 except the CUDA allocator's.
 """
 
+import functools
 import os
 import platform
 import shlex
@@ -147,6 +148,7 @@ def _number(word: str) -> float | None:
         return None
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -5,6 +5,7 @@ files and the console, `measurements` speed and memory, `resume` where a run con
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -109,6 +110,10 @@ class Trainer:
     def step(self) -> int:
         """Optimizer steps that the run has done."""
         return self.state.step
+
+    @functools.cached_property
+    def _config_yaml(self) -> str:
+        return to_yaml(self.config)  # takes some tens of milliseconds
 
     def _prepare_data(self) -> PreparedData:
         """The prepared data. One rank of each machine compares all of it with the recorded hashes."""
@@ -320,7 +325,7 @@ class Trainer:
             continues=self.state.continues,
         )
         with self.measurements.speed.clock.paused():
-            self.saver.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
+            self.saver.save(progress, self.model.hf, self.optimizer, self._config_yaml)
         self.state.saved_step, self._saved_at = self.step, time.monotonic()
 
     def _heed(self) -> None:

@@ -59,9 +59,11 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
     monkeypatch.setattr(filter_rule, "MOST_HEAD", most_head)
     monkeypatch.setattr(filter_rule, "LIKELY_SHARE", 16)
     n_rows, dim, vocab, seeds = 2 * filter_rule.block_rows(4096), 4096, 1024, 600
-    p = torch.rand(n_rows, vocab, dtype=torch.float64) * 2.0**-6
+    wide = 2**20  # blocks of few rows, whose weights are soon computed
+    p_e = torch.rand(2 * filter_rule.block_rows(wide), vocab, dtype=torch.float64) * 2.0**-6
+    p_c = torch.rand(n_rows, 7, dtype=torch.float64) * 2.0**-6
     some, all_entries, falling = torch.arange(7), torch.arange(vocab), torch.arange(vocab, 0, -1.0)
-    drawn, weights_e, weights_c = [[], []], torch.zeros_like(p[[0, -1]]), torch.zeros_like(p[:, :7])
+    drawn, weights_e, weights_c = [[], []], torch.zeros_like(p_e[[0, -1]]), torch.zeros_like(p_c)
     for i in range(seeds):
         targets = torch.full((n_rows,), i).index_fill_(0, torch.tensor([5]), -1) % vocab
         rule = Rule.of(targets, falling, Options(filter_eps=2.0**-7, filter_unbiased=True))
@@ -69,8 +71,8 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
         drawn[0].append(taken(sample.columns, sample.times)[:, : vocab // filter_rule.COLUMN_GROUP])
         drawn[1].append(taken(sample.rows, sample.row_times))
         if i < 150:
-            weights_e += rule.weights_e(p, all_entries, dim, vocab)[[0, -1]] / 150
-            weights_c += rule.weights_c(p[:, :7], some) / 150
+            weights_e += rule.weights_e(p_e, all_entries, wide, vocab)[[0, -1]] / 150
+            weights_c += rule.weights_c(p_c, some) / 150
     likely = (64 - most_head) // filter_rule.LIKELY_GROUP
     assert sample.columns.shape[1] == -(-vocab // filter_rule.COLUMN_GROUP) + likely
     assert (sample.times == filter_rule.LIKELY_GROUP).sum() == 2 * likely
@@ -95,8 +97,8 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
         parts = torch.cat([x[y.times[block] > 0] for x, y in zip(parts, shards, strict=True)])
         assert parts.sort().values.equal(sample.columns[block][sample.times[block] > 0].sort().values)
     spread = 5.5 * (max(filter_rule.COLUMN_GROUP, filter_rule.ROW_GROUP) - 1) ** 0.5 * 2.0**-7 / 150**0.5
-    assert (weights_e - p[[0, -1]]).abs().max() < spread
-    assert (weights_c - p[:, :7]).abs().max() < spread
+    assert (weights_e - p_e[[0, -1]]).abs().max() < spread
+    assert (weights_c - p_c).abs().max() < spread
 
 
 @pytest.mark.parametrize("name", ["unbiased", "unbiased_bias"])
