@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, because test processes share the cores
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -76,6 +77,28 @@ def small_below(directory: Path, data_cache: Path, *more: str) -> list[str]:
 def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One data cache for all tests: the same small data is generated once."""
     return tmp_path_factory.mktemp("data_cache")
+
+
+@pytest.fixture
+def command_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run a script of the repository in this process: for the further cases of what a process of its own has shown."""
+
+    def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", list(arguments))
+            patch.chdir(cwd)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            code: int | str | None = 0
+            try:
+                runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+        assert isinstance(code, int | None)
+        return subprocess.CompletedProcess(arguments, code or 0, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_refused(
     code: int,
     cause: str,
     remedy: str,
-    command: Command,
+    command_here: Command,
     small: Callable[..., list[str]],
     tmp_path: Path,
 ) -> None:
@@ -73,7 +73,7 @@ def test_refused(
         base = [o for o in small() if not o.startswith(("data.n_",))]
     else:
         base = small()
-    done = command("train.py", *base, *overrides)
+    done = command_here("train.py", *base, *overrides)
     error = error_lines(done)
     assert done.returncode == code, done.stderr + done.stdout
     assert len(error) == 2, done.stderr
@@ -98,9 +98,9 @@ def test_refused(
     ],
 )
 def test_what_a_script_does_not_take_is_refused(
-    script: str, argument: str, cause: str, remedy: str, command: Command
+    script: str, argument: str, cause: str, remedy: str, command_here: Command
 ) -> None:
-    done = command(f"scripts/{script}.py", argument)
+    done = command_here(f"scripts/{script}.py", argument)
     error, hint = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert cause in error
@@ -108,8 +108,8 @@ def test_what_a_script_does_not_take_is_refused(
 
 
 @pytest.mark.parametrize("script", ["maintain/figures", "maintain/parameter_table", "generate"])
-def test_help_says_what_a_command_does_and_runs_nothing(script: str, command: Command) -> None:
-    done = command(f"scripts/{script}.py", "--help")
+def test_help_says_what_a_command_does_and_runs_nothing(script: str, command_here: Command) -> None:
+    done = command_here(f"scripts/{script}.py", "--help")
     assert done.returncode == 0
     assert f"usage: python scripts/{script}.py" in done.stdout
     assert "\nwrote" not in f"\n{done.stdout}"
@@ -136,9 +136,9 @@ def test_a_gpu_where_there_is_none(command: Command, small: Callable[..., list[s
     assert "device=cpu" in done.stderr
 
 
-def test_the_traceback_is_there_for_the_asking(command: Command) -> None:
-    assert "Traceback" not in command("train.py", "model=gal").stderr
-    assert "Traceback" in command("train.py", "model=gal", HYDRA_FULL_ERROR="1").stderr
+def test_the_traceback_is_there_for_the_asking(command_here: Command) -> None:
+    assert "Traceback" not in command_here("train.py", "model=gal").stderr
+    assert "Traceback" in command_here("train.py", "model=gal", HYDRA_FULL_ERROR="1").stderr
 
 
 def test_a_full_disk_ends_the_run_with_its_cause(
@@ -214,8 +214,8 @@ def test_two_processes_do_not_share_a_run_directory(command: Command, small: Cal
     assert holder.fit()["status"] == "finished"
 
 
-def test_a_read_only_results_directory(fresh_command: Command, small: Callable[..., list[str]]) -> None:
-    done = fresh_command("train.py", *small("results_dir=/proc/nowhere"))
+def test_a_read_only_results_directory(command: Command, small: Callable[..., list[str]]) -> None:
+    done = command("train.py", *small("results_dir=/proc/nowhere"))
     assert done.returncode == 7
     assert "cannot be written" in done.stderr
     assert len(error_lines(done)) == 2
