@@ -18,11 +18,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_probes_are_training_runs_and_are_not_made_again(
-    small: Small, fresh_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Small, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ["memory_budget_gib=0.05", "max_probes=1", "probe_steps=3", "warmup_steps=1"]
     overrides = [o for o in small("model=transformer", "loss=standard") if not o.startswith("trainer.max_steps")]
-    done = fresh_command("scripts/find_max_batch.py", *overrides, *own)
+    done = command("scripts/find_max_batch.py", *overrides, *own)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "do not fit" in done.stdout, "Python and torch alone take more than 50 MiB"
     assert "resident set" in done.stdout

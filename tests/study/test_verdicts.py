@@ -18,7 +18,7 @@ from linrnn.study.criteria import Verdict
 from linrnn.study.hypotheses import branches
 from linrnn.study.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.study.intervals import answer as answer_of
-from linrnn.study.report import make_report, write_report
+from linrnn.study.report import make_report, write, write_report
 from linrnn.study.results import (
     BREAKDOWNS,
     CURVE_POINTS,
@@ -80,6 +80,12 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         **more,
     }
     return Run(summary, HERE, [(step, nats + 1 / step) for step in range(1, 41)])
+
+
+@pytest.fixture
+def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written without their pictures, which take most of the time."""
+    monkeypatch.setattr(write, "_figures", lambda runs: [])
 
 
 def only(found: Sequence[Verdict], criterion: verdicts.Criterion, backend: str, against: str | None) -> Verdict:
@@ -170,6 +176,7 @@ def test_values_without_scatter_have_an_interval_without_width() -> None:
     assert (one.value, one.low, one.high) == (1.1, pytest.approx(1.1), pytest.approx(1.1))
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
     """With another learning rate or other initial weights, loss and curve say nothing about the loss layer."""
     fast, slow = ("optimizer.lr=0.002 init_from=None", "optimizer.lr=0.001 init_from=None")
@@ -245,6 +252,7 @@ def test_device_time_decides_no_speed_and_is_never_held_against_wall_clock() -> 
     assert mixed.value is None
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_tables_say_whose_clock_tokens_per_second_are_by_and_where_the_host_decides(tmp_path: Path) -> None:
     fast = run("cce_kahan", wall_step_ms=1.01, host_step_ms=0.01)
     slow = run("compiled", wall_step_ms=1.03, host_step_ms=0.03)
@@ -389,6 +397,7 @@ def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothin
     assert (none.value, none.verdict) == (0, "missed")
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_a_report_keeps_the_answers_that_counted_for_those_who_have_the_report_alone(tmp_path: Path) -> None:
     stranger = {**answer("compiled", 3, 10), "size": "1b3"}
     write_report(FIVE_SEEDS, tmp_path / "g", "g", [answer("compiled", 12, 1000), stranger])
@@ -454,6 +463,7 @@ def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
     assert [v.value for v in batches] == [pytest.approx(13 / 12), None]
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_of_this_origin(tmp_path: Path) -> None:
     time = {"loss": {"forward": 1.0, "backward": 1.0}, "mixer": {"forward": 6.0}, "step": {"total": 10.0}}
     own = {"run": run("compiled").summary, "environment": HERE, "time": time, "hardware_utilisation": 0.93}
@@ -468,6 +478,7 @@ def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_o
     assert "its breakdown is left out: it was made with another gpus" in text
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_the_bound_of_a_free_loss_comes_from_the_runs_own_times(tmp_path: Path) -> None:
     times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.15}, "step_time_ms_median": 1.0}
     runs = [run("compiled", **times), run("liger", **times), run("compiled", seed=1, **times)]
@@ -530,6 +541,7 @@ def test_lengths_are_drawn_from_zero_on_in_one_scale_that_holds_every_panels_poi
     pyplot.close(figure)
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path: Path) -> None:
     def course(loss: str, steps: int, nats: float, seed: int = 0) -> Run:
         killed = {} if steps == 80 else {"status": "failed", "reason": "killed", "data_fingerprint": None}
@@ -551,6 +563,7 @@ def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path:
     assert "steps that two runs have" not in write_report(short, tmp_path, "g")[0].read_text()
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_checkpointing_has_a_column_where_runs_differ_in_it(tmp_path: Path) -> None:
     runs = [run("compiled"), run("compiled", activation_checkpointing="full", run_name="other")]
     text = write_report(runs, tmp_path, "g")[0].read_text()
@@ -632,6 +645,7 @@ def test_the_crossover_is_drawn_from_pairs_of_a_seed() -> None:
     pyplot.close(figure)
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_other_processes_on_the_gpu_stand_in_the_report(tmp_path: Path) -> None:
     state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 2}
     text = write_report([run("compiled", gpu_state=state)], tmp_path, "g")[0].read_text()
@@ -678,6 +692,7 @@ def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
     assert curves.compare(swing[:19], flat[:19]).largest is None
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_a_committed_verdict_on_curves_is_that_of_the_raw_ones(tmp_path: Path) -> None:
     """Two curves of 20,000 steps are 0.02 nats apart over 40 steps. Thinned to 1,000 points they hardly differ."""
     steps = range(1, 20_001)
@@ -696,6 +711,7 @@ def test_a_committed_verdict_on_curves_is_that_of_the_raw_ones(tmp_path: Path) -
     assert (forward.largest, forward.steps) == (back.largest, back.steps)
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> None:
     group = tmp_path / "results" / "g"
     for one in [run("compiled"), run("cce_kahan", gib=1, speed=9000)]:
@@ -725,6 +741,7 @@ def test_a_process_that_trained_no_step_is_no_origin_of_the_run() -> None:
     assert read_origin(HERE) == read_origin({"processes": [first]}), "a committed report has one flat entry"
 
 
+@pytest.mark.usefixtures("text_alone")
 def test_runs_of_two_horizons_are_never_compared(tmp_path: Path) -> None:
     def of(loss: str, horizon: int, **more: Any) -> Run:
         words = f"optimizer.lr=0.001 optimizer.schedule_steps={horizon} init_from=None"

@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ROOT, run_script, start
+from forked import run_script, start
 from safetensors.torch import load_file
 
 from linrnn.config import load_config
@@ -99,18 +97,17 @@ def test_a_stopped_run_continues_bit_for_bit(
 
 
 def test_a_run_outlives_the_reader_of_its_output(small: Callable[..., list[str]], tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *small(*LONG, "run_name=run", "logger.console_every_seconds=0")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdout
-    process.stdout.close()  # as of a `| tee` that the same Ctrl-C ends
-    directory = tmp_path / "results/default/run"
-    wait_for_step(directory, 5, process.poll)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 128 + signal.SIGINT
+    pipe, directory = tmp_path / "pipe", tmp_path / "results/default/run"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    process = start(run_script, "train.py", small(*LONG, "run_name=run", "logger.console_every_seconds=0"), pipe)
+    wait_for_step(directory, 1, lambda: process.exitcode)
+    os.close(reader)  # as of a `| tee` that the same Ctrl-C ends
+    wait_for_step(directory, 5, lambda: process.exitcode)
+    assert process.pid
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGINT
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["status"], found(directory / "checkpoints")[-1].name) == (
         "interrupted",

@@ -23,6 +23,7 @@ from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def records(trainer: Trainer) -> list[dict[str, Any]]:
@@ -89,7 +90,7 @@ def test_options_that_may_change_them_train(small: Small, option: str) -> None:
 
 
 def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(
-    small: Small, fresh_command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
+    small: Small, fresh_command: Command, data_cache: Path
 ) -> None:
     first = trained(small("trainer.max_steps=8"))
     summary = first.directory.read_summary()
@@ -118,7 +119,7 @@ def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small) ->
 
 
 def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, capsys
+    small: Small, command: Command, tmp_path: Path, capsys
 ) -> None:
     gone, moved, here = tmp_path / "gone", tmp_path / "moved", tmp_path / "here"
     first = trained(small(f"data.cache_dir={gone}", "data.data_seed=5"))
@@ -155,7 +156,7 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
 
 
 def test_the_sparsity_of_trained_models_is_profiled(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, data_cache: Path
+    small: Small, command: Command, tmp_path: Path, data_cache: Path
 ) -> None:
     run = trained(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
     out = tmp_path / "sparsity"
@@ -173,7 +174,7 @@ def test_the_sparsity_of_trained_models_is_profiled(
 
 
 def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, data_cache: Path
+    small: Small, command: Command, command_here: Command, tmp_path: Path, data_cache: Path
 ) -> None:
     """bench_loss from a run of this harness to table and plot. Its loss equals the run's own validation loss."""
     trainer = trained(small("trainer.max_steps=4"))
@@ -206,15 +207,13 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
         (f"data=text data.path={text}", "gives text, and"),
         ("data=markov data.vocab_size=600", "has a vocabulary of 600"),
     ):
-        done = command(*bench, *override.split(), f"output_dir={tmp_path / 'refused'}")
+        done = command_here(*bench, *override.split(), f"output_dir={tmp_path / 'refused'}")
         assert done.returncode == 2, done.stderr
         assert cause in done.stderr
     assert not (tmp_path / "refused").exists()
 
 
-def test_bits_per_byte_are_of_the_labels_that_are_read(
-    small: Small, command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
-) -> None:
+def test_bits_per_byte_are_of_the_labels_that_are_read(small: Small, command: Command, data_cache: Path) -> None:
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
     trainer = trained([*overrides, "data.tokenizer_vocab_size=300"])
     evaluate = ["scripts/evaluate.py", f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"]

@@ -4,6 +4,7 @@ A value compares a run with the baseline's run of the same seed. Ratios are aver
 the same whichever of the two losses is the denominator.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,5 +76,14 @@ def _student(values: Sequence[float]) -> tuple[float, float]:
     error = float(stats.sem(values))
     if error == 0:
         return values[0], values[0]
-    low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=fmean(values), scale=error)
+    low, high = _critical_values(len(values) - 1)
+    return fmean(values) + error * low, fmean(values) + error * high
+
+
+@functools.cache
+def _critical_values(degrees_of_freedom: int) -> tuple[float, float]:
+    """Of Student's t, at CONFIDENCE."""
+    from scipy import stats
+
+    low, high = stats.t.interval(CONFIDENCE, degrees_of_freedom)
     return float(low), float(high)

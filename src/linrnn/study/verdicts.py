@@ -1,5 +1,6 @@
 """Answer the study's criteria from runs paired by seed: met, missed, undecided or open."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -386,6 +387,7 @@ def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[V
     ]
 
 
+@functools.cache
 def _hidden_size(size: str) -> int:
     """The width of a size in configs/size, for old summaries without it."""
     from linrnn.config import load_config
