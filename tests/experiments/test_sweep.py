@@ -33,7 +33,7 @@ def test_a_sweep_is_listed_run_and_not_run_again(
 
 
 def said_by_sweep(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
-    """The command's output. The command runs in this process, which may use the CPU itself; its points run in their own."""
+    """The command's output. The command runs in this process, which may use the CPU; its points run in their own."""
     monkeypatch.setattr(sweep, "in_another_process", lambda function, *arguments: function(*arguments))
     own, launcher, runs = split_overrides(overrides, "run_sweep")
     said: list[str] = []
