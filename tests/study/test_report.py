@@ -13,11 +13,11 @@ import pytest
 from linrnn.config import load_config
 from linrnn.core.errors import DataError
 from linrnn.study.criteria import MEMORY, OPEN, judge
-from linrnn.study.report import make_report, verdict_table
+from linrnn.study.report import make_report, verdict_table, write
 from linrnn.study.report.page import Pictures, inline, to_html
 from linrnn.study.report.sections import sections
 from linrnn.study.report.tables import of_verdicts
-from linrnn.study.results import read_committed
+from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, read_committed, read_list
 from linrnn.study.verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,11 @@ def test_verdicts_with_an_answer_lead_and_what_was_not_measured_has_no_row() -> 
     answered = measured["met"] + measured["missed"]
     assert set(words[:answered]) <= {"met", "missed"}
     assert set(words[answered:]) == {"undecided"}
-    assert "Not measured:" in lines
+    below = lines[lines.index("Not measured:") + 2 :]
+    assert below[0] == "| criterion | what is missing | losses |"
+    assert {line.split(" | ")[0].removeprefix("| ") for line in below[2:]} == {
+        verdict.criterion.name for verdict in found if verdict.verdict == OPEN
+    }
 
 
 @pytest.mark.parametrize(
@@ -172,9 +176,25 @@ def test_the_page_of_every_committed_report_holds_every_run_command_and_verdict(
     assert {row[0] for row in rows} <= {"✓ met", "✗ missed", "? undecided"}, "readable without colour"
     [commands] = [text for text in read.texts["pre"] if text.strip()]
     assert commands.splitlines() == [run.summary["command"] for run in runs]
+    missing = [row for table in read.tables if "what is missing" in table[0][1] for row in table[1:]]
     for verdict in found:
         if verdict.verdict == OPEN:
-            assert any(f"{verdict.model} x {verdict.backend}" in item for item in read.texts["li"])
+            reason, loss = verdict.remark.removeprefix("not measured: needs "), f"{verdict.model} x {verdict.backend}"
+            losses = [row[2] for row in missing if row[:2] == [verdict.criterion.name, reason]]
+            assert any(loss in of_row and (verdict.against or "") in of_row for of_row in losses)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda path: path.name)
+def test_a_committed_report_is_what_its_rows_give(
+    report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the names of the plots: drawing them takes most of the time."""
+    monkeypatch.setattr(write, "_figures", lambda runs: [])
+    lists = (read_list(report / name) for name in (MAX_BATCHES, BREAKDOWNS))
+    short, whole, _ = write.write_pages(read_committed(report), tmp_path, report.name, *lists)
+    committed = re.sub(r"(?m)^## Plots\n\n(!.*\n)+\n", "", (report / "report.md").read_text())
+    assert short.read_text() == committed, "run python scripts/report.py group=…"
+    assert whole.read_text() == (report / "verdicts.md").read_text()
 
 
 def test_text_of_a_run_cannot_become_part_of_the_page() -> None:

@@ -100,7 +100,7 @@ def judge(
 # --------------------------------------------------------------------------------------------------- the criteria
 _TIMED = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
 _BOTH = "runs of both losses in one setting"
-_SEARCHED = "scripts/find_max_batch.py for both"
+_SEARCHED = "a search by scripts/find_max_batch.py for both"
 
 MEMORY = Criterion("peak memory, ratio", 0.6, AT_MOST, ".3f", f"{_BOTH}, on a GPU", by_chance=False)
 BATCH = Criterion("largest batch under the budget, ratio (H1: 1.3-2)", 1.5, AT_LEAST, ".2f", _SEARCHED, by_chance=False)
@@ -143,10 +143,10 @@ MVE_LOSS = Criterion("MVE: final training loss, difference, nats", 0.01, WITHIN,
 # Stands below every table of verdicts.
 RULES = (
     "A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. The interval is "
-    "Student's 90 % interval of the pairs' mean; the mean of ratios is the geometric one. *Met* and *missed* mean that "
-    "the whole interval lies on that side of what is asked. *Within* is two one-sided tests of equivalence. Speeds and "
-    f"losses of fewer than {LEAST_PAIRS} pairs are *undecided*. Memory does not scatter: one run decides, and the "
-    "interval is a range. *Open* means not measured."
+    "Student's 90 % interval of the pairs' mean. For ratios it is that of the geometric mean. *Met* and *missed* mean "
+    "that the whole interval lies on that side of what is asked. *Within* means two one-sided tests of equivalence. "
+    f"Speeds and losses of fewer than {LEAST_PAIRS} pairs are *undecided*. Memory does not scatter: one run decides, "
+    "and the interval is a range. *Open* means not measured."
 )
 MVE_CHANGED = (
     "Two things changed after results were seen: the MVE's learning rate (from 2e-3 to 1e-3), and its final loss (now "

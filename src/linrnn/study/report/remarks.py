@@ -9,12 +9,11 @@ from linrnn.study import plots
 from linrnn.study.criteria import MVE_CHANGED, OPEN, RULES, RULES_CHANGED, Verdict
 from linrnn.study.curves import LAST
 from linrnn.study.hypotheses import branches
-from linrnn.study.report.tables import checkpointed
-from linrnn.study.results import WALL_CLOCK, Run, backend_names, loss_time_share
-from linrnn.study.verdicts import free_loss_speed_up
+from linrnn.study.results import WALL_CLOCK, Run, backend_names
 
-OURS = ("cce_kahan", "cce_filter")  # report.md itself has the verdicts on these backends
 SATURATED = 0.9  # above this share of the device's peak a larger batch cannot help
+FREE_LOSS = "The last column is the most that a faster loss could give: a step as fast as if the loss took no time."
+NO_BOTTLENECK = f"The next bottleneck: {OPEN}; scripts/breakdown.py finds it."
 FOLLOW_UPS = (
     "Follow-up 2 (FP8 or INT4 scan): open. This harness has no such scan.",
     "Follow-up 5 (MFA's shared projections): open. This harness has no such projections.",
@@ -39,13 +38,13 @@ def _on_speed(runs: Sequence[Run]) -> str:
     if clock == WALL_CLOCK:
         return "Tokens/s are by wall clock, over all steps after the warm-up."
     device = (
-        "come from a step's median device time, which leaves out what the host does between steps: to be measured "
+        "come from a step's median device time. They leave out what the host does between steps and are to be measured "
         "again by wall clock."
     )
     if clock == plots.DEVICE_TIME:
         return f"Tokens/s {device}"
     names = [r.name for r in runs if r.summary["tokens_per_second"] and r.summary.get("tokens_per_second_is") is None]
-    return f"Tokens/s are by wall clock; those of {', '.join(names)} {device}"
+    return f"Tokens/s are by wall clock. Those of {', '.join(names)} {device}"
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
@@ -125,22 +124,22 @@ def on_branches(found: Sequence[Verdict]) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------- what comes next
-def on_bottlenecks(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[str]:
-    """The largest part of time and memory with our loss, and the most that a loss without cost could gain."""
+def on_breakdowns(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[str]:
+    """What each breakdown names as the largest part of time and of memory."""
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
-    lines = _on_free_losses(runs)
+    lines = []
     for breakdown in breakdowns:
         run, step = breakdown["run"], breakdown["time"]["step"]["total"]
         if (run["model"], run["size"]) not in kinds or not step:
             continue
         if differing := same_origin(environment, breakdown["environment"]):
             lines.append(
-                f"{run['run_name']}: its breakdown is left out: it was made with another {', '.join(differing)}."
+                f"{run['run_name']}: its breakdown is left out. It was made with another {', '.join(differing)}."
             )
         else:
             lines.append(" ".join(_on_breakdown(breakdown, step)))
-    return lines or [f"The next bottleneck: {OPEN}; scripts/breakdown.py finds it."]
+    return lines
 
 
 def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
@@ -150,7 +149,7 @@ def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
     name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
     lines = [
         f"{run['model']} x {run['loss']}, B = {run['batch_size']}: the largest part of a step is {name} "
-        f"({parts[name] / step:.0%}). The loss takes {share:.1%} of a step; a loss without cost would make the step "
+        f"({parts[name] / step:.0%}). The loss takes {share:.1%} of a step. A loss without cost would make the step "
         f"{1 / (1 - share):.3f} x as fast."
     ]
     memory = breakdown.get("memory", {})
@@ -163,19 +162,3 @@ def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
             "only queue. Freed memory is better spent on longer sequences, a larger model or no checkpointing."
         )
     return lines
-
-
-def _on_free_losses(runs: Sequence[Run]) -> list[str]:
-    """For each model and loss, with and without checkpointing: the step's speed with a loss that takes no time."""
-    firsts: dict[tuple[str, str, str], tuple[Run, float, float]] = {}
-    for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
-        share, bound = loss_time_share(run), free_loss_speed_up(run)
-        counts = run.finished and not run.mixture and run.summary["loss"] in (plots.baseline_of(runs), *OURS)
-        if counts and share is not None and bound is not None:
-            firsts.setdefault((run.summary["model"], name, checkpointed(run)), (run, share, bound))
-    return [
-        f"{model} x {name}, B = {run.summary['batch_size']}, T = {run.summary['seq_len']}, "
-        f"V = {run.summary['vocab_size']:,}, checkpointing {checkpointing}: the loss takes {share:.1%} of a step; "
-        f"a loss without cost would make the step {bound:.3f} x as fast."
-        for (model, name, checkpointing), (run, share, bound) in firsts.items()
-    ]

@@ -8,7 +8,7 @@ from linrnn.study import plots
 from linrnn.study.criteria import UNDECIDED, Verdict
 from linrnn.study.curves import LAST
 from linrnn.study.report import remarks, tables
-from linrnn.study.report.page import Bullets, Commands, Pictures, Section
+from linrnn.study.report.page import Block, Bullets, Commands, Pictures, Section
 from linrnn.study.results import Run
 
 
@@ -26,7 +26,7 @@ def sections(
         every_loss: whether to include verdicts on other losses than ours. The HTML page does; report.md links to
             verdicts.md instead.
     """
-    own = [verdict for verdict in found if verdict.backend.split()[0] in remarks.OURS]
+    own = [verdict for verdict in found if verdict.backend.split()[0] in tables.OURS]
     others = [verdict for verdict in found if verdict not in own]
     made = [Section("Verdicts", [remarks.on_count(own)]), *of_verdicts(own)] if own else []
     if own:
@@ -44,8 +44,7 @@ def sections(
         made.append(Section("Vocabulary: where a loss passes the baseline", [Bullets(crossover)]))
     if any(run.finished for run in runs):
         made.append(Section("If the hypothesis is wrong", [Bullets(remarks.on_branches(found))]))
-        steps = [*remarks.on_bottlenecks(runs, breakdowns), *remarks.FOLLOW_UPS]
-        made.append(Section("What is next", [Bullets(steps)]))
+        made.append(Section("What is next", _next(runs, breakdowns)))
     if every_loss and others:
         made += [Section("Verdicts on the other losses", [remarks.on_count(others)]), *of_verdicts(others)]
     commands = Commands([run.summary["command"] for run in runs])
@@ -54,16 +53,26 @@ def sections(
 
 
 _ELSEWHERE = "All losses: [verdicts.md](verdicts.md)."
+_MISSING = "Not measured"
+
+
+def _next(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[Block]:
+    """What could still be gained: by a loss that took no time, and what breakdowns name."""
+    free = tables.of_free_losses(runs)
+    steps = remarks.on_breakdowns(runs, breakdowns)
+    if not free and not steps:
+        steps = [remarks.NO_BOTTLENECK]
+    bullets = Bullets([*steps, *remarks.FOLLOW_UPS])
+    return [free, remarks.FREE_LOSS, bullets] if free else [bullets]
 
 
 def of_verdicts(found: Sequence[Verdict]) -> list[Section]:
     """Verdicts in up to three sections: answered, undecided, and not measured."""
     answered = [verdict for verdict in found if verdict.verdict in tables.ANSWERED]
     undecided = [verdict for verdict in found if verdict.verdict == UNDECIDED]
-    missing = tables.not_measured(found)
-    blocks: list[tuple[str, Table | Bullets | None]] = [
+    blocks: list[tuple[str, Table | None]] = [
         ("Met or missed", tables.of_verdicts(answered) if answered else None),
         ("Undecided", tables.of_verdicts(undecided) if undecided else None),
-        ("Not measured", Bullets(missing) if missing else None),
+        (_MISSING, tables.not_measured(found)),
     ]
-    return [Section(title, [block], level=3, folded=block == blocks[-1][1]) for title, block in blocks if block]
+    return [Section(title, [block], level=3, folded=title == _MISSING) for title, block in blocks if block]

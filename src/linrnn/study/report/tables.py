@@ -10,6 +10,7 @@ from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Verdict
 from linrnn.study.curves import LAST, SMOOTHED_STEPS, mean_of_last
 from linrnn.study.results import Run, alike, backend_names, comparison, loss_time_share
+from linrnn.study.verdicts import free_loss_speed_up
 
 GIB = 2**30
 FILTER_COLUMNS = {
@@ -20,6 +21,7 @@ FILTER_COLUMNS = {
     "steps computed exactly": ("exact", ".2%"),
 }
 ANSWERED = (MET, MISSED)
+OURS = ("cce_kahan", "cce_filter")  # report.md itself has the verdicts on these backends
 
 
 @dataclass(frozen=True)
@@ -75,27 +77,29 @@ def _beside_target(verdict: Verdict) -> str:
     return show(value, form)
 
 
-def not_measured(found: Sequence[Verdict]) -> list[str]:
-    """Criteria that no run answers, what is missing, and for which losses. Criteria that lack the same share a line."""
-    baselines: dict[tuple[str, str], dict[str, list[str]]] = {}
+def not_measured(found: Sequence[Verdict]) -> Table | None:
+    """What no run answers: a row a criterion and what it lacks, with the losses; None where nothing is missing."""
+    missing: dict[tuple[str, str], dict[str, list[str]]] = {}
     for v in found:
         if v.verdict == OPEN:
-            of_losses = baselines.setdefault((v.criterion.name, v.remark.removeprefix("not measured: ")), {})
-            loss = f"{v.model} x {v.backend}" + (f", {v.setting}," if v.setting else "")
+            of_losses = missing.setdefault((v.criterion.name, v.remark.removeprefix("not measured: needs ")), {})
+            loss = f"{v.model} x {v.backend}" + (f", {v.setting}" if v.setting else "")
             of_losses.setdefault(loss, []).append(v.against or "")
-    criteria: dict[tuple[str, str], list[str]] = {}
-    for (name, reason), of_losses in baselines.items():
+    rows = []
+    for (criterion, reason), of_losses in missing.items():
         against = {loss: " and ".join(filter(None, dict.fromkeys(names))) for loss, names in of_losses.items()}
-        words = [f"{loss} against {names}" if names else loss.rstrip(",") for loss, names in against.items()]
-        criteria.setdefault((reason, "; ".join(words)), []).append(name)
-    return [f"{'; '.join(names)}: {reason} ({losses})" for (reason, losses), names in criteria.items()]
+        losses = [f"{loss}, against {names}" if names else loss for loss, names in against.items()]
+        rows.append((criterion, reason, "; ".join(losses)))
+    columns = ("criterion", "what is missing", "losses")
+    return Table(columns, rows, columns) if rows else None
 
 
 def verdict_table(found: Sequence[Verdict]) -> list[str]:
-    """Verdicts as Markdown: a table with answered ones first, and below it what was not measured."""
+    """Verdicts as Markdown: a table, answered ones first, and below it a table of what was not measured."""
     missing = not_measured(found)
-    below = ["", "Not measured:", "", *(f"* {line}" for line in missing)] if missing else []
-    return [*(of_verdicts(found).markdown() if len(missing) < len(found) else []), *below]
+    below = ["", "Not measured:", "", *missing.markdown()] if missing else []
+    measured = any(verdict.verdict != OPEN for verdict in found)
+    return [*(of_verdicts(found).markdown() if measured else []), *below]
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -233,3 +237,25 @@ def _order(run: Run, name: str) -> tuple[Any, ...]:
 
 def _ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
+
+
+def of_free_losses(runs: Sequence[Run]) -> Table | None:
+    """A row a model and loss, with and without checkpointing: how fast a step would be if the loss took no time."""
+    firsts: dict[tuple[str, str, str], tuple[Run, float, float]] = {}
+    for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
+        share, bound = loss_time_share(run), free_loss_speed_up(run)
+        counts = run.finished and not run.mixture and run.summary["loss"] in (plots.baseline_of(runs), *OURS)
+        if counts and share is not None and bound is not None:
+            firsts.setdefault((run.summary["model"], name, checkpointed(run)), (run, share, bound))
+    columns = (
+        *("model", "loss", "checkpointing", "B", "T", "V", "the loss's share of a step"),
+        "speed of a step without it",
+    )
+    rows = [
+        (
+            *(model, name, checkpointing, run.summary["batch_size"], run.summary["seq_len"]),
+            *(f"{run.summary['vocab_size']:,}", f"{share:.1%}", f"{bound:.3f} x"),
+        )
+        for (model, name, checkpointing), (run, share, bound) in firsts.items()
+    ]
+    return Table(columns, rows, words=("model", "loss", "checkpointing")) if rows else None
