@@ -2,12 +2,16 @@
 
 Pages link to files of the repository outside docs/, as a forge shows them. The site takes each linked file in, Markdown
 as a page and everything else as it is. A link to a file that does not exist stays as it is, and MkDocs reports it.
+
+A forge draws Mermaid diagrams from their source. The site shows the pictures of docs/diagrams instead, because the
+script that draws Mermaid in a browser comes from another site.
 """
 
 import ast
 import os
 import re
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -86,7 +90,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Turn links to files outside docs/ into links to their copies in the site."""
+    """Turn links to files outside docs/ into links to their copies in the site, and diagrams into pictures."""
     if page.file.src_uri.startswith(TABLES):
         page.meta["search"] = {"exclude": True}
     source = page.file.abs_src_path
@@ -95,6 +99,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     here = Path(source)
     places = dict(_links(markdown, here))
     folder = os.path.dirname(page.file.src_uri)
+    numbers = count(1)
 
     def replaced(match: re.Match[str]) -> str:
         target = places.get(match[2])
@@ -104,7 +109,13 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         uri = os.path.relpath(_uri(target), folder or ".")
         return f"{match[1]}{uri}{'#' + anchor if anchor else ''}{match[3]}"
 
-    return "".join(part if FENCE.match(part) else LINK.sub(replaced, part) for part in _parts(markdown))
+    def shown(part: str) -> str:
+        if part.startswith("```mermaid\n"):
+            picture = DOCS / "diagrams" / f"{here.stem}-{next(numbers)}.svg"
+            return f"![diagram]({os.path.relpath(picture, here.parent)})"
+        return part if FENCE.match(part) else LINK.sub(replaced, part)
+
+    return "".join(map(shown, _parts(markdown)))
 
 
 def _parts(markdown: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -38,6 +39,15 @@ def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> Non
             continue  # the reader's own
         assert list(ROOT.glob(path.rstrip("/"))), f"{page.name}: {path}"
         assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_every_diagram_has_a_picture_of_its_source(page: Path) -> None:
+    """The site shows the pictures, so that it needs no network."""
+    diagrams = [block.text for block in blocks(page) if block.language == "mermaid"]
+    pictures = sorted((ROOT / "docs" / "diagrams").glob(f"{page.stem}-*.svg"))
+    sources = [ElementTree.parse(path).getroot().findtext("{http://www.w3.org/2000/svg}desc") for path in pictures]
+    assert [source and source.rstrip("\n") for source in sources] == diagrams, "python scripts/maintain/diagrams.py"
 
 
 def test_every_fault_has_a_test() -> None:
