@@ -227,10 +227,10 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
         ConfigError: there is one process only, or the ranks cannot share the batch evenly.
     """
     if not isinstance(ranks, DistributedRanks):
-        raise ConfigError("one process has nobody to share with", "use torchrun --nproc-per-node=N, N of 2 or more")
+        raise ConfigError("there is only one process", "use torchrun --nproc-per-node=N, N of 2 or more")
     if config.strong and config.batch_size % ranks.world_size:
         raise ConfigError(
-            f"strong: {ranks.world_size} ranks cannot share batch_size={config.batch_size} out evenly",
+            f"strong: {ranks.world_size} ranks cannot share batch_size={config.batch_size} evenly",
             f"use a multiple of {ranks.world_size}, or strong=[]",
         )
     device, directory = resolve_device(config.device), Path(config.output_dir)
