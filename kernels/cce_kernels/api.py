@@ -78,8 +78,8 @@ def linear_cross_entropy(
     Args:
         e: (..., D) hidden states, bf16, fp16 or fp32. c: (V, D) the linear layer's weight, one of the same dtypes. The
             products use the promoted dtype of both (bf16 and fp32 give fp32), or autocast's. fp32 is multiplied in
-            IEEE fp32. On a GPU an input is copied if its dtype is not the products', or if its rows are not
-            contiguous and 16-byte aligned.
+            IEEE fp32. On a GPU an input is copied if its dtype is not the products', if its rows are not contiguous,
+            or if 16-bit rows do not begin at lines of 128 bytes (D not a multiple of 64).
         targets: (...) integers in [0, V). Another value raises an error on the CPU and makes the loss NaN on a GPU.
         bias: (V,) or None.
         ignore_index: targets with this value add nothing to the loss and the gradients.
@@ -106,8 +106,8 @@ def linear_cross_entropy(
             sum takes 1 byte more for each entry of a 16-bit gradient (see accumulate). Three products are
             chosen only if their sums fit workspace_mib, too (planner.py). On CPU tensors workspace_mib bounds all extra
             memory, also in the forward pass. Defaults:
-              * three products: a third of the logits in 16 bits, 2 N V / 3 bytes. At least 256 MiB if the logits are
-                that large, and at most 2048 MiB;
+              * three products: at most the logits in 16 bits, 2 N V bytes, and at most 2048 MiB; less where that costs
+                at most 4 % of the time (planner.py);
               * four products: 256 MiB, or 256 columns of N rows if these take more.
         main_grad_c: (V, D) fp32 buffer. c's gradient, if c requires one, is added to it unrounded; c.grad stays as it
             is.

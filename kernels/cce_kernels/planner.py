@@ -1,18 +1,15 @@
 """Chooses the scheme of the Triton backward pass and its chunk size, from shapes, dtypes, options and budget alone.
 
     scheme              chunks of           time, in products of N x D x V
-    three products      token rows          3 + 1100 · (chunks − 1) / N
-    four products       vocabulary columns  4 + 1100 · chunks / V
+    three products      token rows          3 + 1600 · (chunks − 1) / N
+    four products       vocabulary columns  4 + 1600 · chunks / V
 
 schemes/three_products.py stores exponentials. schemes/four_products.py recomputes the logits. A filtered call works
 through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere.
 
-CHUNK_COST, 1100, is what one more chunk costs in rows (or columns) of a product, measured on an H200:
-
-    what                                                   from                                             cost
-    one more read and write of a 16-bit gradient with      6 bytes an entry at 4.3 TB/s, against            500
-    its 8 bits of rounding error                           2 multiply-adds at 700 TFLOP/s
-    one more start and end of each tile                    3.5 µs, against 0.39 µs for a depth of 64        600
+CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product: one more read and write of a 16-bit
+gradient with its 8 bits of rounding error, and one more start and end of each tile. An H100 and an H200 took 1,000 to
+2,100 on the six shapes of N >= 8192 where one, two and three chunks were timed.
 
 Small problems wait for kernel launches instead, about 40 µs each.
 """
@@ -30,11 +27,12 @@ from .accumulator import scratch_bytes
 from .filter_rule import COLUMN_GROUP, LIKELY_GROUP, TILE_COLS, TILE_ROWS, block_rows, likely_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
-STORED_CHUNKS = 3  # chunks of token rows, without a workspace_mib
 MOST_DEFAULT_MIB = 2048  # limit of a chunk's exponentials, without a workspace_mib
+SLOWER = 1.04  # the default may take this multiple of the fastest chunks' time, in order to save memory
 LEAST_ROWS = 512  # in a chunk of three products
+LEAST_LENT = 2**24  # bytes of e, see lent_rows
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
-CHUNK_COST = 1100.0
+CHUNK_COST = 1600.0
 LAUNCH_SECONDS = 40e-6
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
@@ -146,7 +144,7 @@ def _storable(p: Problem, o: Options) -> bool:
 def _stored_cost(p: Problem, rows: int) -> float:
     """Time of three products, in products of N x D x V."""
     chunks = math.ceil(p.n_rows / rows)
-    return max(3 + CHUNK_COST * max(1, chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
+    return max(3 + CHUNK_COST * (chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
 
 
 def _recompute_cost(p: Problem, columns: int) -> float:
@@ -160,31 +158,58 @@ def _launches(p: Problem, launches: int) -> float:
     return launches * LAUNCH_SECONDS * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
 
 
-def _stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
-    """Bytes of (a chunk's exponentials, everything else that three products hold)."""
+def lent_rows(n_rows: int, dim: int, vocab: int) -> slice | None:
+    """The last rows of dC that hold one chunk's scaled e until they are written: whole tiles of TILE_ROWS.
+
+    None: they cannot hold it, or e is so small that its memory is not worth two more launches. Later the scaled e moves
+    to the first `dim` columns of the exponentials, which dC must not need any more.
+    """
+    start = (vocab - n_rows) // TILE_ROWS * TILE_ROWS
+    if dim % 64 or start < dim or 2 * n_rows * dim < LEAST_LENT:
+        return None
+    return slice(start, start + n_rows)
+
+
+def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
+    """Bytes of (a chunk's exponentials, everything else that three products hold beside the gradients)."""
+    rows, summed = min(rows, p.n_rows), rows < p.n_rows
     splits = splits_for(rows, p.dim, programs)
-    hidden, beside = p.n_rows * p.dim, rows * 2 * p.dim
+    lends = not summed and not p.main_grad and p.grad_c == p.dtype and lent_rows(p.n_rows, p.dim, p.vocab)
+    hidden, beside = p.n_rows * p.dim, 0 if lends else rows * 2 * p.dim
     if p.grad_e is not None:
-        beside += hidden * (scratch_bytes(p.grad_e, o.accumulate) + (4 * splits if splits > 1 else 0))
-    beside += p.vocab * p.dim * (3 if p.main_grad else scratch_bytes(p.grad_c, o.accumulate))
+        beside += hidden * (4 * splits if splits > 1 else 0)
+        beside += hidden * (scratch_bytes(p.grad_e, o.accumulate) if summed else 0)
+    if p.main_grad:
+        beside += p.vocab * p.dim * (3 if summed else 2)
+    elif summed:
+        beside += p.vocab * p.dim * scratch_bytes(p.grad_c, o.accumulate)
     return rows * 2 * p.vocab, beside
 
 
 def _rows(p: Problem, programs: int, o: Options) -> int:
-    """Rows per chunk of three products: as many as fit, in chunks of equal size; 0 if fewer than LEAST_ROWS fit.
+    """Rows per chunk of three products, in chunks of equal size; 0 if fewer than LEAST_ROWS fit.
 
-    Without a `workspace_mib`, a chunk's exponentials take a third of all logits in 16 bits. Fewer chunks are taken if
-    everything fits DEFAULT_WORKSPACE_MIB, more if the exponentials would exceed MOST_DEFAULT_MIB. The memory of the
-    sums is then not limited.
+    With `workspace_mib`: as many rows as fit. Without: the least memory that is at most SLOWER times as slow as the
+    fastest, or the fastest, among the chunks that respect two limits. A chunk's exponentials take at most
+    MOST_DEFAULT_MIB. Several chunks and their sums take no more than all logits in 16 bits.
     """
-    budget = (o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB
+    budget = None if o.workspace_mib is None else o.workspace_mib * MIB
+    choices, fastest = [], math.inf
     for chunks in range(1, max(1, p.n_rows // LEAST_ROWS) + 1):
         rows = math.ceil(math.ceil(p.n_rows / chunks) / ROW_MULTIPLE) * ROW_MULTIPLE
-        exponentials, beside = _stored_bytes(p, rows, programs, o)
-        by_default = o.workspace_mib is None and chunks >= STORED_CHUNKS and exponentials <= MOST_DEFAULT_MIB * MIB
-        if by_default or max(exponentials, beside) <= budget:
-            return rows
-    return 0
+        exponentials, beside = stored_bytes(p, rows, programs, o)
+        if budget is not None:
+            if max(exponentials, beside) <= budget:
+                return rows
+            continue
+        cost, total = _stored_cost(p, rows), exponentials + beside
+        fastest = min(fastest, cost)
+        if exponentials <= MOST_DEFAULT_MIB * MIB and (chunks == 1 or total <= 2 * p.n_rows * p.vocab):
+            choices.append((total, cost, rows))
+    if not choices:
+        return 0
+    quick = [x for x in choices if x[1] <= SLOWER * fastest]
+    return min(quick)[2] if quick else min(choices, key=lambda x: x[1])[2]
 
 
 def _columns(p: Problem, o: Options, fixed_bytes: int = 0) -> int:

@@ -346,7 +346,7 @@ def forward(
             slots = e.new_empty((rows, SEGMENTS, SLOTS), dtype=torch.int32)
             found = e.new_empty((rows, SEGMENTS, FOUND), dtype=torch.int32)
         part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics))
-        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], None)
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk])
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics

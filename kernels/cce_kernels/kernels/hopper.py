@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from ..runtime.tile_table import GLUON_LONG, GLUON_SHORT, Tiles
+from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, device_of
 
 try:
@@ -30,13 +30,9 @@ def fits(e: Tensor) -> bool:
     if kernels is None or not triton.__version__.startswith(TRITONS):
         return False
     # If a row took fewer steps than the ring has buffers, one consumer could get a tile ahead of the other.
-    long_enough = e.shape[1] > GLUON_SHORT.inner * (GLUON_SHORT.num_stages - 1)
+    tiles = hopper_tiles(e.shape[1])
+    long_enough = e.shape[1] > tiles.inner * (tiles.num_stages - 1)
     return e.itemsize == 2 and long_enough and device_of(e).capability == 90
-
-
-def logits_tiles(dim: int) -> Tiles:
-    """Tiles of both kernels, for rows of `dim` numbers."""
-    return GLUON_LONG if dim >= 512 else GLUON_SHORT
 
 
 def exponentials(
@@ -45,7 +41,7 @@ def exponentials(
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`; the tensors are as for `logits.exponentials`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    t, descriptor = logits_tiles(dim), kernels.descriptor
+    t, descriptor = hopper_tiles(dim), kernels.descriptor
     kernels.hopper_exponentials_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
         None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns, z_target, sums, unread,
@@ -63,7 +59,7 @@ def gradient(
     pointers: columns, lse, a, b, active, eps and times of `gradient_kernel`. eps and times are None without a filter.
     """
     (n_rows, dim), width = e.shape, c.shape[0]
-    t, descriptor = logits_tiles(dim), kernels.descriptor
+    t, descriptor = hopper_tiles(dim), kernels.descriptor
     kernels.hopper_gradient_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner), descriptor(dz, t.rows // 2, t.cols // 2),
         *pointers, n_rows, width, dim, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,

@@ -24,6 +24,7 @@ from ..filter_rule import Rule
 from ..options import Options
 from ..planner import most_splits
 from ..runtime.launch import quick
+from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
 from . import hopper
 from .epilogues import gradient_of, tail_of
@@ -199,7 +200,7 @@ def gradient_of_chunk(
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     tail = filtering is not None and filtering.kept is None
     on_hopper = hopper.fits(e) and (filtering is None or tail) and bias_chunk is None and o.softcap is None
-    tiles = hopper.logits_tiles(dim) if on_hopper else gradient_tiles(e)
+    tiles = hopper_tiles(dim) if on_hopper else gradient_tiles(e)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
     eps = rank = times = kept = dropped = None

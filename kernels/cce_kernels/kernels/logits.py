@@ -38,6 +38,7 @@ from ..options import Options
 from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
 from ..runtime.launch import quick
+from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, inner_of, logits_tiles, multiprocessors, softcapped
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
@@ -248,7 +249,7 @@ def exponentials(
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
-    tiles = hopper.logits_tiles(dim) if on_hopper else logits_tiles(e)
+    tiles = hopper_tiles(dim) if on_hopper else logits_tiles(e)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)

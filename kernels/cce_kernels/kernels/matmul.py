@@ -16,6 +16,8 @@ Cost: M K COLS multiply-adds on the tensor cores; writes the output; each launch
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,9 +27,33 @@ from ..runtime.launch import quick
 from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
 from .kahan import read_sum, write_sum
 
+PLACES = tl.constexpr(32)  # tokens of a tile's targets that are added at a time
+
+
+class RowTerms(NamedTuple):
+    """What finishes dE: out_i = factor_i (A B)_i + coefficient_i C[columns_i]."""
+
+    factor: Tensor  # (M,) fp32
+    coefficient: Tensor  # (M,) fp32
+    columns: Tensor  # (M,) int64, negative for none
+    c: Tensor  # (V, COLS)
+
+
+class TargetTerms(NamedTuple):
+    """What the targets add to dC: out_v += Σ coefficient_i e_i over the tokens i whose target is v."""
+
+    keys: Tensor  # (N,) int32, ascending: the tokens' targets, negative for none
+    order: Tensor  # (N,) int64: the tokens in that order
+    bounds: Tensor  # (row tiles + 1,) int32: where in `keys` the targets of each tile of output rows begin
+    coefficient: Tensor  # (N,) fp32
+    e: Tensor  # (N, COLS) bf16
+
+
+_NO_ROW_TERMS, _NO_TARGET_TERMS = (None,) * 4, (None,) * 5
+
 
 @quick
-@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split"])
+@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split", "c_stride", "e_stride"])
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
     b_desc,  # B (K, COLS)
@@ -37,6 +63,17 @@ def product_kernel(
     scale_ptr,  # () fp32 or None: what the whole sum is multiplied by
     times_ptr,  # () fp32 or None: what A B is multiplied by
     active_ptr,  # () int32 or None: where 0, there is nothing to do
+    factor_ptr,  # this pointer and the next three are RowTerms, or all None
+    row_coefficient_ptr,
+    columns_ptr,
+    c_ptr,
+    keys_ptr,  # this pointer and the next four are TargetTerms, or all None
+    order_ptr,
+    bounds_ptr,
+    coefficient_ptr,
+    e_ptr,
+    c_stride,  # from one row of c to the next
+    e_stride,  # from one row of e to the next
     M,
     COLS,
     K,
@@ -73,30 +110,77 @@ def product_kernel(
             acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
 
         rows = row + tl.arange(0, BLOCK_M)
+        if keys_ptr is not None:
+            acc = _add_targets(
+                acc, rows, col + tl.arange(0, BLOCK_N), row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr,
+                e_ptr, e_stride, COLS,
+            )  # fmt: skip
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time takes fewer registers, and less shared memory to reorder the values for the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
-        _store(left, offsets, rows < M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ, KEEP)
+        for_rows = (factor_ptr, row_coefficient_ptr, columns_ptr, c_ptr, c_stride)
         _store(
-            right, offsets, rows < M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, HALF, READ,
+            left, offsets, rows, M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows, HALF, READ,
             KEEP,
+        )  # fmt: skip
+        _store(
+            right, offsets, rows, M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
+            HALF, READ, KEEP,
         )  # fmt: skip
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()  # this launch must not end before the one beside it: later launches wait for this one alone
 
 
 @triton.jit
+def _add_targets(
+    acc, rows, cols, row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr, e_ptr, e_stride, COLS,
+):  # fmt: skip
+    """acc + the targets' terms of a tile: products of e with a matrix that holds each token's coefficient in its
+    target's row, as the sum of two numbers of 16 bits."""
+    end = tl.load(bounds_ptr + row_tile + 1)
+    for first in range(tl.load(bounds_ptr + row_tile), end, PLACES):
+        places = first + tl.arange(0, PLACES)
+        live = places < end
+        key = tl.load(keys_ptr + places, mask=live, other=-1)
+        token = tl.load(order_ptr + places, mask=live, other=0)
+        coefficient = tl.load(coefficient_ptr + token, mask=live, other=0.0)
+        e_mask = live[:, None] & (cols < COLS)[None, :]
+        e = tl.load(e_ptr + token[:, None] * e_stride + cols[None, :], mask=e_mask, other=0.0)
+        high = coefficient.to(e.dtype)
+        low = (coefficient - high.to(tl.float32)).to(e.dtype)
+        here = key[None, :] == rows[:, None]
+        acc = tl.dot(tl.where(here, high[None, :], 0.0), e, acc)
+        acc = tl.dot(tl.where(here, low[None, :], 0.0), e, acc)
+    return acc
+
+
+@triton.jit
+def _finish_rows(total, rows, M, cols, COLS, for_rows):
+    """factor · total + coefficient · C[column] of each row."""
+    factor_ptr, coefficient_ptr, columns_ptr, c_ptr, c_stride = for_rows
+    inside = rows < M
+    factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
+    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
+    column = tl.load(columns_ptr + rows, mask=inside, other=-1)
+    c_mask = (column >= 0)[:, None] & (cols < COLS)[None, :]
+    c = tl.load(c_ptr + column[:, None] * c_stride + cols[None, :], mask=c_mask, other=0.0).to(tl.float32)
+    return total * factor[:, None] + c * coefficient[:, None]
+
+
+@triton.jit
 def _store(
-    total, offsets, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS,
+    total, offsets, rows, M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
     WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Add half a tile of products to out, lost or into."""
     cols = col + tl.arange(0, WIDTH)
     offsets = offsets + cols[None, :]
-    mask = inside[:, None] & (cols < COLS)[None, :]
+    mask = (rows < M)[:, None] & (cols < COLS)[None, :]
     lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
     if times_ptr is not None:
         total *= tl.load(times_ptr)
+    if for_rows[0] is not None:
+        total = _finish_rows(total, rows, M, cols, COLS, for_rows)
     if READ:
         total += read_sum(out_ptr + offsets, lost_ptrs, mask)
     if scale_ptr is not None:
@@ -123,6 +207,8 @@ def product(
     into: Tensor | None = None,
     beside: bool = False,
     active: Tensor | None = None,
+    row_terms: RowTerms | None = None,
+    target_terms: TargetTerms | None = None,
 ) -> None:
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
 
@@ -135,7 +221,11 @@ def product(
         into: like out, fp32: the finished sum is added to it instead of stored in out.
         beside: whether this product may run beside the one launched just before it, on which it must not depend.
         active: () int32; where 0, the kernel does nothing. None: it always computes.
+        row_terms: finish each row of a product that is not a sum over launches.
+        target_terms: are added to a product whose summed dimension is not split.
     """
+    assert row_terms is None or not read
+    assert target_terms is None or out.dim() == 2
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
     tiles = tiles_for(a, cols)
@@ -144,7 +234,10 @@ def product(
     product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
-        out, lost, into, scale, times, active, n_rows, cols, depth,
+        out, lost, into, scale, times, active,
+        *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS),
+        0 if row_terms is None else row_terms.c.stride(0), 0 if target_terms is None else target_terms.e.stride(0),
+        n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
         tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None, overlap,
         **tiles.launch, **({"launch_pdl": True} if beside and overlap else {}),

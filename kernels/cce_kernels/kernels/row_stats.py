@@ -49,11 +49,9 @@ def rows_kernel(
     nll_ptr,  # (N,) fp32: −log p of the target, 0 where ignored, NaN where outside the vocabulary; written
     factor_ptr,  # (N,) fp32 or None: factor from w to dL/d(e · c), written
     coefficient_ptr,  # (N,) fp32 or None: dL/d(e · c) of the target, written
-    scaled_ptr,  # (N, D) or None, rows scaled_stride apart: e times its row's factor, written
     e_stride,
     c_stride,
     w_stride,
-    scaled_stride,
     N,
     V,
     D,
@@ -160,13 +158,6 @@ def rows_kernel(
             slope = 1 - (z_target / softcap) * (z_target / softcap)
         tl.store(factor_ptr + rows, a / total, mask=inside)
         tl.store(coefficient_ptr + rows, tl.where(apart, (of_lse * p_target - b * rest) * slope, 0.0), mask=inside)
-        if scaled_ptr is not None:
-            for d in range(0, D, BLOCK_D):
-                dims = d + tl.arange(0, BLOCK_D)
-                mask = inside[:, None] & (dims < D)[None, :]
-                e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
-                scaled = (e.to(tl.float32) * (a / total)[:, None]).to(scaled_ptr.dtype.element_ty)
-                tl.store(scaled_ptr + rows.to(tl.int64)[:, None] * scaled_stride + dims[None, :], scaled, mask=mask)
 
 
 @triton.jit
@@ -193,13 +184,11 @@ class Gradient:
     w: (N, V) exponentials (logits.py), 0 at the targets; rewritten where a row overflowed.
     factor: (N,) fp32, the factor from a row of w to dL/d(e · c).
     coefficient: (N,) fp32, dL/d(e · c) of the row's target.
-    scaled: (N, D) e times factor, or None.
     """
 
     w: Tensor
     factor: Tensor
     coefficient: Tensor
-    scaled: Tensor | None
 
 
 def finish_rows(
@@ -215,13 +204,13 @@ def finish_rows(
 ) -> None:
     """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    w = factor = coefficient = scaled = None
+    w = factor = coefficient = None
     if gradient is not None:
-        w, factor, coefficient, scaled = gradient.w, gradient.factor, gradient.coefficient, gradient.scaled
+        w, factor, coefficient = gradient.w, gradient.factor, gradient.coefficient
     rows_kernel[(cdiv(n_rows, ROWS),)](
         e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
-        factor, coefficient, scaled, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
-        0 if scaled is None else scaled.stride(0), n_rows, vocab, dim, sums.w.shape[0],
+        factor, coefficient, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
+        sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner_of(e.dtype),
         o.softcap is not None, num_warps=4,
     )  # fmt: skip

@@ -141,6 +141,13 @@ def sort_by_target(columns: Tensor) -> tuple[Tensor, Tensor]:
     return keys, order
 
 
+def tile_bounds(keys: Tensor, vocab: int, rows: int) -> Tensor:
+    """Where in `keys` (N,), from `sort_by_target`, the targets of each tile of `rows` vocabulary entries begin:
+    (tiles + 1,) int32."""
+    edges = torch.arange(0, (cdiv(vocab, rows) + 1) * rows, rows, dtype=keys.dtype, device=keys.device)
+    return torch.searchsorted(keys, edges, out_int32=True)
+
+
 def add_by_target(
     e: Tensor, keys: Tensor, order: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None
 ) -> None:

@@ -142,8 +142,6 @@ def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Sprea
         parts += _metric_parts(rows, spread.columns(columns) != IGNORED)
     every = spread.all_gather(torch.stack(parts)[None])
     backend_of(e).settle(every, spread.ends(e.device), spread.rank, columns, rows, gradient, o)
-    if gradient.scaled is not None:
-        torch.mul(e, gradient.factor[:, None], out=gradient.scaled)
 
 
 def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:

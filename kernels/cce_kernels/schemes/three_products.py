@@ -6,16 +6,18 @@
 kernels/logits.py defines w and S. For each chunk of rows, `exponentials` stores w (rows × V, 16 bits) and the rows'
 sums. Both gradients are then plain products of w, side by side (kernels/matmul.py). The factor a_i / S_i goes into the
 rows of dE and of e, so nothing is recomputed and no pass over w is needed. The target's entry is left out of w: p − 1
-cancels there, and most of the gradient lies there. It is added in fp32, for all rows at once.
+cancels there, and most of the gradient lies there. The last products add it in fp32.
 
 The forward pass multiplies every chunk but the last. The last chunk's w waits for the backward pass, which multiplies
 by dL/dloss before the final rounding. Until then the sums keep their rounding errors (accumulator.py). dC is a sum
-over chunks; each row of w C is complete after its own chunk.
+over chunks; each row of w C is complete after its own chunk. One chunk needs no sums: the backward pass writes both
+gradients once.
 
 Cost: 3 N D V multiply-adds. Each chunk but the first reads dC and its rounding error, and each but the last writes
 both.
-Memory: 2 V bytes a row of a chunk. 1 byte an entry of dC and of dE, none where these are fp32. w C also takes
-`splits` fp32 copies where a chunk has too few tiles to occupy every multiprocessor (planner.splits_for).
+Memory: 2 V bytes a row of a chunk, and 2 D bytes for its row of e times its factor. With several chunks, 1 byte an
+entry of dC and of dE, none where these are fp32. w C also takes `splits` fp32 copies where a chunk has too few tiles to
+occupy every multiprocessor (planner.splits_for).
 Serves bf16 operands with one upstream gradient for all rows, and no bias, filter or label smoothing.
 """
 
@@ -31,14 +33,14 @@ from torch import Tensor
 from ..accumulator import Accumulator
 from ..kernels.kahan import read_sum, write_sum
 from ..kernels.logits import exponentials, target_logits
-from ..kernels.matmul import product
+from ..kernels.matmul import RowTerms, TargetTerms, product
 from ..kernels.row_stats import Gradient, finish_rows
-from ..kernels.target_gradient import add_by_target, sort_by_target
+from ..kernels.target_gradient import sort_by_target, tile_bounds
 from ..options import Options
-from ..planner import splits_for
+from ..planner import lent_rows, splits_for
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
-from ..runtime.tiles import cdiv, multiprocessors, power_of_2
+from ..runtime.tiles import cdiv, multiprocessors, power_of_2, tiles_for
 
 
 @quick
@@ -117,22 +119,22 @@ def forward(
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
             state = empty_state(e, c, rows, dtypes, o, w)
-            _, scaled, factor, coefficient, *_ = _present(state)
+            _, factor, coefficient, *_ = _present(state)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
         part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics), largest)
-        scaled_i = None if scaled is None else scaled[:height, :dim]
-        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], scaled_i)
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk])
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
-            _add_products(w_i, scaled_i, c, state, chunk, read=first > 0)
+            _add_products(w_i, e_i, c, state, chunk)
     if dtypes[1] is not None:  # last, because sorting takes many small launches and only the backward pass needs it
         state[KEYS], state[ORDER] = sort_by_target(columns)
+        state[BOUNDS] = tile_bounds(state[KEYS], c.shape[0], tiles_for(e, dim).rows)
     return Rows(lse, nll, None, metrics), state
 
 
@@ -155,12 +157,14 @@ def backward(
         finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
             but the last, and comes before the last chunk's products.
     """
-    w, scaled, factor, coefficient, keys, order, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    w, factor, coefficient, keys, order, bounds, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
     n_rows, dim = e.shape
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
+    last = slice(first, n_rows)
+    w = w[: n_rows - first, : c.shape[0]]
 
     def finish_e(part: slice) -> None:
-        if grad_e is None or part.start == part.stop:
+        if part.start == part.stop:
             return
         parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
         block_d = min(256, power_of_2(dim))
@@ -171,21 +175,44 @@ def backward(
         if finished is not None:
             finished(part)
 
-    if finished is not None:
-        finish_e(slice(0, first))
+    tile = tiles_for(e, dim).rows
+    terms_c = TargetTerms(keys, order, bounds, coefficient, e)
+    lent = None
+    if first == 0 and main_grad_c is None and grad_c is not None and grad_c.dtype == e.dtype:
+        lent = lent_rows(n_rows, dim, len(c))
+    scaled = None if grad_c is None else _scaled(e[last], factor[last], None if lent is None else grad_c[lent])
+    if grad_e is not None:
+        if finished is not None:
+            finish_e(slice(0, first))
+        if parts_e is None:
+            terms = RowTerms(factor[last], coefficient[last], columns[last], c)
+            product(w, c, grad_e[last], scale=scale, row_terms=terms)
+        else:
+            product(w, c, parts_e[:, last])
     if grad_c is not None:
-        if first == 0:
-            grad_c.zero_()
-            if lost_c is not None:
-                lost_c.zero_()
-        add_by_target(e, keys, order, coefficient, grad_c, lost_c)
-    w = w[: n_rows - first, : c.shape[0]]
-    scaled = None if scaled is None else scaled[: n_rows - first, :dim]
-    _add_products(w, scaled, c, state, slice(first, n_rows), read=True, scale=scale, into=main_grad_c)
-    finish_e(slice(0 if finished is None else first, n_rows))
+        assert scaled is not None
+        own = grad_c if lent is None else grad_c[: lent.start]
+        product(
+            w[:, : len(own)], scaled, own, lost_c,
+            transpose_a=True, read=first > 0, scale=scale, into=main_grad_c, beside=grad_e is not None,
+            target_terms=terms_c,
+        )  # fmt: skip
+        if lent is not None:  # those columns of w are done with: scaled e moves there, off the rows still to be written
+            scaled = w[:, :dim].copy_(scaled)
+            rest = TargetTerms(keys - lent.start, order, bounds[lent.start // tile :], coefficient, e)
+            product(w[:, lent.start :], scaled, grad_c[lent.start :], transpose_a=True, scale=scale, target_terms=rest)
+    if grad_e is not None:
+        begin = 0 if finished is None else first
+        if parts_e is None:  # the product has finished the last chunk's rows
+            finish_e(slice(begin, first))
+            if finished is not None:
+                finished(last)
+        else:
+            finish_e(slice(begin, n_rows))
 
 
-KEYS, ORDER, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 9  # indices into the state; the tensors from SUMS on are summed into
+# Indices into the state; the tensors from SUMS on are summed into.
+KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C = 3, 4, 5, 6, 7, 9
 
 
 def empty_state(
@@ -194,27 +221,29 @@ def empty_state(
 ) -> list[Tensor]:  # fmt: skip
     """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
 
-    w: (rows, V) the last chunk's exponentials; the argument `w` if given. scaled: (rows, D) the last chunk's e times
-    its factors. factor, coefficient: (N,) fp32, see `Gradient`. keys, order: (N,) the rows sorted by target. parts:
+    w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, see
+    `Gradient`. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `tile_bounds`. parts:
     (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c = dtypes
     height = min(rows, n_rows)
+    first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
+    accumulate = o.accumulate if first else "bf16"  # one chunk: nothing is summed
     w = _empty_exponentials(e, c, rows) if w is None else w
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
-    parts = scaled = sum_e = sum_c = keys = order = None
+    parts = sum_e = sum_c = keys = order = bounds = None
     if dtype_e is not None:
         splits = splits_for(height, dim, multiprocessors(e))
         if splits > 1:
             parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
-        sum_e = Accumulator(e, (n_rows, dim), dtype_e, o.accumulate, None if parts is None else 0)
+        sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, first if parts is None else 0)
     if dtype_c is not None:
-        scaled = e.new_empty(height, cdiv(dim, 8) * 8)
         keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
-        sum_c = Accumulator(e, (vocab, dim), dtype_c, o.accumulate)
+        bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
+        sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
-    return [e.new_empty(0) if x is None else x for x in (w, scaled, *row_numbers, keys, order, parts, *sums)]
+    return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, keys, order, bounds, parts, *sums)]
 
 
 def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
@@ -222,31 +251,29 @@ def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
     return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
 
 
+def _scaled(e: Tensor, factor: Tensor, lent: Tensor | None = None) -> Tensor:
+    """Rows of e (rows, D) times their factors (rows,), in bf16. In `lent`, or in memory of its own, where each row
+    begins at a line of 128 bytes."""
+    if lent is None:
+        lent = e.new_empty(e.shape[0], cdiv(e.shape[1], 64) * 64)[:, : e.shape[1]]
+    return torch.mul(e, factor[:, None], out=lent)
+
+
 def _present(state: list[Tensor]) -> list:
     """The state with None for its empty tensors."""
     return [x if x.numel() else None for x in state]
 
 
-def _add_products(
-    w: Tensor,
-    scaled: Tensor | None,
-    c: Tensor,
-    state: list[Tensor],
-    chunk: slice,
-    read: bool,
-    scale: Tensor | None = None,
-    into: Tensor | None = None,
-) -> None:
-    """Multiply a chunk of rows: store w C, and add wᵀ (scaled e) to dC. The targets' entries are not in w."""
-    parts_e, grad_e, lost_e, grad_c, lost_c = _present(state[SUMS:])
+def _add_products(w: Tensor, e: Tensor, c: Tensor, state: list[Tensor], chunk: slice) -> None:
+    """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries."""
+    _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    scaled = None if grad_c is None else _scaled(e, factor[chunk])
     if grad_e is not None:
         if parts_e is not None:
             product(w, c, parts_e[:, chunk])
         else:
             product(w, c, grad_e[chunk], None if lost_e is None else lost_e[chunk])
-    if grad_c is not None:
-        assert scaled is not None
+    if scaled is not None:
         product(
-            w, scaled, grad_c, lost_c,
-            transpose_a=True, read=read, scale=scale, into=into, beside=grad_e is not None,
+            w, scaled, grad_c, lost_c, transpose_a=True, read=chunk.start > 0, beside=grad_e is not None,
         )  # fmt: skip

@@ -3,15 +3,14 @@
 They run in Triton on a GPU and in blockwise torch on a CPU, with the same bound on memory. See
 `cce_kernels.linear_cross_entropy`.
 
-The formulas of memory and traffic repeat the kernels' choice of scheme on a GPU with 132 multiprocessors:
+The formulas of memory and traffic ask the kernels' planner for the scheme on a GPU with 132 multiprocessors:
 
-* `stored` keeps the exponentials of a chunk of token rows: 3 products, most of them in the forward pass.
-* `recompute` computes the logits of a chunk of the vocabulary again in the backward pass: 4 products.
+* Three products: the exponentials of a chunk of token rows are kept.
+* Four products: the backward pass computes the logits of a chunk of the vocabulary again.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -30,17 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIB = 2**20
-WORKSPACE_MIB = 256  # if `loss.workspace_mib` is null
-STORED_CHUNKS = 3  # then also: stored with at least this many chunks, if a chunk's exponentials take at most
-MOST_DEFAULT_MIB = 2048  # this much
-LEAST_ROWS = 512
-PLACES = 16  # rows, sorted by target, that one program adds up
-ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
-LAUNCH_FLOPS = 40e-6 * 700e12  # what a GPU computes while it waits for a launch
-STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
+WORKSPACE_MIB = 256  # of the filter's lists and blocks, if `loss.workspace_mib` is null
 MULTIPROCESSORS = 132
-TILE_ROWS, TILE_COLS, MOST_SPLITS = 128, 256, 4  # tiles of dE's product, which is split if it has few tiles
-CHUNK_COST = 1100  # cost of one more chunk in products: / tokens (rows) or / vocabulary entries (columns)
 
 
 @dataclass
@@ -52,8 +42,8 @@ class CceKahanLossConfig(LossConfig):
     )
     workspace_mib: int | None = option(
         None,
-        "MiB that the backward pass may take beyond inputs and gradients; more is faster; null: a third of the logits, "
-        "256 to 2048",
+        "MiB that the backward pass may take beyond inputs and gradients; more is faster; null: at most the logits in "
+        "16 bits, and at most 2048",
         minimum=1,
     )
 
@@ -89,7 +79,7 @@ class CceFilterLossConfig(CceKahanLossConfig):
 
 @dataclass(frozen=True)
 class Scheme:
-    """`stored` with chunks of `rows` token rows, or `recompute` (rows = 0) with chunks of `columns` entries."""
+    """Three products with chunks of `rows` token rows, or (rows = 0) four with chunks of `columns` entries."""
 
     rows: int
     columns: int
@@ -107,27 +97,26 @@ def filters(loss: CceKahanLossConfig) -> bool:
 
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
     """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
-    budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
-    rows = 0
-    if compute == BF16 and not filters(loss):
-        for chunks in range(1, max(1, n_tokens // LEAST_ROWS) + 1):
-            one = ceil_division(ceil_division(n_tokens, chunks), ROW_MULTIPLE) * ROW_MULTIPLE
-            exponentials = one * BF16 * vocab
-            default = loss.workspace_mib is None and chunks >= STORED_CHUNKS and exponentials <= MOST_DEFAULT_MIB * MIB
-            if default or max(exponentials, _beside(loss, n_tokens, one, d, vocab)) <= budget:
-                rows = one
-                break
-    multiple = COLUMN_MULTIPLE if compute == BF16 else 64
-    columns = budget // (n_tokens * compute)
-    columns = vocab if columns >= vocab else max(columns // multiple, 1) * multiple
-    if rows:
-        launch = LAUNCH_FLOPS / (2 * n_tokens * d * vocab)
-        chunks, parts = ceil_division(n_tokens, rows), ceil_division(vocab, columns)
-        stored = max(3 + CHUNK_COST * max(1, chunks - 1) / n_tokens, STORED_LAUNCHES * chunks * launch)
-        recompute = max(4 + CHUNK_COST / columns, RECOMPUTE_LAUNCHES * parts * launch)
-        if stored <= recompute:
-            return Scheme(rows, 0)
-    return Scheme(0, columns)
+    from cce_kernels.planner import COLUMN_MULTIPLE, WorkspaceTooSmall, plan  # imports torch: 2 s
+
+    try:
+        chosen = plan(*_planned(loss, n_tokens, d, vocab, compute))
+    except WorkspaceTooSmall:  # the call refuses it
+        return Scheme(0, COLUMN_MULTIPLE)
+    return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns)
+
+
+def _planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple:
+    """The planner's arguments: problem, multiprocessors, options."""
+    import torch
+    from cce_kernels.options import Options
+    from cce_kernels.planner import Problem
+
+    dtype = torch.bfloat16 if compute == BF16 else torch.float32
+    problem = Problem(n_tokens, d, vocab, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
+    eps = loss.filter_eps if isinstance(loss, CceFilterLossConfig) and filters(loss) else None
+    options = Options(accumulate=loss.accumulate, workspace_mib=loss.workspace_mib, filter_eps=eps)
+    return problem, MULTIPROCESSORS, options
 
 
 def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
@@ -140,10 +129,12 @@ def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute
         return budget, gradients + budget
     if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
         return 0, gradients + hidden * lost + n_tokens * scheme.columns * compute
-    rows = min(scheme.rows, n_tokens)
-    held = rows * vocab * BF16 + _beside(loss, n_tokens, rows, d, vocab)
-    sums = 0 if loss.accumulate == "fp32" else gradients  # sums that use the gradients' own memory
-    return held + sums, held + gradients + hidden * FP32 // PLACES
+    from cce_kernels.planner import stored_bytes
+
+    problem, multiprocessors, options = _planned(loss, n_tokens, d, vocab, compute)
+    held = sum(stored_bytes(problem, scheme.rows, multiprocessors, options))
+    apart = loss.accumulate == "fp32" and scheme.rows < n_tokens  # else the gradients' own memory holds the sums
+    return held + (0 if apart else gradients), held + gradients
 
 
 def _traffic(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
@@ -158,7 +149,8 @@ def _traffic(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comput
     chunks = ceil_division(n_tokens, scheme.rows)
     exponentials = chunks * w + e + logits  # C read once per chunk, exponentials written
     gradients = (chunks * w + logits + e) + (logits + e)  # dE; dC without its sum
-    sums = (2 * chunks - 1) * vocab * d * (compute + lost)  # dC and its compensation: written, then read and written
+    # dC and its compensation: written, read and written, read; at last dC alone is written
+    sums = vocab * d * ((2 * chunks - 2) * (compute + lost) + compute)
     share = (chunks - 1) / chunks  # the forward pass handles all chunks but the last
     done_early = round(share * gradients) + (2 * chunks - 3) * vocab * d * (compute + lost) if chunks > 1 else 0
     return exponentials + done_early, gradients + sums - done_early
@@ -167,14 +159,6 @@ def _traffic(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comput
 def _lost(loss: CceKahanLossConfig, compute: int) -> int:
     """Bytes per entry of the compensation beside a summed gradient."""
     return {"kahan": 1, "fp32": FP32, "bf16": 0}[loss.accumulate] if compute < FP32 else 0
-
-
-def _beside(loss: CceKahanLossConfig, n_tokens: int, rows: int, d: int, vocab: int) -> int:
-    """Bytes that the stored scheme holds beside the exponentials of a chunk."""
-    tiles = ceil_division(rows, TILE_ROWS) * ceil_division(d, TILE_COLS)
-    splits = min(MOST_SPLITS, math.ceil(MULTIPROCESSORS / (2.2 * tiles)))
-    parts = n_tokens * d * FP32 * splits if splits > 1 else 0
-    return rows * BF16 * d + (n_tokens + vocab) * d * _lost(loss, BF16) + parts
 
 
 def _products(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> int:

@@ -88,7 +88,7 @@ def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
 
     x, metrics = torch.ones(256), torch.ones(2, 256) if with_metrics else None
     every, columns = torch.ones(4, 4 if with_metrics else 2, 256), torch.ones(256, dtype=torch.int64)
-    rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x, None)
+    rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x)
     with_triton.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
     [(name, kernel)] = compiled
     check_resources(name, kernel, BF16)

@@ -1,11 +1,22 @@
 """What the planner chooses, from shapes and dtypes alone: no Triton, no GPU."""
 
+import math
 from itertools import product
 
 import pytest
 import torch
-from cce_kernels.options import DEFAULT_WORKSPACE_MIB, MIB, Options
-from cce_kernels.planner import MOST_DEFAULT_MIB, ROW_MULTIPLE, Plan, Problem, plan
+from cce_kernels.options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
+from cce_kernels.planner import (
+    CHUNK_COST,
+    MOST_DEFAULT_MIB,
+    ROW_MULTIPLE,
+    SLOWER,
+    Plan,
+    Problem,
+    lent_rows,
+    plan,
+    stored_bytes,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -19,21 +30,68 @@ def chosen(shape: tuple[int, int, int], grad_e=BF16, grad_c=BF16, main_grad=Fals
     return plan(problem, 132, Options(**options))
 
 
+def stored(shape: tuple[int, int, int], rows: int, main_grad: bool = False) -> tuple[int, int]:
+    problem = Problem(*shape, BF16, BF16, BF16, main_grad, uniform=True, has_bias=False)
+    return stored_bytes(problem, rows, 132, Options())
+
+
+def products(shape: tuple[int, int, int], rows: int) -> float:
+    return 3 + CHUNK_COST * (-(-shape[0] // rows) - 1) / shape[0]
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_default_workspace_is_a_third_of_the_logits_within_bounds(shape):
-    n_rows, _, vocab = shape
+def test_the_default_takes_no_more_memory_than_the_logits_and_at_most_two_gib(shape):
+    n_rows, dim, vocab = shape
     found = chosen(shape)
-    third = 2 * (-(-n_rows // 3) + ROW_MULTIPLE) * vocab
     if found.rows:
-        assert 2 * found.rows * vocab <= max(DEFAULT_WORKSPACE_MIB * MIB, min(third, MOST_DEFAULT_MIB * MIB))
+        exponentials, beside = stored(shape, found.rows)
+        small = 2 * n_rows * dim if found.rows >= n_rows else 0  # one chunk's e times its factors
+        assert exponentials + beside <= 2 * n_rows * vocab + small
+        assert exponentials <= MOST_DEFAULT_MIB * MIB
     else:
         assert 2 * n_rows * found.columns <= max(DEFAULT_WORKSPACE_MIB * MIB, 2 * n_rows * 256)
 
 
-def test_the_default_takes_all_of_its_bound_where_logits_are_larger():
-    n_rows, dim, vocab = SHAPES[0]
-    mib = 2 * chosen((n_rows, dim, vocab)).rows * vocab / MIB
+def test_the_default_is_close_to_the_fastest_and_takes_less_memory_where_that_costs_little():
+    for shape in ((4096, 4096, 128256), (2048, 2048, 32000), (8192, 5120, 32000)):  # few rows: chunks cost much
+        assert chosen(shape).rows >= shape[0]
+    shape = (131072, 512, 32000)
+    rows = chosen(shape).rows
+    assert products(shape, rows) <= SLOWER * 3 < products(shape, rows - 2 * ROW_MULTIPLE)
+    shape = (16384, 2048, 128256)  # 4 GiB of logits
+    assert chosen(shape).rows == 8192
+    assert products(shape, 8192) <= SLOWER * 3 < products(shape, 5504)
+    assert chosen((8192, 2304, 256000)).rows == 4096  # the fastest that the limit of 2 GiB allows
+
+
+def test_the_default_takes_almost_all_of_its_limit_where_logits_are_larger_and_rows_are_few():
+    mib = 2 * chosen((8192, 2304, 256000)).rows * 256000 / MIB
     assert 0.9 * MOST_DEFAULT_MIB <= mib <= MOST_DEFAULT_MIB
+
+
+def test_more_workspace_is_never_slower_by_the_model():
+    for shape in SHAPES:
+        before = math.inf
+        for mib in (256, 512, 1024, 2048, 4096, 8192):
+            try:
+                found = chosen(shape, workspace_mib=mib)
+            except WorkspaceTooSmall:
+                continue
+            now = products(shape, found.rows) if found.rows else 4 + CHUNK_COST / found.columns
+            assert now <= 1.001 * before or shape == SHAPES[-1]  # launches decide the smallest one
+            before = now
+
+
+def test_one_chunk_holds_its_exponentials_and_nothing_beside_them_but_for_short_rows():
+    n_rows, dim, vocab = shape = (4096, 4096, 128256)
+    assert stored(shape, n_rows) == (2 * n_rows * vocab, 0)
+    assert stored((512, 4096, 128256), 512) == (2 * 512 * 128256, 2 * 512 * 4096)
+    assert stored((n_rows, 1000, vocab), n_rows)[1] == 2 * n_rows * 1000  # no rows of whole lines
+    assert stored(shape, n_rows, main_grad=True)[1] == 2 * n_rows * dim + 2 * vocab * dim
+    lent = lent_rows(n_rows, dim, vocab)
+    assert lent is not None
+    assert lent.start % 128 == 0
+    assert 0 <= vocab - lent.stop < 128
 
 
 @pytest.mark.parametrize(("grad_e", "grad_c"), product((None, BF16, FP16, FP32), repeat=2), ids=str)
