@@ -183,9 +183,9 @@ def check_exact_at_no_mass(device: str) -> None:
         assert torch.equal(a, b)
 
 
-def check_monotone(unbiased: bool, device: str) -> None:
+def check_monotone(unbiased: bool, device: str, shape: tuple[int, int, int] = Filtered.shape) -> None:
     """A larger eps keeps fewer entries and drops more mass, row by row the same ones and more."""
-    e, c, targets, _ = drawn(Filtered("monotone"), BF16, device)
+    e, c, targets, _ = drawn(Filtered("monotone", shape=shape), BF16, device)
     seen = []
     for eps in (2.0**-10, 2.0**-8, 2.0**-6, 2.0**-4):
         options = {"filter_eps": eps, "filter_unbiased": unbiased}
@@ -198,9 +198,9 @@ def check_monotone(unbiased: bool, device: str) -> None:
     assert all(list(x) == sorted(x) for x in dropped)
 
 
-def check_order_of_the_vocabulary(device: str) -> None:
+def check_order_of_the_vocabulary(device: str, shape: tuple[int, int, int] = Filtered.shape) -> None:
     """Another order of the entries changes the order of dC's rows, and nothing else."""
-    e, c, targets, _ = drawn(Filtered("order"), BF16, device)
+    e, c, targets, _ = drawn(Filtered("order", shape=shape), BF16, device)
     order = torch.randperm(c.shape[0], generator=torch.Generator().manual_seed(0)).to(device)
     places = torch.argsort(order)
     moved = torch.where(targets == IGNORE, IGNORE, places[targets.clamp(min=0)])
