@@ -18,7 +18,7 @@ def main(config: BenchParallelConfig) -> None:
         if not Launch.from_environment().launched:
             raise ConfigError(
                 "this process was not started by torchrun",
-                "use torchrun --nproc-per-node=N scripts/bench_parallel.py …, or measure=false for the pages anew",
+                "use torchrun --nproc-per-node=N scripts/bench_parallel.py …, or measure=false to rewrite the pages",
             )
         parallel = load_config(["parallel=ddp", f"parallel.timeout_seconds={config.timeout_seconds}"]).parallel
         with join(parallel, config.device) as ranks:

@@ -8,7 +8,7 @@ from linrnn.core.errors import ConfigError
 def main(config: Config) -> int:
     """Prepare `config.data`, read every byte of it again, and print what lies where."""
     if config.dry_run:
-        raise ConfigError("dry_run: data are prepared or checked, not foreseen", "drop dry_run=true")
+        raise ConfigError("dry_run: this command prepares or checks data, it has no forecast", "drop dry_run=true")
     from linrnn.data import ConsoleProgress, prepare
 
     data = prepare(config.data, progress=ConsoleProgress())

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its problems' truth, its files, and whole runs at tiny shapes."""
+"""The benchmark's arithmetic, the truth of its problems, its files, and whole runs at tiny shapes."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ TINY = Shape("tiny", 200, 16, 300)
 
 @pytest.fixture
 def eager_baseline(monkeypatch):
-    """Eager torch in the place of torch.compile, which takes ten seconds."""
+    """Eager torch instead of torch.compile, which takes ten seconds."""
     for module in (sets, run):
         monkeypatch.setattr(module, "BASELINE", "standard")
 
@@ -389,7 +389,7 @@ def test_fp32_gradients_keep_what_bf16_ones_round_away(tmp_path, eager_baseline)
     config = configure("backends=[cce_kahan]", "gradients=[same,fp32]", "logits=[flat]", tmp_path=tmp_path)
     rows = {(row.gradients, row.backend): row for row in run_benchmark(config, "", str)}
     assert rows["fp32", "cce_kahan"].dc_err < 0.7 * rows["bf16", "cce_kahan"].dc_err
-    # Eager torch multiplies in bf16, whose product's rounding fp32 leaves do not undo.
+    # Eager torch multiplies in bf16. fp32 leaves do not undo the rounding of the product.
     assert rows["fp32", "standard"].dc_err == pytest.approx(rows["bf16", "standard"].dc_err, rel=0.1)
 
 
@@ -478,7 +478,7 @@ def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_large_problem_drawn_again_is_the_same():
-    """A GPU's own prefix sums differ from call to call, and labels drawn by them with them."""
+    """A GPU's prefix sums differ from call to call, and so would labels drawn with them."""
     gpu, shape = torch.device("cuda"), SHAPES["gemma2_2b"]
     once, *more = (make_problem(shape, "peaked", torch.bfloat16, gpu, 0) for _ in range(4))
     for again in more:
@@ -498,7 +498,7 @@ def test_batches_share_the_weight_and_have_their_own_tokens():
 def test_over_batches_the_error_of_an_unbiased_filter_averages_out_and_a_thresholds_does_not(
     tmp_path, eager_baseline, monkeypatch
 ):
-    """Batches of the same tokens, each in an order of its own, as a model's that has been trained on them."""
+    """Batches of the same tokens, each in another order, as in a model that was trained on them."""
     problem = make_problem(Shape("s", 128, 24, 600), "peaked", torch.bfloat16, CPU, 0)
     orders = torch.cat([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(16)])
     leaves = (x.detach() for x in (problem.hidden_ND, problem.weight_VD))

@@ -1,4 +1,4 @@
-"""Problems from trained models: the vocabulary's order, batches; and what does not fit is refused."""
+"""Problems from trained models: the order of the vocabulary, batches, and what is rejected."""
 
 import torch
 import torch.nn.functional as F

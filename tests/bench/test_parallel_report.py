@@ -91,10 +91,11 @@ def test_more_ranks_expose_no_less_and_shards_hold_less(parallel: str) -> None:
 
 
 def test_formulas_agree_with_the_memory_of_every_committed_step() -> None:
-    """Measured is more by what the allocator rounds up: of a rank with 8 sequences or more at most 0.7 %.
+    """The measured memory is larger by what the allocator rounds up: at most 0.7 % for a rank with 8 sequences or more.
 
-    Of rows that are not their own the workspaces were in place before, and hidden states and head outlived the loss.
-    FSDP's lack some of the gradients of DDP's row before, at most all."""
+    In rows of a later process the workspaces existed before, and hidden states and head outlived the loss. FSDP's rows
+    lack at most all of the gradients of the DDP row before them.
+    """
     rows = [row for run in read(RESULTS) for row in run.steps]
     assert {(row.parallel, row.ranks) for row in rows} == {("none", 1), *product(("ddp", "fsdp", "vocab"), (2, 4))}
     for row in rows:
@@ -117,7 +118,7 @@ def test_nothing_of_the_blocks_is_gathered_while_the_loss_is_computed() -> None:
     assert fsdp.weight_copies == 0 < alone.weight_copies
     sharded = (alone.parameters + alone.optimizer) // 2
     assert alone.at_loss - fsdp.at_loss == sharded + alone.weight_copies
-    # The block's weights and those of the next one.
+    # The weights of the block and of the next block.
     assert fsdp.block_backward > alone.block_backward
 
 

@@ -1,9 +1,7 @@
-"""What every implementation must get right: one table of cases and one check, run on CPU tensors, in Triton's
-interpreter and on a GPU.
+"""Requirements for every implementation: one table of cases and one check, on CPU, in the interpreter, on a GPU.
 
-Truth is the reference in fp64. The budget is relative: twice the error of torch's own path in the same dtype,
-F.cross_entropy(F.linear(e, c).float()), measured on the same inputs, plus 1e-6 for what it gets exactly
-right.
+The truth is the reference in fp64. The bound is relative: twice the error of torch's own path in the same dtype,
+F.cross_entropy(F.linear(e, c).float()), on the same inputs, plus 1e-6 for results that torch gets exactly right.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Case:
     autocast: torch.dtype | None = None  # of the forward pass
     ignored: float = 0.3  # share of the targets
     targets_below: int | None = None  # targets are drawn from the entries before this one
-    peak: float = 0.0  # how far each row's target logit stands out, as in a trained model
+    peak: float = 0.0  # how much each row's target logit exceeds the others, as in a trained model
     strided: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +90,7 @@ CASES = _variants()
 
 
 def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """e, c, targets and bias of a case; gradients wanted of all but the targets."""
+    """e, c, targets and bias of a case. All but the targets need gradients."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -120,7 +118,7 @@ def torch_path(
     softcap: float | None = None, logit_scale: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """The loss as one writes it in torch, its logits in e's dtype and then fp32."""
+    """The loss as usually written in torch: logits in e's dtype, then fp32."""
     if shift:
         e, targets = e[..., :-shift, :], targets[..., shift:]
     common = torch.promote_types(e.dtype, c.dtype)
@@ -153,12 +151,12 @@ def error(x: Tensor, truth: Tensor) -> float:
 
 
 def in_fp64(*inputs: Tensor | None) -> list[Any]:
-    """Leaves of their own in fp64, None where the input is."""
+    """Leaves of their own in fp64; None if the input is None."""
     return [None if x is None else x.detach().double().requires_grad_() for x in inputs]
 
 
 def check(case: Case, device: str, floor: float = 1e-6) -> None:
-    """Loss and gradients within twice torch's error, in each input's dtype, finite, the loss in fp32."""
+    """Loss and gradients are within twice torch's error, in each input's dtype, and finite. The loss is fp32."""
     e, c, targets, bias = draw(case, device)
     multiplied = (e, c) if case.autocast is None else (e.to(case.autocast), c.to(case.autocast))
     e64, c64, bias64 = in_fp64(*multiplied, bias)
@@ -190,10 +188,10 @@ def check(case: Case, device: str, floor: float = 1e-6) -> None:
 def _rounded_terms(
     case: Case, e64: Tensor, c64: Tensor, targets: Tensor, bias64: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """What the targets' p rounded in fp32 may come to in the loss and in each gradient.
+    """What rounding the targets' p in fp32 may add to the loss and to each gradient.
 
-    An exponential on a GPU is right to 2^-22, the log-sum-exp in it to its last place: 2^-21 of p, and of the targets'
-    terms in the gradients. That is much of the whole where p is near 1 or the terms cancel.
+    An exponential on a GPU is right to 2^-22, and its log-sum-exp to the last place: 2^-21 of p, and of the targets'
+    terms in the gradients. This is a large share if p is near 1 or the terms cancel.
     """
     shift, e_at = case.options.get("shift", 0), e64
     if shift:
@@ -215,7 +213,7 @@ def _truth_options(case: Case) -> dict[str, Any]:
 
 
 def check_sums(chunks: int, rows: int, device: str) -> None:
-    """Over many vocabulary chunks "kahan" sums dE as well as "fp32", and "bf16" visibly worse."""
+    """Over many vocabulary chunks "kahan" sums dE as well as "fp32", and "bf16" is clearly worse."""
     case = Case("sums", shape=(rows,), dim=128, vocab=256 * chunks, dtype=BF16, ignored=0)
     e, c, targets, _ = draw(case, device)
     e64, c64 = in_fp64(e, c)
@@ -230,7 +228,7 @@ def check_sums(chunks: int, rows: int, device: str) -> None:
 
 
 def check_small_workspace(device: str, shape: tuple[int, int], vocab: int) -> None:
-    """A workspace without room for one chunk is refused before backward, with the least that has it."""
+    """A workspace too small for one chunk is rejected before backward. The error names the smallest that fits."""
     e, c, targets, _ = draw(Case("workspace", shape=shape[:1], dim=shape[1], vocab=vocab, dtype=BF16), device)
 
     def loss(workspace_mib: int) -> Tensor:
@@ -254,9 +252,11 @@ STORED = {
 
 
 def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, main_grad: bool, options: dict) -> None:
-    """Stored exponentials over three chunks of rows, the last one short, with rows whose loss is huge (beyond what the
-    offset allows for), ignored rows and a target that many rows share: gradients within 1.05 of the error of fp32
-    logits with a 16-bit softmax − onehot."""
+    """Stored exponentials over three chunks of rows, the last one short.
+
+    Some rows have a huge loss (beyond what the offset allows), some are ignored, and many rows share a target.
+    Gradients are within 1.05 of the error of fp32 logits with a 16-bit softmax − onehot.
+    """
     from cce_kernels.options import Options
     from cce_kernels.runtime.tiles import aligned
     from cce_kernels.schemes import three_products
@@ -302,9 +302,10 @@ APART = {"fp32": (FP32, FP32, False), "autocast": (BF16, FP32, False), "main_gra
 
 
 def check_targets_apart(device: str, dtype_e: torch.dtype, dtype_c: torch.dtype, main_grad: bool) -> None:
-    """Four products for fp32 gradients on flat logits: the targets' entries, most of the gradient, are not rounded.
+    """Four products for fp32 gradients on flat logits. The targets' entries, most of the gradient, are not rounded.
 
-    dz's error is below a third of that of a 16-bit softmax − onehot; rows ignored, several chunks, shared targets.
+    dz's error is below a third of that of a 16-bit softmax − onehot, with ignored rows, several chunks and shared
+    targets.
     """
     from cce_kernels.options import Options
     from cce_kernels.row_math import row_coefficients
@@ -375,8 +376,10 @@ def _rounded_gradients(e: Tensor, c: Tensor, targets: Tensor, lse: Tensor, o: An
 
 
 def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch, chunk: int = 512) -> None:
-    """Through the public function, made to store exponentials of two chunks of rows and a short one: gradients of e or
-    c alone, main_grad, statistics."""
+    """Through the public function, forced to store exponentials of two full chunks of rows and a short one.
+
+    Options: gradients of only e or only c, main_grad, statistics.
+    """
     from cce_kernels.backends import with_triton
     from cce_kernels.planner import Plan
 

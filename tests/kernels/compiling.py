@@ -1,4 +1,4 @@
-"""Launches that compile kernels for a device that is not there, and run nothing."""
+"""Launches that compile kernels for a device that does not exist, and run nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERYTHING = {"softcap": 20.0, "logit_scale": 2.0, "label_smoothing": 0.1, "work
 
 
 class Driver:
-    """As much of a driver as compiling without a device takes."""
+    """The part of a driver that compiling without a device needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -35,10 +35,10 @@ class Driver:
 def compile_only(
     monkeypatch: pytest.MonkeyPatch, capability: int, names: Collection[str] | None = None
 ) -> list[tuple[str, Any]]:
-    """From now on launches of the named kernels (None: of all) compile for a compute capability, and others do nothing.
+    """From now on launches of the named kernels (None: all) compile for a compute capability; others do nothing.
 
     Returns:
-        a list of (name, CompiledKernel) that launches add to.
+        a list of (name, CompiledKernel) that launches extend.
     """
     kernels: list[tuple[str, Any]] = []
     run = jit.JITFunction.run
@@ -54,8 +54,10 @@ def compile_only(
 
 
 def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False) -> None:
-    """Launch what forward and backward of a case launch, with stored exponentials if `rows` (per chunk) says so.
-    Nothing runs: the tensors' values mean nothing."""
+    """Launch the kernels of a case's forward and backward pass, with stored exponentials of `rows` per chunk if given.
+
+    Nothing runs, so the tensors' values are meaningless.
+    """
     from cce_kernels.backends import with_triton
     from cce_kernels.filter_rule import FilterStats
     from cce_kernels.options import Options
@@ -78,7 +80,7 @@ def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = Fals
 
 
 def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None:
-    """As `launch_all`, for a filter that goes by lists; gradients of `dtype`."""
+    """As `launch_all`, for a filter that uses lists; gradients have `dtype`."""
     from cce_kernels.backends import with_triton
     from cce_kernels.filter_rule import FilterStats
     from cce_kernels.options import Options

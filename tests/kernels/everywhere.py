@@ -18,9 +18,9 @@ devices = pytest.mark.parametrize(
 def devices_with(
     name: str, values: Sequence[Any], interpreted: Sequence[Any], ids: Callable[[Any], str] = str
 ) -> pytest.MarkDecorator:
-    """`devices` crossed with `values` of a second parameter, of which the interpreter takes `interpreted` alone.
+    """`devices` crossed with `values` of a second parameter. The interpreter takes only `interpreted`.
 
-    The interpreter needs a second and more for a case.
+    The interpreter needs a second or more per case.
     """
     cases = [
         pytest.param(device, value, marks=marks, id=f"{place}-{ids(value)}")

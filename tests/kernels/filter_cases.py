@@ -1,4 +1,4 @@
-"""What a filter must get right, run on CPU tensors, in Triton's interpreter and on a GPU."""
+"""Requirements for a filter, checked on CPU tensors, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAND = 2.0**-8  # lists decide on probabilities of 8 bits
 
 @dataclass(frozen=True)
 class Filtered:
-    """A filtering call. overflows: the lists are too short for it, where there are lists."""
+    """A call with a filter. overflows: the lists, if there are any, are too short for it."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -56,8 +56,10 @@ FILTERED = [
 
 
 def check_filtered(case: Filtered, dtype: torch.dtype, device: str) -> None:
-    """Gradients agree with the fp64 reference that filters alike, statistics with its numbers, as far as the entries
-    within 2^-8 of being kept or not allow it to be told."""
+    """Gradients agree with the fp64 reference with the same filter, and statistics with its numbers.
+
+    Entries within 2^-8 of the threshold may be kept or dropped; the tolerance allows for them.
+    """
     e, c, targets, bias = drawn(case, dtype, device)
     options = {"filter_eps": 2.0**-8} | case.options
     eps = options["filter_eps"]
@@ -107,7 +109,7 @@ def reference(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tu
 
 
 def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Share of entries kept and mass dropped of each row that counts, in fp64."""
+    """Share of kept entries, and dropped mass of each row that counts, in fp64."""
     e, c, bias = (None if x is None else x.detach() for x in inputs)
     o = Options(**{k: v for k, v in options.items() if k != "workspace_mib"})
     z = o.logit_scale * (e @ c.T) + (0 if bias is None else bias)
@@ -124,7 +126,7 @@ def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tupl
 
 
 def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) -> bool | None:
-    """Whether the lists of a call are too short; None where it takes none."""
+    """Whether the lists of a call are too short; None if it uses no lists."""
     if not e.is_cuda and not _interpreted():
         return None
     from cce_kernels.backends import with_triton
@@ -149,7 +151,7 @@ def _interpreted() -> bool:
 
 
 def check_adversarial_rows(unbiased: bool, device: str) -> None:
-    """All mass on one entry, target or not; uniform rows; two ties; logits of ±1e4; one NaN row, which stays alone."""
+    """All mass on one entry (target or not), uniform rows, two ties, logits of ±1e4, and one NaN row alone."""
     dim, vocab = 32, 600
     c = torch.zeros(vocab, dim)
     c[torch.arange(vocab), torch.arange(vocab) % (dim - 2)] = 1.0
@@ -174,7 +176,7 @@ def check_adversarial_rows(unbiased: bool, device: str) -> None:
 
 
 def check_exact_at_no_mass(device: str) -> None:
-    """filter_mass=0 drops nothing: the same bits as without a filter."""
+    """filter_mass=0 drops nothing: the result has the same bits as without a filter."""
     e, c, targets, _ = drawn(Filtered("exact"), BF16, device)
     with_filter = linear_cross_entropy(e, c, targets, filter_eps=2.0**-6, filter_mass=0)
     without = linear_cross_entropy(e, c, targets)
@@ -212,7 +214,7 @@ def check_order_of_the_vocabulary(device: str, shape: tuple[int, int, int] = Fil
 
 
 def check_draws(device: str) -> None:
-    """The kernels rank and draw as filter_rule.py says."""
+    """The kernels rank and draw as filter_rule.py defines."""
     from cce_kernels.filter.draw import draw as drawn_by_kernels
     from cce_kernels.filter.draw import mean_logits, rank_entries
 
@@ -265,7 +267,7 @@ def check_draws(device: str) -> None:
 
 
 def check_figures(device: str) -> None:
-    """The kernel's report is torch's: rows that do not count, ties, what is no number, nothing dropped, all exact."""
+    """The kernel's report equals torch's for rows that do not count, ties, NaN, nothing dropped, and all exact."""
     from cce_kernels.filter.figures import filter_figures
 
     random = torch.Generator().manual_seed(0)
@@ -289,8 +291,10 @@ def check_figures(device: str) -> None:
 
 
 def check_row_coefficients(device: str) -> None:
-    """The kernel's coefficients are torch's, for one gradient or one a row, in any strides; their peak is the largest
-    number among them, and rows that are no number leave the others as they are."""
+    """The kernel's coefficients equal torch's, for one gradient or one per row, in any strides.
+
+    Their peak is the largest number among them. NaN rows leave all other rows unchanged.
+    """
     from cce_kernels import row_math
     from cce_kernels.kernels import row_coefficients
 
@@ -318,7 +322,8 @@ def check_row_coefficients(device: str) -> None:
 
 
 def check_unbiased(device: str, draws: int) -> None:
-    """Gradients over many draws, of the same rows at different places, come near the exact ones; a threshold's not."""
+    """Gradients averaged over draws, the same rows at different places, approach the exact ones; a threshold's do
+    not."""
     n_rows = 16
     e, c, targets, _ = draw(Case("unbiased", shape=(n_rows,), dim=24, vocab=900, peak=3, dtype=FP32, ignored=0), device)
     e, c = (x.detach().to(BF16).requires_grad_() for x in (e, c))

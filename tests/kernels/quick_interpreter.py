@@ -1,8 +1,8 @@
 """Triton's interpreter (3.6.0, 3.7.1) in a third of its time, with the same results to the bit.
 
-Most of its time goes to types and shapes, which are few, and which it makes anew for every operation. Here each is
-made once. What is left out is never looked at: it computes whether an integer sum overflows, and asserts that only
-where `debug` is set.
+The interpreter spends most of its time on types and shapes. There are few of them, but it makes them again for every
+operation. Here each is made once. One step is left out: it computes whether an integer sum overflows, and uses the
+answer only if `debug` is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def patch_once() -> None:
-    """From now on the interpreter is quick. Without Triton there is nothing to do."""
+    """Make the interpreter quick from now on. Without Triton there is nothing to do."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter
@@ -30,7 +30,7 @@ def patch_once() -> None:
 
 
 def _keep_the_language_in_place(tl: Any, interpreter: Any) -> None:
-    """A jitted function that calls another leaves the names of `triton.language` that are in place."""
+    """A jitted function that calls another keeps the current names of `triton.language`."""
     patch: Callable[[Any], Any] = interpreter._patch_lang
     languages: dict[Callable[..., Any], list[Any]] = {}
 
@@ -46,7 +46,7 @@ def _keep_the_language_in_place(tl: Any, interpreter: Any) -> None:
 
 
 def _call_at_once(core: Any, interpreter: Any) -> None:
-    """The language's functions are called without the wrapper that only asks whether they are told of the builder."""
+    """Call the language's functions without the wrapper that only checks for the builder."""
 
     @core.builtin
     def example(_semantic: Any = None) -> None: ...
@@ -64,7 +64,7 @@ def _call_at_once(core: Any, interpreter: Any) -> None:
 
 
 class Shape(tuple[int, ...]):
-    """A block's shape, with what `tl.tuple` has beyond a tuple and Triton's broadcast asks for."""
+    """A block's shape: a tuple with the additions of `tl.tuple` that Triton's broadcast needs."""
 
     @property
     def values(self) -> list[int]:
@@ -72,7 +72,7 @@ class Shape(tuple[int, ...]):
 
 
 def _make_types_once(core: Any) -> None:
-    """The shape of a tensor and the members of a block's type are made once for each shape and element type."""
+    """Make the shape of a tensor and the members of a block's type once for each shape and element type."""
     unwrap, validate = core._unwrap_if_constexpr, core.validate_block_shape
 
     @cache
@@ -116,7 +116,7 @@ def _make_types_once(core: Any) -> None:
 
 
 def _convert_types_once(tl: Any, interpreter: Any) -> None:
-    """Values that have the type and the shape asked for stay as they are; numpy's types are found by name."""
+    """Leave values alone that already have the requested type and shape; find numpy's types by name."""
     semantic = type(interpreter.interpreter_semantic)
     numpy_type, cast, broadcast = interpreter._get_np_dtype, semantic.cast, semantic.broadcast_impl_value
     numpy_types: dict[str, Any] = {}

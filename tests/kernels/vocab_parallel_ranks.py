@@ -1,6 +1,6 @@
-"""Ranks that compute the loss with a vocabulary spread over them: one process each, all cases in one go.
+"""Ranks that compute the loss with the vocabulary spread over them: one process each, all cases in one run.
 
-`python vocab_parallel_ranks.py RANK RANKS STORE OUTPUT DEVICE CASE…` writes what the rank got to OUTPUT.RANK. On CPUs
+`python vocab_parallel_ranks.py RANK RANKS STORE OUTPUT DEVICE CASE…` writes the rank's results to OUTPUT.RANK. On CPUs
 without the interpreter the processes are forked from one that has imported torch and its compiler (forked.py).
 """
 
@@ -34,7 +34,7 @@ EXTRAS = {"return_lse": True, "return_metrics": True}
 
 @dataclass(frozen=True)
 class Spread:
-    """A case, and how it is spread: leading dimensions are (ranks, …) where each rank has rows of its own."""
+    """A case and how it is spread. Leading dimensions are (ranks, …) if each rank has its own rows."""
 
     case: Case
     rows: str = "same"
@@ -50,7 +50,7 @@ class Spread:
 
 
 def cases(ranks: int) -> list[Spread]:
-    """Every option alone and all together, on a vocabulary that the ranks do not divide."""
+    """Every option alone and all together, on a vocabulary that the number of ranks does not divide."""
     plain = {
         "plain": {},
         "bias": {},
@@ -118,7 +118,7 @@ def cases(ranks: int) -> list[Spread]:
 
 
 def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment: str) -> list[dict[str, Any]]:
-    """What every rank got for these cases of `cases(ranks)`, in new processes: by its name, results and gradients."""
+    """Every rank's results and gradients for the named cases of `cases(ranks)`, in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         common = [str(ranks), f"{folder}/store", f"{folder}/output", device, *(str(spread) for spread in spreads)]
         processes = [
@@ -140,7 +140,7 @@ def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment:
 
 
 def start_forked(spreads: dict[int, list[Spread]]) -> dict[int, list[dict[str, Any]]]:
-    """As `start` on CPUs, for several numbers of ranks: smaller groups are of the same processes."""
+    """As `start` on CPUs, for several numbers of ranks: smaller groups reuse the same processes."""
     import forked  # of the folder above: the scripts' processes have no use for it
 
     most = max(spreads)
@@ -173,7 +173,7 @@ def _forked(rank: int, folder: str, names: dict[int, list[str]]) -> None:
 
 
 def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any]:
-    """Results and gradients of one rank; `trace`: what communication and products began and were waited for."""
+    """Results and gradients of one rank. `trace` lists when communication and products began and were waited for."""
     case = spread.case
     whole = draw(case, device)
     shards = spread.shards or vocabulary_shards(case.vocab, ranks)
@@ -218,7 +218,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
 
 @contextlib.contextmanager
 def stored(rows: int) -> Iterator[None]:
-    """The Triton kernels store exponentials, in chunks of so many rows (0: they do as they like)."""
+    """Make the Triton kernels store exponentials in chunks of this many rows (0: their own choice)."""
     if not rows or not (INTERPRETED or torch.cuda.is_available()):
         yield
         return
@@ -230,7 +230,7 @@ def stored(rows: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced(trace: list[str] | None = None) -> Iterator[list[str]]:
-    """Collectives as "begin NAME" and "wait NAME", and the kernels of stored exponentials by their names."""
+    """Collectives as "begin NAME" and "wait NAME", and the kernels of stored exponentials by name."""
     from cce_kernels.parallel import sharding
 
     trace = [] if trace is None else trace
@@ -262,7 +262,7 @@ def _recorded(trace: list[str], function: str) -> Any:
 
 @dataclass
 class Recorded:
-    """A collective that says when it is waited for."""
+    """A collective that records when it is waited for."""
 
     work: dist.Work
     say: Callable[[], None]

@@ -91,7 +91,9 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
         refuse_flags(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
         if any(override.startswith("dry_run=") for override in runs):
-            raise ConfigError("dry_run: this command has no such key", "python train.py … dry_run=true foresees a run")
+            raise ConfigError(
+                "dry_run: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
+            )
         config = load_config(own, config_name)
         check_outputs(config)
         return main(config, runs, launcher)
@@ -107,7 +109,8 @@ def refuse_flags(arguments: Sequence[str]) -> None:
     """
     if flags := [argument for argument in arguments if argument.startswith("-")]:
         raise ConfigError(
-            f"{flags[0]}: there is no such option", "give overrides alone (--help); scripts/sweep.py runs many"
+            f"{flags[0]}: there is no such option",
+            "give only overrides (see --help); scripts/sweep.py starts many runs",
         )
 
 

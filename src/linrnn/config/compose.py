@@ -1,4 +1,4 @@
-"""From command-line overrides to a typed, validated :class:`Config`."""
+"""Turn command-line overrides into a typed, validated :class:`Config`."""
 
 import copy
 import dataclasses
@@ -32,16 +32,16 @@ from linrnn.core.errors import ConfigError
 from linrnn.core.redaction import holds_secret, secrets
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
-_OFFERED: dict[tuple[str, str], tuple[Any, str]] = {}  # options without a YAML file: their values, what they are
+_OFFERED: dict[tuple[str, str], tuple[Any, str]] = {}  # options without a YAML file: values and description
 
 
 def offer(group: str, values: Any, about: str) -> None:
-    """Add an option to a group: `group=NAME` then has these values, and needs no YAML file.
+    """Add an option to a group. `group=NAME` then has these values and needs no YAML file.
 
     Args:
-        values: a dataclass. Its `name` is the option's; every other field has a default and a meaning
+        values: a dataclass. Its `name` is the option's name; every other field has a default and a meaning
             (:func:`linrnn.config.schema.option`).
-        about: what the option is, for `--help`.
+        about: a description of the option, for `--help`.
     """
     SCHEMAS[group][values.name] = type(values)
     _OFFERED[group, values.name] = (values, about)
@@ -62,7 +62,7 @@ def groups_of_options() -> list[str]:
 
 
 def manual_of(group: str, option: str) -> tuple[str, str] | None:
-    """Where an option's keys are explained, and its keys with their values and comments; None: there is no such option.
+    """The title of an option's manual, and the option's keys with values and comments; None if there is no such option.
 
     An option without a YAML file gets the lines that such a file would have.
     """
@@ -117,13 +117,14 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         return composed
     except AssertionError as error:  # OmegaConf raises it for a key below a group that is null
         raise ConfigError(
-            f"{' '.join(lines)}: a key of a group that is not chosen", "choose it first: data=markov, say"
+            f"{' '.join(lines)}: a key of a group that is not chosen",
+            "choose an option of the group first, as data=markov",
         ) from error
     except MarkedYAMLError as error:
         raise broken_yaml(error) from error
     except (YAMLError, UnicodeDecodeError) as error:  # a character that YAML or UTF-8 forbids
         files = " or ".join(f"configs/{o.replace('=', '/')}.yaml" for o in lines if _key(o) in SCHEMAS)
-        raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {_first_line(error)}", "mend it") from error
+        raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {_first_line(error)}", "correct it") from error
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
         raise _explain(error, lines, config_name) from error
     except OSError as error:  # Hydra looks for the option's file (an unknown option is a HydraException, above)
@@ -230,8 +231,8 @@ def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> An
 def data_for(run: DataConfig, overrides: Sequence[str]) -> DataConfig:
     """The data for a model from a run that trained on `run`.
 
-    It is the run's own data, changed by `overrides` of the group `data`. Only `cache_dir` is always the default: it
-    belongs to the machine, not to the run. `data=NAME` chooses other data, with its defaults.
+    It is the run's own data, changed by `overrides` of the group `data`. Without an override, `cache_dir` is the
+    default and not the run's: it belongs to the machine. `data=NAME` chooses other data, with its defaults.
 
     Raises:
         ConfigError: an override is unknown or out of bounds.
@@ -326,11 +327,11 @@ def validate(config: Any) -> None:
         for number in value if isinstance(value, list) else [value]:
             _check_number(key, number)
         if field.type in (list[str], "list[str]") and (odd := [item for item in value if not isinstance(item, str)]):
-            raise ConfigError(
-                f"{key} holds {odd[0]}, which is no text", "write key=value, in quotes where it has a ':'"
-            )
+            raise ConfigError(f"{key} holds {odd[0]}, which is no text", "write key=value, in quotes if it has a ':'")
         if name := holds_secret(value, found):
-            raise ConfigError(f"{key} holds the value of {name}", "configurations are kept in clear: give no secret")
+            raise ConfigError(
+                f"{key} holds the value of {name}", "configurations are stored in plain text: leave secrets out"
+            )
         if choices and value not in choices:
             hint = nearest(str(value), [str(choice) for choice in choices])
             raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")
@@ -388,7 +389,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
         owner = key.split(".")[0]
         if owner == group:
             where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
-            return ConfigError(f"{where}: there is no such key as {key}", "write it as the files beside it do")
+            return ConfigError(f"{where}: there is no such key as {key}", "write it as the other files of the group do")
         chosen = next((o for o in overrides if o.startswith(f"{owner}=")), owner)
         return ConfigError(
             f"{group}={option} sets {key}, which {chosen} does not have",
@@ -397,7 +398,9 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     if broken := re.search(r"In '(\w+)/([\w.-]+)': \w+ raised while composing config: (.*?) full_key: (\S+)", text):
         group, option, reason, key = broken.groups()
         where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
-        return ConfigError(f"{where}: {key}: {reason}", "give the key what the files beside it give it")
+        return ConfigError(
+            f"{where}: {key}: {reason}", "give the key a value like those in the other files of the group"
+        )
     if missing := re.search(
         r"Could not override '([^']+)'|Key '([^']+)' is not in struct|Key '([^']+)' not in '\w+'", text
     ):

@@ -77,7 +77,10 @@ def _choices(override: Override) -> tuple[str, list[str]]:
 
 
 def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What the command line chooses, without the options of a group that the grid, which sets keys below it, lacks."""
+    """The command line's choices that fit the grid.
+
+    If the grid sets keys below a group, it takes only those options of the group that it has itself.
+    """
     roots = {key.split(".")[0] for key in grid if "." in key} & chosen.keys() & grid.keys()
     own = {root: {f"{root}={override_value(value)}" for value in grid[root]} for root in roots}
     return {key: [one for one in values if one in own.get(key, values)] for key, values in chosen.items()}

@@ -14,7 +14,7 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import horizon, sequences_per_step
 
 # Operational keys say how a run is watched, stored and ended. They do not change what it computes until its end.
-# A resumed run may change them. They are not part of a run's name or identity; `origin` in its summary records them.
+# A resumed run may change them. They are not part of a run's name or identity; environment.json records their values.
 OPERATIONAL = (
     "trainer.max_steps",
     "trainer.max_tokens",

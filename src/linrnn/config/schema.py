@@ -11,7 +11,7 @@ from typing import Any
 
 
 def at_least(minimum: float) -> Any:
-    """A number that must be >= `minimum` (or null, where the type allows it)."""
+    """A number that must be >= `minimum` (or null, if the type allows it)."""
     return field(metadata={"minimum": minimum})
 
 

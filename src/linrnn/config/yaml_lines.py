@@ -12,7 +12,9 @@ def broken_yaml(error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     where = f"{shown(Path(mark.name))}, line {mark.line + 1}" if mark else "a YAML file"
     words = (error.context if error.problem_mark is None else None, error.problem)
-    return ConfigError(f"{where}: {'; '.join(word for word in words if word)}", "mend that line or the one before it")
+    return ConfigError(
+        f"{where}: {'; '.join(word for word in words if word)}", "correct that line or the one before it"
+    )
 
 
 def place(path: Path, key: str) -> str:

@@ -95,11 +95,12 @@ def communication(
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
     """Bytes that each rank sends for the vocabulary-parallel loss over the `tokens` of all ranks; None: unknown.
 
-    Always sent: labels, hidden states (`compute` bytes an element), their gradients in fp32, two numbers per rank and
-    token, and every rank's description of its arguments. If logits are recomputed: also the gradient of every token's
-    loss. A filter adds sums over ranks of what was kept and dropped for every token, and of the mass compared with
-    `filter_mass`. The unbiased rule ranks all entries by their logit from the mean hidden state, so it adds these
-    logits.
+    * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Two numbers per rank and
+      token. Every rank's description of its arguments.
+    * If logits are recomputed: the gradient of every token's loss.
+    * With a filter: sums over ranks of what was kept and dropped for every token, and of the mass compared with
+      `filter_mass`.
+    * With the unbiased rule: the logits of the mean hidden state, by which all entries are ranked.
     """
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None

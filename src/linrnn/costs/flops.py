@@ -8,8 +8,8 @@ rematerialization" (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). 
 * A training step counts 3 times its forward pass, since the backward pass of a product is two products of its size.
   What a kernel or activation checkpointing computes again does not count.
 * Causal attention counts the T (T + 1) / 2 pairs of query and key that the definition needs, not T².
-* A linear RNN counts its recurrence: updating and reading the state, for each token and head with keys of K and values
-  of V dimensions. The additional work of the chunked form does not count.
+* A linear RNN counts its recurrence: updating and reading the K x V state for each token and head. The additional work
+  of the chunked form does not count.
 * Elementwise work, norms, decays and the short convolutions (4 taps a channel) do not count.
 * Sequences count as one document: `data.reset_at_document` does not change the figure.
 

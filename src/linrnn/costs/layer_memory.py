@@ -39,8 +39,8 @@ class MixerMemory:
     Attributes:
         linears: number of linear layers that take the first norm's output.
         gated: whether a gated norm follows the scan.
-        scan: (architecture, sequence length, bytes per element in products) -> bytes per token that the recurrent
-            kernel or attention saves, and bytes that its backward pass holds in addition.
+        scan: (architecture, sequence length, bytes per element in products) -> (bytes per token that the recurrent
+            kernel or attention saves, bytes per token that its backward pass holds in addition).
     """
 
     linears: int

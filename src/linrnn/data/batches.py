@@ -4,8 +4,8 @@ Block k holds tokens [kT, kT + T]. Its inputs are the first T tokens, its labels
 token once, except the very first (and, in training, a tail shorter than T).
 
 An epoch visits every block once, in an order that depends only on the seed and the epoch's number. All epochs together
-form one endless sequence of rows. With B rows on each of W ranks, step i takes rows [i·W·B, (i + 1)·W·B), and rank r
-those at r, r + W, r + 2W, … A run is therefore continued from one number, on any number of ranks.
+form one endless sequence of rows. With B rows on each of W ranks, step i takes rows [i·W·B, (i + 1)·W·B). Of these,
+rank r takes those at r, r + W, r + 2W and so on. A run is therefore continued from one number, on any number of ranks.
 """
 
 from collections.abc import Iterator, Sequence

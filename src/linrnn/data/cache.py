@@ -117,7 +117,7 @@ def locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
     said = False
     while (lock := _try_lock(path)) is None:
         if progress and not said:
-            progress(Progress("waiting for another process that prepares it", finished=True))
+            progress(Progress("waiting for another process that prepares the same data", finished=True))
             said = True
         with storage_errors(path.parent), _open(path) as other:
             fcntl.flock(other, fcntl.LOCK_EX)  # only waits: the next round of the loop takes the current file

@@ -117,9 +117,9 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: not JSON: {error}", "mend or remove that line") from None
+            raise DataError(f"{where}: not JSON: {error}", "correct or remove that line") from None
         except RecursionError:
-            raise DataError(f"{where}: JSON nested too deeply", "mend or remove that line") from None
+            raise DataError(f"{where}: JSON nested too deeply", "correct or remove that line") from None
         if not isinstance(record, dict):
             raise DataError(f"{where}: not a JSON object", 'each line must be like {"text": "…"}')
         if text_field not in record:
@@ -149,13 +149,13 @@ def checked_text(text: Any, where: str, text_field: str) -> str:
     if not isinstance(text, str):
         raise DataError(
             f"{where}: {text_field} is {type(text).__name__}, not text",
-            "mend it, or name another data.text_field",
+            "correct it, or name another data.text_field",
         )
     try:
         text.encode()
     except UnicodeEncodeError:
         cause = f"{where}: {text_field} has half of a surrogate pair, which is not Unicode text"
-        raise DataError(cause, "mend or remove it") from None
+        raise DataError(cause, "correct or remove it") from None
     return text
 
 

@@ -242,7 +242,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         cause = f"data.document_start={pattern!r} is not a regular expression: {error}"
-        raise ConfigError(cause, "mend it, or null for one document a row") from None
+        raise ConfigError(cause, "correct it, or use null to make each row a document") from None
 
 
 def _count(n: int, what: str) -> str:

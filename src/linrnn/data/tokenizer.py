@@ -71,7 +71,7 @@ class Tokenizer:
         if eos_token is not None and eos_token not in vocabulary:
             raise DataError(
                 f"the end token {eos_token!r} of {name} is not in its vocabulary",
-                "mend eos_token in its tokenizer_config.json",
+                "correct eos_token in its tokenizer_config.json",
             )
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.eos_token = eos_token or next((known for known in EOS_NAMES if known in vocabulary), None)
@@ -135,7 +135,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.is_file():
         return Tokenizer(_read_json_text(path), str(path))
     if path.suffix in (".json", ".xz") or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
-        raise DataError(f"tokenizer {spec} does not exist", "mend data.tokenizer, or null to train one here")
+        raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
     return _load_directory(_fetch_from_hub(spec), spec)
 
 
@@ -187,7 +187,7 @@ def _load_directory(path: Path, name: str) -> Tokenizer:
         try:
             settings: dict[str, Any] = json.loads(settings_file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{settings_file} is not JSON: {error}", "mend or remove that file") from None
+            raise DataError(f"{settings_file} is not JSON: {error}", "correct or remove that file") from None
         eos_token = settings.get("eos_token")
         if isinstance(eos_token, dict):  # an AddedToken written out
             eos_token = eos_token.get("content")

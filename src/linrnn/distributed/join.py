@@ -64,7 +64,7 @@ def _claim_device(launch: Launch, device: str) -> str:
         return "gloo"
     if launch.local_rank >= torch.cuda.device_count():
         raise UnsupportedError(
-            f"rank {launch.rank} has no GPU: {torch.cuda.device_count()} for more processes on this machine",
+            f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more processes",
             f"use torchrun --nproc-per-node={torch.cuda.device_count()}, or device=cpu",
         )
     if not dist.is_nccl_available():
@@ -119,7 +119,7 @@ def _as_failure(rank: int, error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, "interrupted", "run the same command again to continue", 130)
     first = (str(error).strip().splitlines() or [""])[0]
-    return Failure(rank, f"{type(error).__name__}: {first}", "look at what that rank printed", 1)
+    return Failure(rank, f"{type(error).__name__}: {first}", "see the output of that rank", 1)
 
 
 def _leave(watch: Watch, store: dist.Store, launch: Launch) -> None:

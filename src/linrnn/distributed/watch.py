@@ -76,7 +76,7 @@ class Watch:
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process that held the store is gone
-                lost = Failure(0, "the process that joins the ranks is gone", "look at what it printed", 1)
+                lost = Failure(0, "the process that joins the ranks is gone", "see its output", 1)
                 self._notice(lost)
         if self._ended.wait(patience.GRACE_SECONDS) or self.failure is None or self.patient:
             return
@@ -95,7 +95,7 @@ class Watch:
                 machine, process = json.loads(self._store.get(key))
                 self._neighbours[rank] = process if machine == self._machine else 0
         for rank in self.dead():
-            self.record(Failure(rank, "its process has died", "look at what it printed, and at the system's log", 1))
+            self.record(Failure(rank, "its process has died", "see its output and the system's log", 1))
 
     def dead(self) -> list[int]:
         """Ranks of this machine whose processes are gone."""

@@ -74,4 +74,7 @@ def _compare(model: Any, directory: Path) -> None:
     expected = model.state_dict()
     different = [n for n in expected if n not in written or not torch.equal(expected[n].cpu(), written[n])]
     if different or written.keys() - expected.keys():
-        raise DataError(f"{different[0] if different else 'a parameter'} does not come back as it was", "report this")
+        raise DataError(
+            f"{different[0] if different else 'a parameter'} differs after reading it back",
+            "this is a bug: please report it",
+        )

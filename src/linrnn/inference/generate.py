@@ -55,7 +55,7 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
     else:
         tokens = trained.tokenizer.encode(text)
     if not tokens and trained.eos_id is None:
-        raise ConfigError("the prompt is empty, and this model knows no end of a document", "give a prompt")
+        raise ConfigError("the prompt is empty, and this model has no end-of-document token", "give a prompt")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ConfigError(f"prompt_tokens: {wrong[0]} is no token of {vocab_size:,}", f"use 0 to {vocab_size - 1}")
     return tokens or [trained.eos_id or 0]

@@ -52,11 +52,11 @@ class CceKahanLossConfig(LossConfig):
 class CceFilterLossConfig(CceKahanLossConfig):
     accumulate: str = option(
         "kahan",
-        "sums over vocabulary blocks, where the filter's lists do not do: kahan (compensated) | fp32 | bf16 (plain)",
+        "sums over vocabulary blocks, if the filter's lists are too short: kahan (compensated) | fp32 | bf16 (plain)",
         choices=("kahan", "fp32", "bf16"),
     )
     workspace_mib: int | None = option(
-        None, "MiB that lists and blocks may take beyond inputs and gradients; null: 256", minimum=1
+        None, "MiB for the filter's lists and blocks, beyond inputs and gradients; null: 256", minimum=1
     )
     filter_eps: float = option(
         2.0**-12,
@@ -66,12 +66,12 @@ class CceFilterLossConfig(CceKahanLossConfig):
     )
     filter_unbiased: bool = option(
         True,
-        "true: entries below it are estimated from a sample of columns and of rows, so that gradients are right on "
-        "average; false: they are dropped, as in the CCE paper",
+        "true: smaller entries are estimated from a sample of columns and rows, so gradients are right on average; "
+        "false: smaller entries are dropped, as in the CCE paper",
     )
     filter_mass: float | None = option(
         None,
-        "largest softmax mass that may be dropped from a token, in [0, 1): micro-steps beyond are exact; null: any",
+        "largest softmax mass that may be dropped from a token, in [0, 1); a micro-step above it is exact; null: any",
         minimum=0,
         maximum=1,
     )
@@ -169,7 +169,7 @@ def _products(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compu
 class CceKahan(LossBackend):
     """This repository's exact kernel: no N x V logits in memory, no filter, compensated sums. Triton, or torch on CPU.
 
-    No gradient entry is dropped; sums over blocks are compensated or kept in fp32.
+    Every gradient entry is computed. Sums over blocks are compensated or kept in fp32.
     """
 
     config: CceKahanLossConfig
@@ -218,8 +218,7 @@ class CceKahan(LossBackend):
 
 @register_loss("cce_filter", options=CceFilterLossConfig, formulas=LossFormulas(_memory, None, _products))
 class CceFilter(CceKahan):
-    """cce_kahan with a gradient filter: small softmax entries are estimated from a sample, or dropped. Dropping harms
-    pretraining.
+    """cce_kahan with a gradient filter: small entries are estimated from a sample, or dropped (harms pretraining).
 
     Its statistics are the shares of kept entries and of exact rows, and the mean, 99th percentile and maximum of a
     row's dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.

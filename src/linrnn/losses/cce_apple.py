@@ -73,7 +73,7 @@ def _products(loss: CceAppleLossConfig, *_: int) -> int:
 
 @register_loss("cce_apple", options=CceAppleLossConfig, formulas=LossFormulas(_memory, None, _products))
 class CceApple(LossBackend):
-    """Apple's Cut Cross-Entropy, whichever version is installed; `python scripts/doctor.py` lists its variants."""
+    """Apple's Cut Cross-Entropy, in the installed version; `python scripts/doctor.py` lists its variants."""
 
     config: CceAppleLossConfig
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @dataclass
 class FlaLossConfig(LossConfig):
     num_chunks: int = option(
-        8, "most chunks of tokens; more: less memory, smaller products (8: the library's default)", minimum=1
+        8, "maximum number of chunks of tokens; more chunks need less memory (8: the library's default)", minimum=1
     )
 
 
@@ -50,9 +50,9 @@ def _traffic(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: in
 
 @register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory, _traffic, freed="inputs"))
 class Fla(LossBackend):
-    """flash-linear-attention's fused linear cross-entropy (GPU only): gradients made in the forward pass.
+    """flash-linear-attention's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 
-    At most `num_chunks` chunks over tokens; each rounds up to a power of two rows.
+    At most `num_chunks` chunks over tokens. The rows of a chunk are rounded up to a power of two.
     """
 
     def __init__(self, config: FlaLossConfig, device: torch.device) -> None:

@@ -59,9 +59,9 @@ def _traffic(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: 
 
 @register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory, _traffic, freed="inputs"))
 class Liger(LossBackend):
-    """Liger-Kernel's fused linear cross-entropy (GPU only): gradients made in the forward pass.
+    """Liger-Kernel's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 
-    Chunks over tokens, sized so that a chunk's logits take about the memory of the hidden states.
+    Chunks over tokens. A chunk's logits take about the memory of the hidden states.
     """
 
     def __init__(self, config: LigerLossConfig, device: torch.device) -> None:

@@ -57,7 +57,7 @@ def _compiled_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compu
 
 @register_loss("standard", formulas=LossFormulas(_memory, _traffic))
 class Standard(LossBackend):
-    """Eager torch: the logits are materialised and converted to fp32. The reference, and the hungriest."""
+    """Eager torch: the full logits are stored and converted to fp32. The reference; it needs the most memory."""
 
     capturable = True
 
@@ -69,7 +69,7 @@ class Standard(LossBackend):
 class Compiled(LossBackend):
     """torch.compile of the standard loss: the baseline of every verdict. On CPU it needs a C++ compiler.
 
-    One graph per shape; it never falls back to eager silently.
+    One graph per shape. It never falls back to eager silently.
     """
 
     capturable = True

@@ -30,7 +30,7 @@ class TorchNativeLossConfig(LossConfig):
     reduction: str = option(
         "none",
         "none (one loss per token; logits recomputed in the backward pass) | sum (faster; in bf16 the reported loss is "
-        "added up in bf16 and too low by several per cent, the gradients are not)",
+        "summed in bf16 and several per cent too low, but gradients are not)",
         choices=("none", "sum"),
     )
 
@@ -50,7 +50,7 @@ def _products(loss: TorchNativeLossConfig, *_: int) -> int:
 
 @register_loss("torch_native", options=TorchNativeLossConfig, formulas=LossFormulas(_memory, None, _products))
 class TorchNative(LossBackend):
-    """torch.nn.functional.linear_cross_entropy (torch >= 2.13), chunked over tokens as torch chooses."""
+    """torch.nn.functional.linear_cross_entropy (torch >= 2.13), which chunks over tokens by itself."""
 
     def __init__(self, config: TorchNativeLossConfig, device: torch.device) -> None:
         import torch

@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 LOG = "train.log"
 CHECKPOINTS = "checkpoints"
-_ASIDE = "trainer.resume=never moves the old run aside and begins anew"
+_ASIDE = "trainer.resume=never moves the old run aside and starts again"
 
 
 class RunDirectory:

@@ -1,5 +1,4 @@
-"""On every architecture the kernels compile with the tiles that the table names, and fit its shared memory; no GPU
-needed."""
+"""On every architecture the kernels compile with the table's tiles and fit into shared memory. No GPU is needed."""
 
 import os
 

@@ -1,5 +1,7 @@
-"""Every kernel, as the launchers call it, compiles for Hopper (sm_90) within its resources; no GPU needed. Other
-architectures: test_architectures.py."""
+"""Every kernel, as the launchers call it, compiles for Hopper (sm_90) within its resources. No GPU is needed.
+
+Other architectures: test_architectures.py.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Where the kernels do not run the loss says so: which implementation serves which device, and what is optional."""
+"""Which implementation serves which device, what is optional, and a clear error where the kernels cannot run."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ KERNEL_TESTS = Path(__file__).parents[1]  # where cases.py lies
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretends that there is a GPU of a compute capability, and nothing known of any device yet."""
+    """Pretends that there is a GPU of a compute capability, and that no device has been examined yet."""
 
     def pretend(major: int, minor: int, hip: str | None = None) -> None:
         found = SimpleNamespace(
@@ -44,7 +44,7 @@ def gpu(monkeypatch):
 
 
 def on(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor there without values, whether the device is here or not."""
+    """A tensor without values on a device, whether the device exists or not."""
     with FakeTensorMode():
         return torch.empty(*shape, device=device, dtype=dtype)
 
@@ -100,7 +100,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_path_in_torch_never_asks_a_device_for_values(options):
-    """A tensor on meta raises where an operation would have to wait for values (nonzero, item)."""
+    """A tensor on meta raises at an operation that has to wait for values (nonzero, item)."""
     o = Options(**options)
     e, c = (torch.empty(n, 64, device="meta", dtype=torch.bfloat16) for n in (300, 2000))
     bias, lse = torch.empty(2000, device="meta"), torch.empty(300, device="meta")

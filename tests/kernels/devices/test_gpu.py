@@ -134,7 +134,7 @@ def test_the_filters_lists_stay_within_the_workspace_together_with_all_else(shap
 
 
 def extra_mib(n_rows: int, dim: int, vocab: int, workspace_mib: float, preset: str) -> float:
-    """Peak of forward and backward pass beyond inputs and gradients."""
+    """Peak of forward and backward pass beyond inputs and gradients, MiB."""
     e = torch.randn(n_rows, dim, device="cuda", dtype=BF16, requires_grad=True)
     c = (torch.randn(vocab, dim, device="cuda") / dim**0.5).to(BF16).requires_grad_()
     targets = torch.randint(0, vocab, (n_rows,), device="cuda")
@@ -170,7 +170,7 @@ def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_wi
 
 
 def test_more_logits_than_32_bits_count():
-    """N V = 2.6e9: loss and gradients agree with fp32 products over chunks of rows."""
+    """N V = 2.6e9. Loss and gradients agree with fp32 products over chunks of rows."""
     n_rows, dim, vocab = 20000, 64, 128256
     generator = torch.Generator("cuda").manual_seed(0)
     e = torch.randn(n_rows, dim, device="cuda", generator=generator).to(BF16).requires_grad_()
@@ -243,7 +243,7 @@ def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(argument
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 16}, FITS], ids=["stored", "recomputed", "filtered"])
 def test_replayed_from_a_cuda_graph(options):
-    """Also for other inputs, where the filter's lists do not do."""
+    """Also with other inputs, for which the filter's lists are too short."""
     e, c, targets, _ = draw(Case("graph", shape=(4096,), dim=256, vocab=8192, dtype=BF16, peak=14), "cuda")
 
     def step():
@@ -269,7 +269,7 @@ def test_replayed_from_a_cuda_graph(options):
 
 @pytest.mark.parametrize("peak", [14, 0])  # lists that do, and that overflow
 def test_what_the_host_knows_of_the_lists_changes_nothing_else(monkeypatch, peak):
-    """Gradients are the same whether the device or the host says that the way around the lists is not needed."""
+    """Gradients are the same whether the device or the host decides that the lists are long enough."""
     from cce_kernels.filter import gather
 
     e, c, targets, _ = draw(Case("known", shape=(2048,), dim=256, vocab=8192, dtype=BF16, peak=peak), "cuda")

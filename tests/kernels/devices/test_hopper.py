@@ -1,4 +1,4 @@
-"""Hopper's own kernels of logits against the Triton kernels that they replace, on an H100 or H200."""
+"""Hopper's own logit kernels against the Triton kernels that they replace, on an H100 or H200."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ OPTIONS = Options(logit_scale=0.7)
 
 @pytest.fixture(autouse=True)
 def any_triton(monkeypatch):
-    """With the Triton version at hand, listed or not: to be listed it must pass here."""
+    """Use the installed Triton version, listed or not: a version must pass here before it is listed."""
     monkeypatch.setattr(hopper, "TRITONS", ("",))
 
 
 def draw(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """e (N, D), c (V, D), both readable by TMA, and targets, some of them ignored."""
+    """e (N, D) and c (V, D), both readable by TMA, and targets, some of them ignored."""
     rows, dim, vocab = shape
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Quick launches: one compiled kernel for all that Triton compiles one kernel for, another for what it does not."""
+"""Quick launches: arguments for which Triton compiles one kernel share one, and other arguments get another kernel."""
 
 import os
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 class Compiled:
-    """A stand-in for a compiled kernel that notes what it is launched with: by the driver alone, or as Triton does."""
+    """A stand-in for a compiled kernel that records its launches, by the driver alone or through Triton."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -40,7 +40,7 @@ def kernel(x_ptr, y_desc, n, width, scale, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The kernel above, quick, and the stand-ins that it has compiled."""
+    """The kernel above with quick launches, and the stand-ins that it has compiled."""
     compiled: list[Compiled] = []
 
     def compile_one(self, *args, grid, warmup, **options):

@@ -1,4 +1,4 @@
-"""The filter on CPU tensors; test_interpreted_filter.py and test_gpu.py run the same checks on the kernels."""
+"""The filter on CPU tensors. test_interpreted_filter.py and test_gpu.py run the same checks on the kernels."""
 
 from dataclasses import replace
 
@@ -54,8 +54,11 @@ def taken(drawn: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("most_head", [64, 16])
 def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, most_head):
-    """Of each group of neighbours, by place and by likelihood, one is drawn: over seeds uniformly, independently of its
-    neighbours and of other blocks of rows. Two shards' columns are the whole vocabulary's. Weights are p on average."""
+    """From each group of neighbours, by place and by likelihood, one entry is drawn.
+
+    Over seeds the draws are uniform and independent of neighbours and of other blocks of rows. Two shards' columns make
+    up the whole vocabulary's. Weights equal p on average.
+    """
     monkeypatch.setattr(filter_rule, "MOST_HEAD", most_head)
     monkeypatch.setattr(filter_rule, "LIKELY_SHARE", 16)
     n_rows, dim, vocab, seeds = 2 * filter_rule.block_rows(4096), 4096, 1024, 600
@@ -116,7 +119,7 @@ def test_head_and_likely_entries_are_small_shares_of_the_vocabulary():
 
 
 def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
-    """On probabilities that vary from row to row around a frequency, as those of text do; ties go by index."""
+    """With probabilities that vary from row to row around a frequency, as in text. Ties are ordered by index."""
     random = torch.Generator().manual_seed(0)
     o = Options(filter_eps=2.0**-8, filter_unbiased=True)
     common, e = torch.randn(64, generator=random), torch.randn(500, 64, generator=random)
@@ -134,7 +137,7 @@ def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
 
 
 def test_entries_rank_by_the_scale_that_kernels_are_given():
-    """Triton hands a number over in fp32."""
+    """Triton passes a number in fp32."""
     e, c = torch.randn(50, 64).bfloat16(), torch.randn(900, 64).bfloat16()
     columns, o = torch.zeros(50, dtype=torch.int64), Options(filter_eps=2.0**-8, filter_unbiased=True)
     in_fp32 = torch.tensor(0.3, dtype=torch.float32).item()
@@ -145,7 +148,7 @@ def test_entries_rank_by_the_scale_that_kernels_are_given():
 @pytest.mark.parametrize("workspace_mib", [48, 64, 100, 256, 1000])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
-    """Where lists are planned, the head's gradient, rows of C, probabilities and rows of E fit beside them."""
+    """If lists are planned, the head's gradient, rows of C, probabilities and rows of E fit beside them."""
     o = Options(filter_eps=2.0**-12, filter_unbiased=unbiased, workspace_mib=workspace_mib)
     planned = []
     for n, d, v in [(16384, 1024, 131072), (8192, 2304, 256000), (1024, 4096, 128256), (16384, 256, 32000)]:
@@ -174,7 +177,7 @@ def test_what_lists_keep_is_accounted_for(n_rows, dim, vocab):
 
 
 def test_lists_are_no_longer_than_their_places_can_say():
-    """Places are 32 bits wide; beyond that the lists overflow, as they do where memory is short."""
+    """Places have 32 bits. Beyond that the lists overflow, as they do if memory is short."""
     problem = Problem(5_000_000, 64, 256_000, BF16, BF16, BF16, False, False, False)
     capacity = plan(problem, 132, Options(filter_eps=2.0**-10, workspace_mib=400_000)).capacity
     assert 2**30 < capacity < 2**31

@@ -78,7 +78,7 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
 
 
 def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkeypatch):
-    """On CPU tensors nothing is ever known of the lists: here all is."""
+    """On CPU tensors the host never knows the lists; here it knows them all."""
     from cce_kernels.filter import gather
 
     class Known:

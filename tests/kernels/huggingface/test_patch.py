@@ -1,4 +1,4 @@
-"""`patch`: models of transformers and FLA with our loss give the loss and the gradients that they gave before."""
+"""`patch`: models of transformers and FLA give the same loss and gradients with our loss as before."""
 
 import copy
 import functools
@@ -271,7 +271,7 @@ def as_accelerate_prepares(model):
 
 
 def as_accelerate_unwraps(model):
-    """Accelerator.unwrap_model with keep_fp32_wrapper=False: takes off all that has __wrapped__."""
+    """Accelerator.unwrap_model with keep_fp32_wrapper=False: removes every wrapper with __wrapped__."""
     forward, original = model.forward, model.__dict__.pop("_original_forward")
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
@@ -281,7 +281,7 @@ def as_accelerate_unwraps(model):
 
 
 def as_of(module, function):
-    """The function as one that `module` defines."""
+    """The function as if `module` defined it."""
     there = types.FunctionType(function.__code__, {"__name__": module}, closure=function.__closure__)
     there.__dict__.update(function.__dict__)
     return there

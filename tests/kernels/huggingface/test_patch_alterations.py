@@ -1,5 +1,7 @@
-"""`patch` and what users and libraries do to a model: a patched model gives the loss and the gradients of the unpatched
-one, or refuses in one line. A new alteration belongs into ALTERATIONS.
+"""`patch` together with what users and libraries do to a model.
+
+A patched model gives the loss and the gradients of the unpatched one, or raises a one-line error. New alterations
+belong in ALTERATIONS.
 """
 
 import copy
@@ -30,7 +32,7 @@ class Adapted(nn.Linear):
 
 
 def new_head(kind: type = nn.Linear, bias: bool = True) -> Callable[[Any], None]:
-    """A head of another kind with the model's weight; of one with a bias, a large one."""
+    """Another kind of head with the model's weight; a head with a bias gets a large one."""
 
     def alter(model: Any) -> None:
         old, head = model.lm_head, kind(model.lm_head.in_features, model.lm_head.out_features, bias=bias)
@@ -68,7 +70,7 @@ def replaced_forward(model: Any) -> None:
 
 
 def normed(model: Any) -> None:
-    """Legacy spectral_norm computes its weight anew in training mode only."""
+    """Legacy spectral_norm recomputes its weight only in training mode."""
     spectral_norm(model.lm_head)
     model.train()
 
@@ -88,7 +90,7 @@ def partial_loss(model: Any) -> None:
 
 
 def class_forward(_: Any) -> None:
-    """A wrapper that says that it is the class's own."""
+    """A wrapper that claims to be the class's own forward."""
     kind = transformers.LlamaForCausalLM
     original = kind.forward
 
@@ -199,7 +201,7 @@ FORWARDS = {kind: kind.forward for kind in (nn.Linear, transformers.LlamaForCaus
 
 @contextmanager
 def classes_restored() -> Iterator[None]:
-    """Undoes what alterations do to classes and to every module."""
+    """Undo what alterations do to classes and to every module."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type or layout: one clear line that starts with the argument's name."""
+"""Arguments of a wrong type or layout raise one clear line that starts with the argument's name."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which gradients a backward pass gives, and how often: every dtype, frozen inputs, several passes."""
+"""Which gradients a backward pass returns, and how often: every dtype, frozen inputs, several passes."""
 
 import contextlib
 from itertools import product
@@ -15,7 +15,7 @@ DTYPES = (BF16, FP16, FP32)
 
 @contextlib.contextmanager
 def launches_are_free():
-    """The planner stores exponentials for small problems, too, and in chunks of 128 rows."""
+    """The planner stores exponentials even for small problems, in chunks of 128 rows."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(planner, "LAUNCH_SECONDS", 0.0)
         monkeypatch.setattr(planner, "LEAST_ROWS", 128)
@@ -56,7 +56,7 @@ def test_every_dtype_of_e_c_bias_and_autocast(case, device):
 @pytest.mark.parametrize("dtype_c", DTYPES, ids=str)
 @launches_are_free()
 def test_a_sum_over_rows_that_fp16_cannot_hold_is_only_held_finished(dtype_c, device):
-    """dC of the summed loss is beyond fp16's numbers; that of the mean is not."""
+    """dC of the summed loss exceeds fp16's range; dC of the mean does not."""
     case = Case("large", shape=(260,), dim=16, vocab=20, dtype=BF16, dtype_c=dtype_c, autocast=BF16, ignored=0)
     e, c, targets, _ = draw(case, device)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_main_grad_is_not_touched_by_a_call_for_the_bias_alone(device):
 @devices_with("passes", [*product(PASSES, (False, True))], [(name, True) for name in PASSES if name != "listed"])
 @launches_are_free()
 def test_backward_passes_may_follow_one_another(passes, device):
-    """With retain_graph=True; whatever becomes of the first pass's gradients."""
+    """With retain_graph=True, whatever happens to the first pass's gradients."""
     options, main_grad = PASSES[passes[0]], passes[1]
     if "workspace_mib" in options and device == "cpu" and not INTERPRETED:
         options = {"workspace_mib": 0.5}  # of CPU tensors all memory counts

@@ -1,6 +1,6 @@
-"""What torch.compile makes of the operators: their graphs write to no more than the operators do.
+"""The graphs that torch.compile makes of the operators write only to what the operators write to.
 
-Kernels are neither compiled nor run here; the graphs are of shapes alone.
+Kernels are neither compiled nor run here; the graphs only have shapes.
 """
 
 import os
@@ -27,7 +27,7 @@ ROWS, VOCAB = 64, 391
 
 @pytest.fixture
 def backward_graph(monkeypatch):
-    """A function of options to the graph of the backward pass through a compiled loss, exponentials stored."""
+    """A function from options to the graph of the backward pass through a compiled loss with stored exponentials."""
     compile_only(monkeypatch, 90, names=())
     monkeypatch.setattr(operators, "backend_of", lambda x: with_triton)
     monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(ROWS, 0))
@@ -54,7 +54,7 @@ def backward_graph(monkeypatch):
 
 
 def written(graph: torch.fx.Graph) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what the compiler copies, as the one operator may write to it."""
+    """Shapes and dtypes that the compiler copies because the operator may write to them."""
     [node] = [node for node in graph.nodes if "auto_functionalized" in str(node.target)]
     assert node.args[0] is torch.ops.cce_kernels.cross_entropy_backward_stored.default
     bases = [base.meta["val"] for base in node.kwargs["_all_bases"]]

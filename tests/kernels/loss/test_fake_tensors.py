@@ -1,4 +1,4 @@
-"""Tensors without values: the loss gives shapes, dtypes and devices, forward and backward, also in eager mode."""
+"""Tensors without values: forward and backward give shapes, dtypes and devices, also in eager mode."""
 
 import os
 from contextlib import nullcontext

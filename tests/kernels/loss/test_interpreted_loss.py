@@ -39,7 +39,7 @@ def test_evaluation_needs_no_workspace():
 
 
 def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
-    """On a GPU nothing may wait for the targets: the row shows it. CPU calls raise instead."""
+    """On a GPU nothing may wait for the targets, so the row becomes NaN. CPU calls raise instead."""
     from dataclasses import astuple
 
     from cce_kernels.operators import cross_entropy

@@ -1,4 +1,4 @@
-"""The schemes of three and of four products, in Triton's interpreter: stored exponentials, sums over chunks."""
+"""The schemes with three and with four products in Triton's interpreter: stored exponentials, sums over chunks."""
 
 import pytest
 from cases import (

@@ -1,4 +1,4 @@
-"""The public function: what it accepts, refuses and promises beyond the numbers. CPU tensors."""
+"""The public function on CPU tensors: what it accepts and rejects, and its promises beyond the numbers."""
 
 import pickle
 import subprocess
@@ -147,7 +147,7 @@ def test_targets_of_any_integer_type(dtype):
 
 @pytest.mark.parametrize(("dtype", "wrapped"), [(torch.uint8, 156), (torch.int8, 28)])
 def test_an_ignore_index_that_the_targets_type_cannot_hold_is_no_target(dtype, wrapped):
-    """-100 in 8 bits is 156, an entry as good as any."""
+    """-100 in 8 bits is 156, which is a valid entry."""
     ignore_index = -100 if dtype == torch.uint8 else 1000 + wrapped
     e, c, targets, _ = draw(Case("narrow", shape=(3, 7), vocab=200, ignored=0, targets_below=100), "cpu")
     targets[:, 3] = min(wrapped, torch.iinfo(dtype).max)
@@ -228,7 +228,7 @@ def test_statistics_break_the_graph_of_a_compiled_program(options):
 
 @pytest.mark.parametrize("wanted", ["e", "c", "bias", "scale"])
 def test_a_second_derivative_is_refused(wanted):
-    """Also where it is a part of what is differentiated, as a gradient penalty is: it would silently not count."""
+    """Also inside a larger expression, such as a gradient penalty, where it would silently count as 0."""
     e, c, targets, bias = draw(Case("twice", shape=(6,), bias=True), "cpu")
     scale = torch.ones((), requires_grad=True)
     loss = scale * linear_cross_entropy(e, c, targets, bias=bias)
@@ -240,7 +240,7 @@ def test_a_second_derivative_is_refused(wanted):
 
 
 def test_a_workspace_too_small_can_be_pickled():
-    """As processes send their errors to one another."""
+    """Processes pickle the errors that they send each other."""
     error = WorkspaceTooSmall(0.5, 3)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.least_mib) == (str(error), 3)
@@ -248,7 +248,7 @@ def test_a_workspace_too_small_can_be_pickled():
 
 
 def test_the_workspace_bounds_what_the_passes_allocate(monkeypatch):
-    """No tensor of either pass is larger than the workspace, with logits eight times that."""
+    """No tensor of either pass exceeds the workspace. The logits would be eight times as large."""
     workspace_mib, e, c = (
         2,
         torch.randn(512, 32, requires_grad=True),
@@ -368,7 +368,7 @@ def test_wrong_arguments_are_refused_by_name(message):
 
 
 def test_it_runs_where_numpy_is_not_installed_and_without_torchs_compiler():
-    """torch and Triton do without numpy, so an environment of the kernels alone has none."""
+    """torch and Triton do not need numpy, so an environment with only the kernels lacks it."""
     program = """
 import sys, warnings
 sys.modules["numpy"] = None  # as if it were not installed

@@ -1,4 +1,4 @@
-"""The filter remembers which kinds of calls it has launched in full, and no more of them than a bound."""
+"""The filter remembers which kinds of calls it has launched in full, up to a fixed number."""
 
 import os
 

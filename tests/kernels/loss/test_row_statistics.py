@@ -1,4 +1,4 @@
-"""Loss and log-sum-exp of single rows: tokens that the model is sure of, and rows that are ignored."""
+"""Loss and log-sum-exp of single rows: tokens that the model predicts with certainty, and ignored rows."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KINDS = {"plain": {}, "bias": {"bias": True}, "softcap": {"softcap": 50.0}, "sca
 
 
 def sure(dtype: torch.dtype, device: str, peak: float, n_rows: int = 70) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows whose target's logit stands out by about `peak`."""
+    """Rows whose target logit exceeds the others by about `peak`."""
     g = torch.Generator().manual_seed(0)
     c = torch.randn(150, 16, generator=g) / 4
     targets = torch.randint(0, 150, (n_rows,), generator=g)
@@ -27,7 +27,7 @@ def sure(dtype: torch.dtype, device: str, peak: float, n_rows: int = 70) -> tupl
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("peak", [20, 45])
 def test_the_loss_of_a_token_that_the_model_is_sure_of_keeps_its_digits(peak, options, dtype, device):
-    """A difference of LSE and target logit, 45, is right to 4e-6."""
+    """The difference of LSE and target logit, both about 45, is right to 4e-6."""
     e, c, targets = sure(dtype, device, peak)
     options = dict(options)
     bias = 0.1 * torch.arange(150, device=device) % 1 if options.pop("bias", False) else None
@@ -72,7 +72,7 @@ def test_a_vocabulary_of_one_entry_has_no_loss(options, dtype, device):
 
 
 def far(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of which every ignored row has one 200 below its LSE, at column 0 and at its own place."""
+    """Logits in which every ignored row has one 200 below its LSE, at column 0 and at its own place."""
     g = torch.Generator().manual_seed(0)
     e, c = torch.randn(70, 16, generator=g), torch.randn(90, 16, generator=g) / 4
     targets = torch.randint(1, 90, (70,), generator=g)
@@ -89,7 +89,7 @@ def far(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     {}, {"reduction": "none"}, {"z_loss": 1e-2, "reduction": "none"}, {"label_smoothing": 0.1}, {"softcap": 300.0},
 ], ids=str)  # fmt: skip
 def test_ignored_rows_with_far_logits_change_nothing(options, dtype, device):
-    """Their loss and gradients are 0; those of the other rows are as if the ignored ones were not there."""
+    """Their loss and gradients are 0. Other rows get the same results as without the ignored ones."""
     e, c, targets = far(dtype, device)
     kept = targets != IGNORE
     loss, metrics = linear_cross_entropy(e, c, targets, return_metrics=True, **options)
@@ -124,7 +124,7 @@ def test_the_log_sum_exp_of_an_ignored_row_is_right_where_it_is_asked_for(dtype,
 @DTYPES
 @pytest.mark.parametrize("reduction", [pytest.param(name, marks=MARKS) for name in ("mean", "none")])
 def test_no_row_goes_the_slow_way_for_an_ignored_rows_sake(reduction, dtype, monkeypatch):
-    """rows_kernel takes a row's logits one by one where its sum overflowed."""
+    """rows_kernel handles a row's logits one by one if its sum overflowed."""
     from cce_kernels.kernels import row_stats
 
     def refuse(*_):

@@ -1,4 +1,4 @@
-"""What the planner chooses, from shapes and dtypes alone: no Triton, no GPU."""
+"""The planner's choices, from shapes and dtypes alone: no Triton, no GPU."""
 
 import math
 from itertools import product
@@ -104,6 +104,6 @@ def test_exponentials_are_stored_only_for_gradients_that_can_hold_their_sums(gra
 
 @pytest.mark.parametrize("workspace_mib", [None, 600, 4096])
 def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_mib):
-    """The second one through a loss does; 600 MiB hold no 256 columns of a million rows."""
+    """The second backward pass through a loss makes logits. 600 MiB hold less than 256 columns of a million rows."""
     for shape in (*SHAPES, (2**20, 256, 2**14)):
         assert chosen(shape, workspace_mib=workspace_mib).columns >= min(256, shape[2])

@@ -1,4 +1,4 @@
-"""A call that one rank of several gets wrong: every rank raises the same error, in bounded time."""
+"""If one of several ranks makes a wrong call, every rank raises the same error in bounded time."""
 
 import os
 import subprocess

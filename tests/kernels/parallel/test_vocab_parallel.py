@@ -1,4 +1,4 @@
-"""The vocabulary spread over ranks: losses and gradients are those of one device."""
+"""With the vocabulary spread over ranks, losses and gradients equal those of one device."""
 
 import os
 from typing import Any
@@ -66,7 +66,7 @@ def test_gradients_of_sums_that_differ_over_ranks_are_refused(interpreted):
 
 @not_within
 def test_communication_goes_on_while_chunks_are_computed(interpreted):
-    """150 rows of two ranks in chunks of 64, 64 and 22: of hidden states a rank's half."""
+    """150 rows of two ranks in chunks of 64, 64 and 22. A rank has half of the hidden states."""
     hidden, numbers = [f"all_gather bfloat16 {rows}" for rows in (32, 32, 11)], "all_gather float32 1"
     sums = [f"reduce_scatter float32 {rows}" for rows in (64, 64, 22)]
     for results in interpreted:
@@ -131,7 +131,7 @@ def _errors(loss: torch.Tensor, truth: torch.Tensor, want: dict[str, torch.Tenso
 
 
 def _assembled(spread: Spread, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What the ranks have together; what all have, they have bit for bit."""
+    """The ranks' parts put together. Results that all ranks have must agree bit for bit."""
     ranks = [{name: x for name, x in rank.items() if name != "trace"} for rank in ranks]
     first = ranks[0]
     whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ("c", "bias") if name in first}
@@ -155,7 +155,7 @@ def test_a_shard_that_a_bias_masks_has_no_largest_logit():
 
 @pytest.fixture
 def alone(tmp_path):
-    """A group of this process."""
+    """A group of only this process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -193,7 +193,7 @@ def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
 @pytest.mark.parametrize("rows", ["same", "own"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0}, {"filter_eps": 2**-6}], ids=str)
 def test_the_custom_operator_keeps_to_pytorchs_rules(options, rows, alone):
-    """As test_linear_cross_entropy has it."""
+    """As in test_linear_cross_entropy."""
     e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
     place = dist.group.WORLD.group_name, [30], rows == "own"
     inputs = (e, c, targets, bias, None, None, IGNORE, FP32, True, True, [True] * 3)

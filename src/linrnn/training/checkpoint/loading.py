@@ -69,7 +69,7 @@ def read_progress(path: Path) -> Progress:
     if missing := [name for name in names if name not in state]:
         raise DataError(
             f"{path} was written by an earlier version (no {missing[0]})",
-            "train the run anew with this version",
+            "train the run again with this version",
         )
     return Progress(**{name: state[name] for name in names})
 
