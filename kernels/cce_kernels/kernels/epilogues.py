@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.tiles import finish_logits
+from .softcap import softcap_slope, softcapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(60.0)  # makes the target's w 2^-60 (logits.py)
@@ -21,6 +21,17 @@ def log1p(x):
     square = ratio * ratio
     series = 2 * ratio * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
     return tl.where(x < 0.5, series, tl.log(1 + x))
+
+
+@triton.jit
+def finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The logits softcap · tanh((logit_scale · acc + bias) / softcap) of the columns `cols`, fp32."""
+    z = acc * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if HAS_SOFTCAP:
+        z = softcapped(z, softcap)
+    return z
 
 
 @triton.jit
@@ -54,7 +65,7 @@ def exponentials_of(
         largest = tl.maximum(largest, tl.max(tl.where(other, z, float("-inf")), axis=1))
         wz_total += tl.sum(tl.where(w > 0, w * (z - z_target[:, None]), 0.0), axis=1)
     if HAS_SOFTCAP:
-        w *= 1 - (z / softcap) * (z / softcap)
+        w *= softcap_slope(z, softcap)
     return w, total, z_total, largest, wz_total
 
 
@@ -72,7 +83,7 @@ def gradient_of(
     is_target = cols[None, :] == column[:, None]
     dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
     if HAS_SOFTCAP:
-        dz *= 1 - (z / softcap) * (z / softcap)
+        dz *= softcap_slope(z, softcap)
     return dz, p, is_target
 
 

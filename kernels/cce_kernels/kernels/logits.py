@@ -39,9 +39,10 @@ from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
 from ..runtime.launch import quick
 from ..runtime.tile_table import hopper_tiles
-from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, inner_of, logits_tiles, multiprocessors, softcapped
+from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, inner_of, logits_tiles, multiprocessors
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
+from .softcap import softcapped
 from .target_columns import columns_of
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together

@@ -24,9 +24,10 @@ from torch import Tensor
 from ..options import Options
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
-from ..runtime.tiles import cdiv, finish_logits, inner_of
-from .epilogues import HEADROOM, LOG2E, SKIPPED, log1p
+from ..runtime.tiles import cdiv, inner_of
+from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p
 from .logits import Sums, exponentials, target_logits
+from .softcap import softcap_slope
 
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w, so that their ratios are normal numbers
@@ -132,7 +133,7 @@ def rows_kernel(
                 )  # fmt: skip
                 w = tl.exp2((z - online[:, None]) * LOG2E)
                 if HAS_SOFTCAP:
-                    w *= 1 - (z / softcap) * (z / softcap)
+                    w *= softcap_slope(z, softcap)
                 w = tl.where(cols[None, :] == column[:, None], 0.0, w)
                 w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
@@ -155,7 +156,7 @@ def rows_kernel(
         a = b + of_lse
         slope = 1.0
         if HAS_SOFTCAP:
-            slope = 1 - (z_target / softcap) * (z_target / softcap)
+            slope = softcap_slope(z_target, softcap)
         tl.store(factor_ptr + rows, a / total, mask=inside)
         tl.store(coefficient_ptr + rows, tl.where(apart, (of_lse * p_target - b * rest) * slope, 0.0), mask=inside)
 

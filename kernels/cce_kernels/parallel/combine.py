@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.epilogues import LOG2E, log1p
 from ..kernels.row_stats import LN2, ROWS, Gradient
+from ..kernels.softcap import softcap_slope
 from ..options import Options
 from ..row_math import Rows
 from ..runtime.launch import quick
@@ -87,7 +88,7 @@ def settle_kernel(
     p = tl.exp2(tl.where(is_here, -nll, z - lse) * LOG2E)
     slope = 1.0
     if HAS_SOFTCAP:
-        slope = 1 - (z / softcap) * (z / softcap)
+        slope = softcap_slope(z, softcap)
     factor = tl.load(factor_ptr + rows, mask=inside, other=0.0) * a * tl.exp2((lse_here - lse) * LOG2E)
     tl.store(factor_ptr + rows, factor, mask=inside)
     coefficient = logit_scale * (a * p - tl.where(is_here, counts, 0.0)) * slope

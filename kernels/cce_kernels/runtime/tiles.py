@@ -1,4 +1,4 @@
-"""Functions that all Triton kernels share: tile sizes, TMA descriptors, the order of tiles, logits from products.
+"""Functions that all Triton kernels share: tile sizes, TMA descriptors, the order of tiles.
 
 Kernels do not specialise on sizes (do_not_specialize), so that a ragged batch does not compile anew. TMA takes any
 size. The width of a gradient is the exception, because it decides how wide the stores are.
@@ -123,30 +123,3 @@ def grouped(unit, n_rows, n_cols, GROUP: tl.constexpr):
     height = tl.minimum(n_rows - first, GROUP)
     within = unit % group_size
     return first + within % height, within // height
-
-
-@triton.jit
-def tanh(x):
-    """tanh in fp32 to about one rounding. Near 0 the quotient of exponentials cancels, so a series takes its place."""
-    size = tl.abs(x)
-    decay = tl.exp(-2 * size)
-    quotient = (1 - decay) / (1 + decay)
-    square = x * x
-    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-    return tl.where(size < 0.2, series, tl.where(x < 0, -quotient, quotient))
-
-
-@triton.jit
-def softcapped(z, softcap):
-    return softcap * tanh(z / softcap)
-
-
-@triton.jit
-def finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The logits softcap · tanh((logit_scale · acc + bias) / softcap) of the columns `cols`, fp32."""
-    z = acc * logit_scale
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-    if HAS_SOFTCAP:
-        z = softcapped(z, softcap)
-    return z
