@@ -29,6 +29,13 @@ def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
     return process
 
 
+def spawn(function: Callable[..., None], *arguments: object) -> BaseProcess:
+    """As :func:`start`, in a new interpreter: CUDA does not survive a fork."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | None = None) -> None:
     """Run a command of the repository in this process.
 

@@ -7,7 +7,6 @@ is new: FLA asks for the GPU's name when it is imported, and CUDA does not survi
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -22,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from forked import ROOT, start
+from forked import ROOT, spawn, start
 from pool import Pool
 
 from linrnn.distributed import patience
@@ -56,13 +55,6 @@ def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, scri
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     return [(rank, world_size, port, script, overrides, f"{log}.{rank}", fault) for rank in range(world_size)]
-
-
-def spawn(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    """As `start`, in a new process."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
-    process.start()
-    return process
 
 
 def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[str], log: str, fault: str) -> None:

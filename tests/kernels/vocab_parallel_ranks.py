@@ -1,13 +1,16 @@
 """Ranks that compute the loss with the vocabulary spread over them: one process each, all cases in one run.
 
-`python vocab_parallel_ranks.py RANK RANKS STORE OUTPUT DEVICE CASE…` writes the rank's results to OUTPUT.RANK. On CPUs
-without the interpreter the processes are forked from one that has imported torch and its compiler (forked.py).
+`python vocab_parallel_ranks.py RANKS STORE OUTPUT DEVICE CASE…` starts the ranks. Each rank writes its results to
+OUTPUT.RANK. On CPUs the script forks the ranks after it has imported torch and Triton. Ranks that need no interpreter
+are forked from the process of forked.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,21 +124,20 @@ def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment:
     """Every rank's results and gradients for the named cases of `cases(ranks)`, in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         common = [str(ranks), f"{folder}/store", f"{folder}/output", device, *(str(spread) for spread in spreads)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), *common],
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(ranks)
-        ]
+        process = subprocess.Popen(
+            [sys.executable, __file__, *common],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the ranks are killed with it
+        )
         try:
-            printed = [process.communicate(timeout=2 * PATIENCE)[0].decode() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert not any(process.returncode for process in processes), "\n".join(printed)[-5000:]
+            printed = process.communicate(timeout=2 * PATIENCE)[0].decode()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        assert process.returncode == 0, printed[-5000:]
         return [torch.load(f"{folder}/output.{rank}", weights_only=True) for rank in range(ranks)]
 
 
@@ -289,9 +291,20 @@ def main(rank: int, ranks: int, store: str, output: str, device: str, names: lis
     dist.destroy_process_group()
 
 
+def start_ranks(ranks: int, *arguments: Any, device: str) -> int:
+    """Call `main` in a process for each rank; returns how many failed. CUDA does not survive a fork."""
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    processes = [context.Process(target=main, args=(rank, ranks, *arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
+
+
 if __name__ == "__main__":
-    rank, ranks, store, output, device, *names = sys.argv[1:]
-    main(int(rank), int(ranks), store, output, device, names)
+    ranks, store, output, device, *names = sys.argv[1:]
+    sys.exit(start_ranks(int(ranks), store, output, device, names, device=device))
 
 
 __all__ = ["IGNORE", "Spread", "cases", "compute", "start", "start_forked"]

@@ -1,70 +1,21 @@
 """If one of several ranks makes a wrong call, every rank raises the same error in bounded time."""
 
 import os
-import subprocess
-import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from cce_kernels import vocabulary_parallel_linear_cross_entropy
+from cce_kernels.parallel.sharding import process_group
+from forked import spawn, start
+from torch import distributed as dist
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the ranks decide for themselves")
 
 RANKS = 2
 PATIENCE = 150  # s until a rank that hangs is given up
-
-PROGRAM = """
-import sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from cce_kernels import vocabulary_parallel_linear_cross_entropy
-
-rank, device = int(sys.argv[1]), sys.argv[3]
-if device == "cuda":
-    torch.cuda.set_device(rank)
-dist.init_process_group(
-    "nccl" if device == "cuda" else "gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2,
-    timeout=timedelta(seconds=100),
-)
-group = dist.new_group([0, 1])
-
-
-def report(name, e=None, rows="own", scale=1.0, group=group, buffer=None, **options):
-    torch.manual_seed(0)
-    e = torch.randn(6, 8, device=device) if e is None else e.to(device)
-    e.requires_grad_()
-    c = torch.randn(5, 8, device=device, requires_grad=True)
-    targets = torch.arange(len(e), device=device) + 3
-    try:
-        loss = vocabulary_parallel_linear_cross_entropy(
-            e, c, targets, **{"shards": [5, 5], "rows": rows, "group": group} | options
-        )
-        (loss * scale).sum().backward()
-        print(name, "ok", flush=True)
-    except Exception as error:
-        left = (e.grad, c.grad, None if options.get("main_grad_c") is None else options["main_grad_c"].any().item())
-        print(name, type(error).__name__, str(error), left in ((None, None, None), (None, None, False)), flush=True)
-
-
-first = rank == 0
-report("right")
-report("empty", e=torch.randn(6 if first else 0, 8))
-report("other rows", e=torch.randn(6 if first else 4, 8))
-report("other options", softcap=20.0 if first else 30.0)
-report("shards", shards=[5, 5] if first else [4, 6])
-report("unknown option", **({} if first else {"preset": "nothing"}))
-report("different gradients, same rows", rows="same", scale=1.0 + rank)
-report("different gradients, same rows, buffer", rows="same", scale=1.0 + rank,
-       main_grad_c=torch.zeros(5, 8, device=device))
-report("right after all that")
-dist.destroy_process_group()
-try:
-    from cce_kernels.parallel.sharding import process_group
-    process_group("no such group")
-except ValueError as error:
-    print("gone", type(error).__name__, str(error))
-"""
 DIFFER = "all ranks of the group must call with the same shapes, dtypes and options; rank 0 has e (6, 8), "
 GRADIENTS = "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ"
 EXPECTED = {
@@ -82,22 +33,67 @@ EXPECTED = {
 }
 
 
+def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
+    """What one rank does; each line that it prints tells what became of a call."""
+    with open(printed, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS,
+        timeout=timedelta(seconds=100),
+    )  # fmt: skip
+    group = dist.new_group([0, 1])
+
+    def report(name, e=None, rows="own", scale=1.0, **options):
+        torch.manual_seed(0)
+        e = torch.randn(6, 8, device=device) if e is None else e.to(device)
+        e.requires_grad_()
+        c = torch.randn(5, 8, device=device, requires_grad=True)
+        targets = torch.arange(len(e), device=device) + 3
+        try:
+            loss = vocabulary_parallel_linear_cross_entropy(
+                e, c, targets, **{"shards": [5, 5], "rows": rows, "group": group} | options
+            )
+            (loss * scale).sum().backward()
+            print(name, "ok", flush=True)
+        except Exception as error:
+            left = (e.grad, c.grad, None if options.get("main_grad_c") is None else options["main_grad_c"].any().item())
+            print(name, type(error).__name__, str(error), left in ((None, None, None), (None, None, False)), flush=True)
+
+    first = rank == 0
+    report("right")
+    report("empty", e=torch.randn(6 if first else 0, 8))
+    report("other rows", e=torch.randn(6 if first else 4, 8))
+    report("other options", softcap=20.0 if first else 30.0)
+    report("shards", shards=[5, 5] if first else [4, 6])
+    report("unknown option", **({} if first else {"preset": "nothing"}))
+    report("different gradients, same rows", rows="same", scale=1.0 + rank)
+    buffer = torch.zeros(5, 8, device=device)
+    report("different gradients, same rows, buffer", rows="same", scale=1.0 + rank, main_grad_c=buffer)
+    report("right after all that")
+    dist.destroy_process_group()
+    try:
+        process_group("no such group")
+    except ValueError as error:
+        print("gone", type(error).__name__, str(error), flush=True)
+
+
 def run(folder: Path, device: str) -> list[list[str]]:
     """The lines that every rank prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store"), device],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    try:
-        printed = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(printed)[-5000:]
+    begin = start if device == "cpu" else spawn
+    paths = [folder / f"printed.{rank}" for rank in range(RANKS)]
+    ranks = [begin(rank_of_group, rank, str(folder / "store"), device, str(paths[rank])) for rank in range(RANKS)]
+    until = time.monotonic() + PATIENCE
+    for process in ranks:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    printed = [path.read_text() if path.exists() else "" for path in paths]
+    assert codes == [0] * RANKS, "\n".join(printed)[-5000:]
     return [[line for line in text.splitlines() if line.startswith(tuple(EXPECTED))] for text in printed]
 
 
