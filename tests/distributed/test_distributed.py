@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_helpers import sentences, write_jsonl
 from rank_process import ROOT, curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
@@ -63,10 +64,14 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     assert output(tmp_path / "ranks", world_size).count("valid at step 2") == 1, "rank 0 alone speaks"
 
 
-def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, trained: Trained) -> None:
-    """Five batches on two ranks: in the last round one rank has no batch."""
-    text = [override for override in small("data=stdlib") if not override.startswith("data.n_")]
-    text += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300", "data.reset_at_document=true"]
+def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(
+    small: Small, trained: Trained, tmp_path: Path
+) -> None:
+    """Five batches of short documents on two ranks: in the last round one rank has no batch."""
+    documents = [text.encode("ascii", "ignore").decode() for text in sentences(600)]
+    path = write_jsonl(tmp_path / "text.jsonl", documents)
+    text = [override for override in small("data=text", f"data.path={path}") if not override.startswith("data.n_")]
+    text += ["data.valid_fraction=0.05", "data.tokenizer_vocab_size=300", "data.reset_at_document=true"]
     one = Trainer(load_config([*text, "trainer.batch_size=2"]))
     reference = one.fit()
     summary = summary_of(trained([*text, "trainer.batch_size=1", "parallel=ddp", "group=ddp"], 2))
@@ -75,6 +80,7 @@ def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small: Small, t
     assert tokenizer is not None
     firsts = [0, *valid.document_ends.tolist()]
     labels = [int(i) for at, i in enumerate(valid.read(0, 401)) if at not in firsts and i != tokenizer.eos_id]
+    assert valid.document_ends[3] < 401, "several documents"
     n_bytes = len(tokenizer.decode(labels).encode())
     n_labels = 401 - sum(at < 401 for at in firsts)
     expected = n_labels * summary["valid_loss_nats"] / math.log(2) / n_bytes
