@@ -3,15 +3,15 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run
 from data_helpers import sentences, write_jsonl
+from forked import run_elsewhere, start
 from rank_process import ROOT, curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
@@ -179,16 +179,18 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(
 
 def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(small: Small, tmp_path: Path) -> None:
     overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    process = subprocess.Popen([*torchrun, *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    arguments = ["--standalone", "--nproc-per-node=2", "train.py", *overrides]
+    printed = tmp_path / "printed"
+    launcher = start(run_elsewhere, dict(os.environ), ROOT, torch.distributed.run.__file__, arguments, printed, printed)
     try:
         directory = wait_for_step(tmp_path / "results/ddp", 3)
-        process.terminate()
-        printed = process.communicate(timeout=60)[0].decode()
+        launcher.terminate()
+        launcher.join(60)
+        assert launcher.exitcode is not None, printed.read_text()
     finally:
-        process.kill()
+        launcher.kill()
     summary = summary_of(directory)
-    assert summary["status"] == "interrupted", printed
+    assert summary["status"] == "interrupted", printed.read_text()
     assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
 
 
