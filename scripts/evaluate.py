@@ -17,8 +17,7 @@ def main(config: EvaluateConfig) -> None:
     from linrnn.models import build_model
     from linrnn.training import checkpoint
     from linrnn.training.evaluation import evaluate
-    from linrnn.training.plan import make_plan
-    from linrnn.training.preflight import check_reading_fits
+    from linrnn.training.plan import check_reading_fits, make_plan
     from linrnn.training.runtime import compute_dtype, parameter_dtype
 
     directory = checkpoint.resolve(Path(config.checkpoint))

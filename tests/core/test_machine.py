@@ -23,7 +23,7 @@ from linrnn.data.cache import KEPT_SECONDS, sweep
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models import architecture, build_model, fla_models, open_pretrained
 from linrnn.models.architecture import resolve
-from linrnn.training import preflight
+from linrnn.training import plan as plan_module
 from linrnn.training.plan import Plan, make_training_plan
 from linrnn.training.trainer import Trainer
 
@@ -69,7 +69,7 @@ def test_version_one_of_cgroups_counts_as_well(tmp_path: Path) -> None:
 
 
 def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    monkeypatch.setattr(preflight, "available_memory", lambda: int(gib * GIB))
+    monkeypatch.setattr(plan_module, "available_memory", lambda: int(gib * GIB))
     monkeypatch.setattr(machine, "available_memory", lambda: int(gib * GIB))
 
 
@@ -82,13 +82,13 @@ def test_a_step_that_cannot_fit_on_a_cpu_is_refused_with_both_figures(monkeypatc
     plan, arch = plan_of("model=gla", "size=1b3", "data=markov", "loss=cce_kahan")
     has(monkeypatch, 8)
     with pytest.raises(UnsupportedError) as refused:
-        preflight.check_step_fits(plan, arch)
+        plan_module.check_step_fits(plan, arch)
     foreseen = plan.memory_estimate(arch)
     assert foreseen is not None
     assert f"{foreseen.peak / GIB:.1f} GiB" in refused.value.cause
     assert "8.0 GiB of memory are free" in refused.value.cause
     has(monkeypatch, 10 * foreseen.peak / GIB)
-    assert preflight.check_step_fits(plan, arch) is None
+    assert plan_module.check_step_fits(plan, arch) is None
 
 
 def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyP
     assert estimate is not None
     has(monkeypatch, 2.5 * estimate.peak / GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    preflight.check_step_fits(plan, arch)
+    plan_module.check_step_fits(plan, arch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UnsupportedError, match="each of 3 processes"):
-        preflight.check_step_fits(plan, arch)
+        plan_module.check_step_fits(plan, arch)
 
 
 def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +114,16 @@ def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: p
 
     gpu(state - 1)
     with pytest.raises(OutOfMemoryError, match="parameters, gradients and optimizer state alone"):
-        preflight.check_step_fits(plan, arch)
+        plan_module.check_step_fits(plan, arch)
     gpu(estimate.peak - 1)
-    note = preflight.check_step_fits(plan, arch)
+    note = plan_module.check_step_fits(plan, arch)
     assert note is not None
     assert "tried all the same" in note
     gpu(estimate.peak + 1)
-    assert preflight.check_step_fits(plan, arch) is None
+    assert plan_module.check_step_fits(plan, arch) is None
     budget = replace(plan, config=replace(plan.config, memory_budget_gib=(state - 1) / GIB))
     with pytest.raises(OutOfMemoryError, match="memory_budget_gib has"):
-        preflight.check_step_fits(budget, arch)
+        plan_module.check_step_fits(budget, arch)
 
 
 def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
@@ -153,7 +153,7 @@ def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypa
     _, arch = plan_of("model=gla", "size=1b3", "data=markov")
     has(monkeypatch, 2)
     with pytest.raises(UnsupportedError, match=r"parameters need \d"):
-        preflight.check_reading_fits(arch, torch.device("cpu"))
+        plan_module.check_reading_fits(arch, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------------ disk

@@ -27,7 +27,7 @@ from linrnn.data import Batch
 from linrnn.models import build_model, chunk_size, cpu_ops
 from linrnn.models.architecture import MODELS, resolve
 from linrnn.models.chunk_size import _ChunkGLA
-from linrnn.training.step import loss_inputs
+from linrnn.training.runtime import loss_inputs
 
 CASES = [(name, None) for name in MODELS] + [("gla", 64), ("gla", 128), ("gated_deltanet", 16), ("kda", 32)]
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)

@@ -20,8 +20,9 @@ from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, Stor
 from linrnn.core.interrupts import StopRequest, heeded
 from linrnn.data import check_validation
 from linrnn.runs.metrics import read_jsonl
+from linrnn.training import outcome
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import found
+from linrnn.training.checkpoint import foreseen_bytes, found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -112,13 +113,13 @@ def test_out_of_memory_in_a_validation_leaves_a_checkpoint(
 def test_a_signal_while_the_summary_is_written_does_not_lose_it(
     small: Small, monkeypatch: pytest.MonkeyPatch, deadly: None
 ) -> None:
-    summarise = Trainer._summarise
+    summarise = outcome.summary_of_run
 
-    def signalled(self: Trainer, *arguments: Any) -> Any:
+    def signalled(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return summarise(self, *arguments)
+        return summarise(*arguments)
 
-    monkeypatch.setattr(Trainer, "_summarise", signalled)
+    monkeypatch.setattr(outcome, "summary_of_run", signalled)
     trainer = Trainer(load_config(small()))
     assert trainer.fit()["status"] == "finished"
     assert trainer.directory.read_summary() is not None
@@ -134,7 +135,7 @@ def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_summarise", die)
+        patch.setattr(outcome, "summary_of_run", die)
         with pytest.raises(Killed):
             Trainer(load_config(small())).fit()
     again = Trainer(load_config(small()))
@@ -252,7 +253,7 @@ def test_the_foreseen_size_of_a_checkpoint_is_its_size(small: Small) -> None:
     trainer.fit()
     [path] = found(trainer.directory.checkpoints)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    assert trainer_module.checkpoint.foreseen_bytes(trainer.model.hf) == pytest.approx(size, rel=0.02)
+    assert foreseen_bytes(trainer.model.hf) == pytest.approx(size, rel=0.02)
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(

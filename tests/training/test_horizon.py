@@ -10,6 +10,7 @@ import pytest
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.experiments.points import foresee
+from linrnn.training import outcome
 from linrnn.training.checkpoint import found, read_progress, read_state
 from linrnn.training.checkpoint.files import write_state
 from linrnn.training.trainer import Trainer
@@ -47,15 +48,15 @@ def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
     early = small(*COSINE, "optimizer.schedule_steps=8", "trainer.checkpoint_every=5")
     stopped = fitted([*early, "trainer.max_steps=4"])
     longer = Trainer(load_config(early))
-    saved = longer._save
+    saved = longer.save
 
     def killed_after_the_checkpoint() -> None:
         saved()
         longer.saver.wait()
         raise Killed
 
-    monkeypatch.setattr(longer, "_save", killed_after_the_checkpoint)
-    monkeypatch.setattr(longer, "_summarise", Killed.now)  # a killed process writes nothing more
+    monkeypatch.setattr(longer, "save", killed_after_the_checkpoint)
+    monkeypatch.setattr(outcome, "summary_of_run", Killed.now)  # a killed process writes nothing more
     with pytest.raises(Killed):
         longer.fit()
     assert found(longer.directory.checkpoints)[-1].name == "step_00000005"

@@ -50,9 +50,10 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second every time. All steps, and the host's work between them, are counted once."""
+    from linrnn.training import checkpoint
     from linrnn.training import trainer as module
 
-    evaluate, save = module.evaluate, module.checkpoint.Saver.save
+    evaluate, save = module.evaluate, checkpoint.Saver.save
     paused = 0.0
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +68,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
         return call
 
     monkeypatch.setattr(module, "evaluate", slowly(evaluate))
-    monkeypatch.setattr(module.checkpoint.Saver, "save", slowly(save))
+    monkeypatch.setattr(checkpoint.Saver, "save", slowly(save))
     starts: list[float] = []
     step = Trainer.train_step
 

@@ -27,6 +27,11 @@ class LinrnnError(Exception):
         return type(self), (self.cause, self.remedy)  # pickle keeps both parts when another process raised the error
 
 
+def first_line(error: BaseException) -> str:
+    """Of the error's message; the name of its class where that is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out.
 

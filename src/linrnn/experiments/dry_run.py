@@ -13,8 +13,7 @@ from linrnn.data import vocabulary_size
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
-from linrnn.training.plan import Plan, make_training_plan
-from linrnn.training.preflight import check_step_fits
+from linrnn.training.plan import Plan, check_step_fits, make_training_plan
 from linrnn.training.runtime import compute_dtype
 
 UNKNOWN = "unknown: linrnn.costs has no formulas for this model or loss"

@@ -183,8 +183,7 @@ def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int
     from linrnn.core.machine import available_memory
     from linrnn.data import vocabulary_size
     from linrnn.runs.environment import describe_environment
-    from linrnn.training.plan import make_training_plan
-    from linrnn.training.preflight import check_step_fits
+    from linrnn.training.plan import check_step_fits, make_training_plan
 
     config: Config = load_config(overrides)
     plan = make_training_plan(config)

@@ -151,8 +151,7 @@ def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
 def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str) -> Point:
     from linrnn.data import vocabulary_size
     from linrnn.experiments.dry_run import seconds_of_run
-    from linrnn.training.plan import Plan, make_training_plan
-    from linrnn.training.preflight import check_step_fits
+    from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
     refusal = None

@@ -17,9 +17,9 @@ from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
 from linrnn.models.architecture import resolve
 from linrnn.training import checkpoint
-from linrnn.training.preflight import check_reading_fits
+from linrnn.training.plan import check_reading_fits
 from linrnn.training.runtime import resolve_device, resolve_precision
-from linrnn.training.warm_start import check_tokens
+from linrnn.training.starting import check_tokens
 
 EMBEDDING = "model.embeddings.weight"
 

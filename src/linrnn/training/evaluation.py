@@ -11,7 +11,7 @@ from linrnn.distributed import Ranks
 from linrnn.losses import IGNORE_INDEX, LossBackend
 from linrnn.models import LanguageModel
 from linrnn.runs.metrics import bits_per_byte, perplexity
-from linrnn.training.step import loss_inputs
+from linrnn.training.runtime import loss_inputs
 
 
 @dataclass

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from linrnn import costs
-from linrnn.config.schema import TrainerConfig
 from linrnn.distributed import Ranks
 from linrnn.models import LanguageModel
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace
 from linrnn.training.plan import Plan
-from linrnn.training.step import RunState
+from linrnn.training.starting import RunState
 
 GIB = 2**30
 
@@ -80,15 +79,18 @@ class Measurements:
             n_devices=plan.world_size,
         )
 
-
-@contextlib.contextmanager
-def recordings(trainer: TrainerConfig, directory: Path, device: torch.device) -> Iterator[Callable[[], None]]:
-    """The profiler's trace and memory snapshot that `trainer` asks for. Yields a function to call after each step."""
-    with contextlib.ExitStack() as stack:
-        if trainer.memory_snapshot:
-            stack.enter_context(memory_snapshot(directory / "memory_snapshot.pickle", device))
-        traced = trace(trainer.profile_steps, directory / "trace.json.gz", trainer.warmup_measurement_steps)
-        yield stack.enter_context(traced)
+    @contextlib.contextmanager
+    def recordings(self, directory: Path) -> Iterator[Callable[[], None]]:
+        """The requested trace and memory snapshot, on the first rank. Yields a function to call after each step."""
+        if not self._ranks.is_first:
+            yield lambda: None
+            return
+        trainer = self._plan.config.trainer
+        with contextlib.ExitStack() as stack:
+            if trainer.memory_snapshot:
+                stack.enter_context(memory_snapshot(directory / "memory_snapshot.pickle", self._plan.device))
+            traced = trace(trainer.profile_steps, directory / "trace.json.gz", trainer.warmup_measurement_steps)
+            yield stack.enter_context(traced)
 
 
 def device_name(device: torch.device) -> str:

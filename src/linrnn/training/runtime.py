@@ -1,4 +1,7 @@
-"""What a process settles before it builds anything: device, precision, seeds, determinism, memory budget."""
+"""What a process settles before it builds anything: device, precision, seeds, determinism, memory budget.
+
+And the forward pass in that precision, which training, validation and benchmarks share: :func:`loss_inputs`.
+"""
 
 import contextlib
 import os
@@ -10,6 +13,8 @@ import torch
 
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.data import Batch
+from linrnn.models import LanguageModel
 
 
 def resolve_device(name: str) -> torch.device:
@@ -51,6 +56,28 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
     """bf16 autocast if the precision asks for it, else nothing."""
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
         yield
+
+
+def loss_inputs(
+    model: LanguageModel, batch: Batch, precision: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three inputs of every loss backend: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
+    dtype = compute_dtype(precision)
+    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
+    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
+    with autocast(precision, device):
+        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
+    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy `tensor` to the device; to a GPU from pinned memory.
+
+    From other memory the host might wait until the GPU has finished all earlier work.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def prepare_process(config: Config, device: torch.device) -> None:

@@ -20,8 +20,7 @@ from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.runs.summary import final_lines, finished_lines, progress_line, summary_without_figures
 from linrnn.training import checkpoint
 from linrnn.training.plan import Plan
-from linrnn.training.resume import check_not_beyond
-from linrnn.training.step import RunState
+from linrnn.training.starting import RunState, check_not_beyond
 
 
 class Session:
@@ -176,9 +175,15 @@ class Session:
         """All metric records of the run; empty on every rank but the first."""
         return read_jsonl(self.directory.metrics) if self._ranks.is_first else []
 
-    def has_validation_of(self, step: int) -> bool:
-        """Whether the run has validated at this step. Every rank gets the same answer."""
-        return self._ranks.from_first(
+    def misses_validation(self, step: int) -> bool:
+        """Whether the previous process stopped after the checkpoint of `step` and before the validation of this step.
+
+        Every rank gets the same answer.
+        """
+        every = self._config.trainer.valid_every
+        if not every or step in (0, self._plan.total_steps) or step % every:
+            return False
+        return not self._ranks.from_first(
             lambda: any(record["step"] == step and "valid/loss_nats" in record for record in self.records())
         )
 

@@ -1,56 +1,12 @@
-"""One step: the loss's inputs, the state of the run, and the step's scalars on their way from the device."""
+"""A step's scalars: on their way from the device, then in the metrics and on the console."""
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+import math
 
 import torch
 
-from linrnn.data import Batch
-from linrnn.models import LanguageModel
-from linrnn.runs.summary import MEAN_OF_LAST
-from linrnn.training.runtime import autocast, compute_dtype
-
-
-def loss_inputs(
-    model: LanguageModel, batch: Batch, precision: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three inputs of every loss backend: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
-    dtype = compute_dtype(precision)
-    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
-    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
-    with autocast(precision, device):
-        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
-    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` to the device; to a GPU from pinned memory.
-
-    From other memory the host might wait until the GPU has finished all earlier work.
-    """
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-@dataclass
-class RunState:
-    """The state of a run.
-
-    Attributes:
-        step: optimizer steps done by all processes of the run.
-        steps_here: steps done by this process.
-        recent_losses: losses of the latest steps, nats.
-        continues: the run, step and tokens behind step 0; None for a run from scratch.
-        saved_step: step of the newest checkpoint.
-    """
-
-    step: int = 0
-    steps_here: int = 0
-    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=MEAN_OF_LAST))
-    continues: dict[str, Any] | None = None
-    saved_step: int | None = None
+from linrnn.core.errors import DivergedError
+from linrnn.training.build import BuiltRun
+from linrnn.training.starting import RunState
 
 
 class StepRecord:
@@ -75,3 +31,54 @@ class StepRecord:
         if self._arrived:
             self._arrived.synchronize()
         return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+class StepLog:
+    """Writes every step's metrics one step later, while the device works on the next one."""
+
+    def __init__(self, run: BuiltRun) -> None:
+        self._run = run
+        self._pending: StepRecord | None = None  # the latest step's, whose scalars are on their way
+
+    def append(self, record: StepRecord) -> None:
+        """Write the step before this one, and keep this one until its scalars have arrived."""
+        self.write()
+        self._pending = record
+
+    def forget(self) -> None:
+        """Drop the latest step."""
+        self._pending = None
+
+    def write(self) -> None:
+        """Write the latest step's metrics, if they are not written yet.
+
+        Raises:
+            DivergedError: its loss or its gradient is not finite.
+        """
+        if (record := self._pending) is None:
+            return
+        self._pending = None
+        run = self._run
+        values = record.read()
+        loss, grad_norm = values["train/loss_nats"], values["train/grad_norm"]
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise DivergedError(
+                f"step {record.step}: loss {loss}, gradient norm {grad_norm}",
+                "lower optimizer.lr or optimizer.max_grad_norm, or raise optimizer.warmup_steps; the last good "
+                "checkpoint is kept",
+            )
+        run.state.recent_losses.append(loss)
+        speed, epochs = run.measurements.speed, run.epochs(record.step)
+        speed.arrived(record.number_here)
+        floor = run.data.entropy_floor_nats
+        run.session.show_progress(record.step, epochs, loss, floor, speed.recent_step_seconds())
+        if record.step % run.config.trainer.log_every == 0 or record.step == run.plan.total_steps:
+            metrics: dict[str, float | None] = {
+                **values,
+                "train/lr": record.lr,
+                "train/tokens": record.step * run.plan.tokens_per_step,
+                "train/epoch": epochs,
+                "train/wall_seconds": run.session.wall_seconds(),
+                **run.measurements.of_steps(run.state),
+            }
+            run.session.log(record.step, metrics)

@@ -43,7 +43,7 @@ from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
 from linrnn.runs.environment import describe_environment
-from linrnn.training.preflight import check_memory
+from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
 
 _MIB = 2**20

@@ -12,7 +12,7 @@ from linrnn.config.schema import BenchLossConfig
 from linrnn.core.errors import ConfigError
 from linrnn.inference.load import Reading, open_reading
 from linrnn.losses import IGNORE_INDEX
-from linrnn.training.step import loss_inputs
+from linrnn.training.runtime import loss_inputs
 
 KIND = "trained"  # stands where bench.loss.problems.KINDS stand
 

@@ -33,8 +33,7 @@ from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.summary import GIB
 from linrnn.training.optimizer import build_optimizer, clip_gradients
-from linrnn.training.runtime import compute_dtype, parameter_dtype, resolve_device, resolve_precision
-from linrnn.training.step import loss_inputs
+from linrnn.training.runtime import compute_dtype, loss_inputs, parameter_dtype, resolve_device, resolve_precision
 
 MIB = 2**20
 FP32 = 4

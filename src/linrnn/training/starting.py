@@ -1,9 +1,13 @@
-"""What a run starts from instead of random weights: `init_from` (weights only) or `continue_from` (all state).
+"""Where a run starts: from its own newest checkpoint, from other weights, or from another run's state.
+
+What a run starts from instead of random weights: `init_from` (weights only) or `continue_from` (all state).
 
 Weights know token ids, not text. They are useful only if the data's ids mean the same as in their training.
 """
 
-from dataclasses import dataclass
+import math
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,101 @@ from linrnn.core.errors import ConfigError
 from linrnn.data import PreparedData
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import LanguageModel, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.runs.directory import RunDirectory, differences
+from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.training import checkpoint
+from linrnn.training.plan import Plan
 
 TOKENIZER = "tokenizer.json"
 
 
+@dataclass
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        step: optimizer steps done by all processes of the run.
+        steps_here: steps done by this process.
+        recent_losses: losses of the latest steps, nats.
+        continues: the run, step and tokens behind step 0; None for a run from scratch.
+        saved_step: step of the newest checkpoint.
+    """
+
+    step: int = 0
+    steps_here: int = 0
+    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=MEAN_OF_LAST))
+    continues: dict[str, Any] | None = None
+    saved_step: int | None = None
+
+
+# -------------------------------------------------------------------- the run's own checkpoints
+def newest_checkpoint(directory: RunDirectory) -> Path | None:
+    """The newest undamaged checkpoint of the run; None if there is none or the run starts again."""
+    return None if directory.begins_anew else checkpoint.newest(directory.checkpoints)
+
+
+def progress_to_resume(
+    newest: Path, plan: Plan, directory: RunDirectory, schedule: dict[str, Any]
+) -> checkpoint.Progress:
+    """The run's progress at its newest checkpoint.
+
+    Args:
+        schedule: this run's schedule, as `Schedule.describe` returns it.
+
+    Raises:
+        ConfigError: the run has more steps than this command asks for, or was trained under another schedule.
+    """
+    progress = checkpoint.read_progress(newest)
+    check_not_beyond(progress.step, plan, directory)
+    if changed := differences(progress.schedule, schedule):
+        raise ConfigError(
+            f"{newest} was trained under another schedule ({'; '.join(changed)})",
+            "continue_from= trains on under a new schedule, in a run of its own",
+        )
+    return progress
+
+
+def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
+    """Check that the run at `step` does not have more steps than this command asks for.
+
+    Raises:
+        ConfigError: it has more.
+    """
+    if step > plan.total_steps:
+        raise ConfigError(
+            f"{directory.path} holds a run of {step} steps, and this command stops at {plan.total_steps}",
+            "raise trainer.max_steps (or max_tokens), or choose another run_name or group",
+        )
+
+
+def checkpoints_planned(plan: Plan, directory: RunDirectory, model: Any, step: int) -> str | None:
+    """A line that says when checkpoints are written and how much room the disk has; None without checkpoints.
+
+    Args:
+        model: the model that checkpoints will hold.
+        step: the step from which the run continues.
+
+    Raises:
+        StorageError: the disk has too little room.
+    """
+    trainer = plan.config.trainer
+    if trainer.checkpoint_every == 0:
+        return None
+    every, left = trainer.checkpoint_every or plan.total_steps, plan.total_steps - step
+    facts = checkpoint.check_room(
+        directory.path,
+        checkpoint.foreseen_bytes(model),
+        there=0 if directory.begins_anew else len(checkpoint.found(directory.checkpoints)),
+        keep=trainer.keep_checkpoints,
+        writes=math.ceil(left / every),
+        by_clock=trainer.checkpoint_minutes is not None,
+    )
+    times = [f"every {trainer.checkpoint_every} steps"] if trainer.checkpoint_every else []
+    times += [f"every {trainer.checkpoint_minutes:g} minutes"] if trainer.checkpoint_minutes is not None else []
+    return f"checkpoints {', '.join([*times, 'and at the end'])}: {facts}"
+
+
+# ---------------------------------------------------------------------------- other weights
 @dataclass(frozen=True)
 class Weights:
     """Weights from a run's checkpoint or from a Hugging Face directory.

@@ -1,0 +1,176 @@
+"""Everything that a run consists of, built from its configuration, and put back to where the run stood."""
+
+import functools
+
+from linrnn.config import to_yaml
+from linrnn.config.schema import Config
+from linrnn.core.errors import OutOfMemoryError, first_line, ran_out_of_memory
+from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
+from linrnn.distributed import Launch, Ranks
+from linrnn.losses import build_loss
+from linrnn.models import build_model
+from linrnn.runs.directory import RunDirectory
+from linrnn.training import checkpoint
+from linrnn.training.measurements import Measurements
+from linrnn.training.optimizer import build_optimizer, build_schedule
+from linrnn.training.plan import Plan, check_step_fits, make_training_plan
+from linrnn.training.runtime import compute_dtype, parameter_dtype, prepare_process
+from linrnn.training.session import Session
+from linrnn.training.starting import (
+    RunState,
+    as_continued,
+    checkpoints_planned,
+    continue_from,
+    find_weights,
+    newest_checkpoint,
+    progress_to_resume,
+)
+
+
+class BuiltRun:
+    """Builds everything that `config` names.
+
+    Args:
+        ranks: the processes that share the run, each with its own Trainer; None: only this process.
+
+    Attributes:
+        state: the state of the run, such as its step.
+        session: the run's directory, console, metrics and wandb.
+        measurements: speed and memory.
+        saver: writes checkpoints.
+        replica: the model as the ranks share it; the same object as `model` in one process.
+        weights: what `init_from` names; None for random weights.
+
+    Raises:
+        LinrnnError: a loss, model or device cannot run here (before anything is built), the data is unusable, or the
+            run directory holds another configuration.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
+        self.config = config
+        self.ranks = ranks or Ranks()
+        self.plan: Plan = make_training_plan(config)
+        if self.plan.world_size != self.ranks.world_size:
+            raise ValueError(f"{self.plan.world_size} processes, and ranks of {self.ranks.world_size}")
+        self.device, self.precision = self.plan.device, self.plan.precision
+        prepare_process(config, self.device)
+        # The data's vocabulary may turn out smaller than this one, never larger.
+        self._memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
+        self.data = self.ranks.first_then_others(self._prepare_data)
+        check_validation(self.data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
+        self.weights = find_weights(config.init_from, self.data) if config.init_from else None
+        self.architecture = self.plan.architecture(self.data.vocab_size)
+        self.session = Session(config, self.plan, self.ranks)
+        try:
+            self._build()
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory while the model was built: {first_line(error)}",
+                "use a smaller size, a smaller size.vocab_size or a larger memory_budget_gib",
+            ) from error
+        self.saver = checkpoint.Saver(self.directory.checkpoints, config.trainer.keep_checkpoints)
+        self.state = RunState()
+        self.measurements = Measurements(self.plan, self.architecture, self.ranks, self.model, self.optimizer)
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's."""
+        return self.session.directory
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the run has done."""
+        return self.state.step
+
+    @functools.cached_property
+    def config_yaml(self) -> str:
+        """The configuration, as every checkpoint holds it."""
+        return to_yaml(self.config)  # takes some tens of milliseconds
+
+    def epochs(self, step: int) -> float:
+        """Passes over the training data after `step` steps."""
+        return step * self.plan.sequences_per_step / self.loader.n_blocks
+
+    def _prepare_data(self) -> PreparedData:
+        """The prepared data. One rank of each machine compares all of it with the recorded hashes."""
+        progress = ConsoleProgress() if self.ranks.is_first else None
+        data = prepare(self.config.data, progress=progress)
+        if self.config.data.verify and Launch.from_environment().local_rank == 0:
+            data.verify(progress)
+        return data
+
+    def _build(self) -> None:
+        config = self.config
+        dtype = parameter_dtype(self.precision)
+        self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
+        if self.weights:
+            self.weights.load(self.model)
+        self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
+        if config.trainer.compile_blocks:
+            self.model.compile_blocks()
+        self.replica = self.ranks.spread(self.model, compute_dtype(self.precision))
+        vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
+        self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.horizon)
+        self.loader = BatchLoader(
+            self.data.train,
+            seq_len=config.trainer.seq_len,
+            batch_size=self.plan.sequences_of_rank,
+            seed=config.seed,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            reset_at_document=config.data.reset_at_document,
+        )
+
+    # ---------------------------------------------------------------------------------------- where the run stands
+    def notes(self) -> list[str | None]:
+        """Lines for the user before the first step: about the weights, about memory, and when checkpoints are written.
+
+        Raises:
+            StorageError: the disk cannot hold the checkpoints.
+        """
+        remark = self.weights.remark if self.weights else None
+        first = self.ranks.is_first
+        room = checkpoints_planned(self.plan, self.directory, self.model.hf, self.step) if first else None
+        return [remark, self._memory_note, room]
+
+    def progress(self) -> checkpoint.Progress:
+        """Where the run stands, as a checkpoint records it."""
+        return checkpoint.Progress(
+            run=f"{self.config.group}/{self.session.name}",
+            step=self.step,
+            tokens=self.step * self.plan.tokens_per_step,
+            data=self.loader.state_dict(),
+            recent_losses=list(self.state.recent_losses),
+            schedule=self.schedule.describe(),
+            token_fingerprint=self.data.token_fingerprint,
+            continues=self.state.continues,
+        )
+
+    def resume(self) -> str | None:
+        """Restore the newest undamaged checkpoint, or what `continue_from` names. Returns a line that says so, or None.
+
+        It only reads, so an error leaves the directory as it is.
+        """
+        state = self.state
+        if newest := self.ranks.from_first(lambda: newest_checkpoint(self.directory)):
+            progress = progress_to_resume(newest, self.plan, self.directory, self.schedule.describe())
+            self.loader.load_state_dict(progress.data)
+            checkpoint.load(newest, self.model.hf, self.optimizer)
+            state.recent_losses.extend(progress.recent_losses)
+            state.step = state.saved_step = progress.step
+            state.continues = progress.continues
+            return f"resuming at step {state.step} from {newest}"
+        if source := self.config.continue_from:
+            progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            state.continues = as_continued(progress)
+            goes_on = self.loader.go_on_after(progress.data)
+            data = "goes on where it stood" if goes_on else "begins anew, in its own order"
+            return (
+                f"continuing {progress.run} after step {progress.step}: its weights and optimizer state, under a plan "
+                f"of {self.plan.total_steps} steps; the data {data}"
+            )
+        return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None
