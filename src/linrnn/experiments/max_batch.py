@@ -223,14 +223,14 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
     assert summary is not None
     if summary["status"] not in ("finished", "out_of_memory"):
         raise SweepFailure(
-            f"the probe of {batch} sequences {summary['status']}: {summary.get('reason')}",
+            f"the probe of {batch} sequences {summary['status']}: {summary['reason']}",
             f"see {point.log}",
             1,
         )
     peak = summary["peak_memory_bytes"]
     fits = summary["status"] == "finished" and peak <= budget
     speed = summary["tokens_per_second"] if fits else None
-    return Probe(batch, fits, peak, speed, foreseen, summary.get("tokens_per_second_is"))
+    return Probe(batch, fits, peak, speed, foreseen, summary["tokens_per_second_is"])
 
 
 def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:

@@ -237,7 +237,7 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
 def outcome(summary: dict[str, Any]) -> str:
     """A summary in one line."""
     if summary["status"] != "finished":
-        return f"{summary['status']}: {summary.get('reason')}"
+        return f"{summary['status']}: {summary['reason']}"
     words = [
         summary[key] is not None and form.format(summary[key] * scale)
         for key, form, scale in (

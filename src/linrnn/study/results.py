@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -15,7 +14,7 @@ from linrnn.core.json_files import read_json, read_object
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.mixtures import SAME_ORIGIN, read_origin
-from linrnn.study import curves
+from linrnn.study import curves, older_rows
 from linrnn.study.curves import Comparison
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ FIGURES = (
 AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
 STATISTIC = "loss/"  # prefix of a loss's statistics in metrics.jsonl
 CURVE_POINTS = 1000  # a committed curve has at most this many points
-WALL_CLOCK = "wall clock"  # a summary's tokens_per_second_is; without it they come from a step's device time
 # The keys of a setting. Runs that share all of them differ only in loss and seed.
 SETTING = (
     "model",
@@ -56,7 +54,6 @@ SETTING = (
     "training",
 )
 # Runs whose curves can be compared share the keys of COURSE, whether or not they reached their last step.
-_HORIZON = re.compile(r"optimizer\.schedule_steps=(\d+) ?")
 _NOT_OF_A_COURSE = ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
 COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
 
@@ -101,14 +98,15 @@ class Run:
     @property
     def horizon(self) -> int | None:
         """The step at which its schedule ends; None for an unfinished run that did not record it."""
-        recorded = _HORIZON.search(self.summary.get("training") or "")
-        if recorded:
-            return int(recorded[1])
-        return self.summary["steps"] if self.finished else None
+        return older_rows.horizon(self.summary)
 
     def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
         """The values of keys of a setting."""
-        own = {**self.summary, "horizon": self.horizon, "training": without_horizon(self.summary.get("training"))}
+        own = {
+            **self.summary,
+            "horizon": self.horizon,
+            "training": older_rows.without_horizon(self.summary.get("training")),
+        }
         return tuple(own.get(key) for key in keys)
 
     @property
@@ -120,11 +118,6 @@ class Run:
     def course(self) -> tuple[Any, ...]:
         """The values, except for the horizon, that it shares with runs whose curves can be compared with its own."""
         return self.values(COURSE)
-
-
-def without_horizon(training: str | None) -> str | None:
-    """A run's `training` without its horizon, which follows from batch and tokens."""
-    return training and _HORIZON.sub("", training)
 
 
 @dataclass(frozen=True)
@@ -201,7 +194,7 @@ def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
         {kind: points(curve) for kind, curve in content.get("statistics", {}).get(name, {}).items()},
         points(content.get("validations", {}).get(name, [])),
         mixture=tuple(content.get("mixtures", {}).get(name, ())),
-        thinned=content.get("curves_every", 1) > 1,
+        thinned=older_rows.thinned(content),
         comparisons={
             other: Comparison(**found) for other, found in content.get("comparisons", {}).get(name, {}).items()
         },

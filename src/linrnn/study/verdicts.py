@@ -1,6 +1,5 @@
 """Answer the study's criteria from runs paired by seed: met, missed, undecided or open."""
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +30,12 @@ from linrnn.study.criteria import (
     Verdict,
     judge,
 )
+from linrnn.study.older_rows import by_wall_clock, checkpointing_of, hidden_size, step_ms, without_horizon
 from linrnn.study.results import (
     SETTING,
-    WALL_CLOCK,
     Run,
     backend_names,
     comparison,
-    without_horizon,
 )
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
@@ -83,13 +81,12 @@ def speed_ratio(run: Run, base: Run) -> Compared | None:
     value, other = (one.summary.get("tokens_per_second") for one in (run, base))
     if not value or not other or not _timed(run, base):
         return None
-    clocks = {one.summary.get("tokens_per_second_is") for one in (run, base)}
-    if len(clocks) > 1:
+    if by_wall_clock(run.summary) != by_wall_clock(base.summary):
         return None
     least, most = free_loss_speed_up(run), free_loss_speed_up(base)
     return Compared(
         value / other,
-        doubt="" if clocks == {WALL_CLOCK} else DEVICE_TIME,
+        doubt="" if by_wall_clock(run.summary) else DEVICE_TIME,
         note="the host decides the speed" if host_decides(run.summary) or host_decides(base.summary) else "",
         limits=(1 / least, most) if least and most else None,
     )
@@ -136,7 +133,7 @@ def backward_speed_up(run: Run, base: Run) -> Compared | None:
 def free_loss_speed_up(run: Run) -> float | None:
     """How many times as fast a run's steps would be if the loss layer took no time; None if unknown."""
     of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
-    step = summary.get("wall_step_ms") or summary.get("step_time_ms_median")
+    step = step_ms(summary)
     if not of_loss or not step:
         return None
     rest = step - sum(of_loss.values())
@@ -150,7 +147,7 @@ def _learnt(run: Run, base: Run) -> bool:
 
 def _timed(run: Run, base: Run) -> bool:
     """Whether times can be compared. A median of a step or two says nothing, and a CPU shares its time with others."""
-    measured = min(one.summary.get("measured_steps", LEAST_MEASURED) or 0 for one in (run, base))
+    measured = min(one.summary["measured_steps"] or 0 for one in (run, base))
     return measured >= LEAST_MEASURED and run.on_gpu and base.on_gpu
 
 
@@ -188,7 +185,7 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
     kinds = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, names, strict=True):
         if run.finished and not run.mixture:
-            kind = run.summary["model"], _checkpointing(run.summary)
+            kind = run.summary["model"], checkpointing_of(run.summary)
             kinds[kind][run.setting].setdefault(name, []).append(run)
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     found: list[Verdict] = []
@@ -317,7 +314,7 @@ def _largest_batches(
     for answer, name in zip(answers, backend_names(answers), strict=True):
         if (answer["model"], answer["size"]) != (run.summary["model"], run.summary["size"]):
             continue
-        if _checkpointing(answer) != _checkpointing(run.summary):
+        if checkpointing_of(answer) != checkpointing_of(run.summary):
             continue
         if not answer["environment"].get("gpus"):
             continue
@@ -329,7 +326,7 @@ def _largest_batches(
     pairs = [(both[backend], both[against]) for both in found.values() if backend in both and against in both]
     reason = f"measured elsewhere: another {', '.join(left_out)}" if left_out else ""
     if not pairs:
-        where = f"checkpointing {_checkpointing(run.summary)}"
+        where = f"checkpointing {checkpointing_of(run.summary)}"
         return [judge(one, *names, [], setting=where, remark=reason) for one in (BATCH, SPEED_AT_LARGEST)]
     return [verdict for own, base in pairs for verdict in _searched(own, base, names)]
 
@@ -342,7 +339,7 @@ def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, 
     """
     where = (
         f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
-        f"checkpointing {own.get('activation_checkpointing')}, {own['memory_budget_gib']:g} GiB"
+        f"checkpointing {checkpointing_of(own)}, {own['memory_budget_gib']:g} GiB"
     )
     unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, but smaller batches were not tried
     batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
@@ -352,16 +349,12 @@ def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, 
     probes = [_best_probe(answer) for answer in (own, base)]
     speeds = [probe.get("tokens_per_second") for probe in probes]
     ratio = [speeds[0] / speeds[1]] if speeds[0] and speeds[1] else []
-    by_wall = all(probe.get("tokens_per_second_is") == WALL_CLOCK for probe in probes)
+    by_wall = all(map(by_wall_clock, probes))
     clock = "" if by_wall else DEVICE_TIME
     return [
         judge(BATCH, *names, batches, setting=where, remark="" if doubts else inexact, doubts=doubts),
         judge(SPEED_AT_LARGEST, *names, ratio, setting=where, doubts=[one for one in (inexact, clock) if one]),
     ]
-
-
-def _checkpointing(summary: dict[str, Any]) -> str:
-    return summary.get("activation_checkpointing") or "none"
 
 
 def _best_probe(answer: dict[str, Any]) -> dict[str, Any]:
@@ -377,7 +370,7 @@ def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[V
         if "loss_backward" not in memory or "peak" not in memory:
             continue
         compute = 4 if s["precision"] == "fp32" else 2
-        width = s.get("hidden_size") or _hidden_size(s["size"])
+        width = hidden_size(s)
         gradients = compute * width * (s["batch_size"] * s["seq_len"] + s["vocab_size"])
         shares[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"]) / memory["peak"]
         without[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"] - gradients, 0) / memory["peak"]
@@ -385,11 +378,3 @@ def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[V
         judge(SHARE, model, backend, None, list(shares.values()), setting=where),
         judge(SHARE_WITHOUT, model, backend, None, list(without.values()), setting=where),
     ]
-
-
-@functools.cache
-def _hidden_size(size: str) -> int:
-    """The width of a size in configs/size, for old summaries without it."""
-    from linrnn.config import load_config
-
-    return int(load_config([f"size={size}"]).size.hidden_size)

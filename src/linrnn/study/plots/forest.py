@@ -7,6 +7,7 @@ from typing import Any
 
 from linrnn.core.plot_style import GREY, PALE, legend_below, looks, model_in_words, subplots
 from linrnn.study.criteria import BATCH, MEMORY, SPEED, SPEED_AT_LARGEST, UNDECIDED, Criterion, Verdict
+from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import loss_layer_share
 from linrnn.study.results import Run
 from linrnn.study.verdicts import free_loss_speed_up
@@ -53,8 +54,8 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cc
         kind = "full" if "checkpointing full" in verdict.setting else "none"
         own = [run for run in runs if run.finished and run.summary["model"] == verdict.model]
         if "checkpointing" not in verdict.setting:
-            kind = own[0].summary.get("activation_checkpointing") or "none"
-        own = [run for run in own if (run.summary.get("activation_checkpointing") or "none") == kind]
+            kind = checkpointing_of(own[0].summary)
+        own = [run for run in own if checkpointing_of(run.summary) == kind]
         bases = [run for run in own if run.summary["loss"] == verdict.against]
         name = model_in_words(verdict.model, own[0].summary["size"])
         rows.append(Row(verdict, name + (", checkpointing" if kind == "full" else ""), _attainable(verdict, bases)))

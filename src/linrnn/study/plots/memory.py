@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.core.plot_style import LOSSES, OTHER, in_words, legend_below, loss_of, model_in_words, subplots
+from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import heading, measured, named
 from linrnn.study.results import Run, backend_names
 
@@ -26,7 +27,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
     firsts: dict[tuple[str, str, str, int], Run] = {}
     for run, name in named(measured(runs)):
         s = run.summary
-        firsts.setdefault((s["model"], s.get("activation_checkpointing") or "none", name, s["batch_size"]), run)
+        firsts.setdefault((s["model"], checkpointing_of(s), name, s["batch_size"]), run)
     several = len({batch for *_, batch in firsts}) > 1
     order = list(LOSSES)
 

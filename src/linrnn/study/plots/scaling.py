@@ -7,6 +7,7 @@ from typing import Any
 
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, subplots
 from linrnn.study.intervals import estimate
+from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import baseline_of, clock_of, family, heading, loss_layer_share, measured, named
 from linrnn.study.results import Run, loss_time_share
 
@@ -197,7 +198,7 @@ def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: An
 
 
 def _panel(run: Run) -> tuple[str, str]:
-    return run.summary["model"], run.summary.get("activation_checkpointing") or "none"
+    return run.summary["model"], checkpointing_of(run.summary)
 
 
 def _heading(panel: tuple[str, str], runs: Sequence[Run]) -> str:

@@ -9,7 +9,8 @@ from linrnn.bench.loss.rows import crossovers
 from linrnn.core.plot_style import model_in_words
 from linrnn.runs.figures import host_decides
 from linrnn.study.intervals import LEAST_PAIRS
-from linrnn.study.results import SETTING, WALL_CLOCK, Run, alike, backend_names
+from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock, checkpointing_of
+from linrnn.study.results import SETTING, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES
 
 DEVICE_TIME = "device time"  # earlier tokens/s come from the device time of a step
@@ -17,7 +18,7 @@ DEVICE_TIME = "device time"  # earlier tokens/s come from the device time of a s
 
 def clock_of(runs: Sequence[Run]) -> str:
     """How the runs' tokens/s were measured, in words."""
-    kinds = {run.summary.get("tokens_per_second_is") == WALL_CLOCK for run in measured(runs)}
+    kinds = {by_wall_clock(run.summary) for run in measured(runs)}
     if kinds == {True}:
         return WALL_CLOCK
     return DEVICE_TIME if kinds <= {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"
@@ -36,7 +37,7 @@ def baseline_of(runs: Sequence[Run]) -> str:
 
 def heading(runs: Sequence[Run], separator: str = " ") -> str:
     """The model of a panel's runs, with size and number of parameters if all runs share them."""
-    sizes = {(run.summary["size"], run.summary.get("n_parameters")) for run in runs}
+    sizes = {(run.summary["size"], run.summary["n_parameters"]) for run in runs}
     size, n_parameters = sizes.pop() if len(sizes) == 1 else ("", None)
     return model_in_words(runs[0].summary["model"], size, n_parameters).replace(" (", f"{separator}(")
 
@@ -63,7 +64,7 @@ def crossover_lines(runs: Sequence[Run]) -> list[str]:
     ranked = speeds_rank([run for run, _ in joined])
     for run, name in joined:
         summary = run.summary
-        if summary.get("activation_checkpointing") not in (None, "none"):
+        if checkpointing_of(summary) != "none":
             continue
         own = {
             "step": 1 / summary["tokens_per_second"] if ranked else 0.0,

@@ -9,7 +9,8 @@ from linrnn.study import plots
 from linrnn.study.criteria import MVE_CHANGED, OPEN, RULES, RULES_CHANGED, Verdict
 from linrnn.study.curves import LAST
 from linrnn.study.hypotheses import branches
-from linrnn.study.results import WALL_CLOCK, Run, backend_names
+from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
+from linrnn.study.results import Run, backend_names
 
 SATURATED = 0.9  # above this share of the device's peak a larger batch cannot help
 FREE_LOSS = "The last column is the most that a faster loss could give: a step as fast as if the loss took no time."
@@ -43,7 +44,7 @@ def _on_speed(runs: Sequence[Run]) -> str:
     )
     if clock == plots.DEVICE_TIME:
         return f"Tokens/s {device}"
-    names = [r.name for r in runs if r.summary["tokens_per_second"] and r.summary.get("tokens_per_second_is") is None]
+    names = [r.name for r in runs if r.summary["tokens_per_second"] and not by_wall_clock(r.summary)]
     return f"Tokens/s are by wall clock. Those of {', '.join(names)} {device}"
 
 
@@ -152,7 +153,7 @@ def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
         f"({parts[name] / step:.0%}). The loss takes {share:.1%} of a step. A loss without cost would make the step "
         f"{1 / (1 - share):.3f} x as fast."
     ]
-    memory = breakdown.get("memory", {})
+    memory = breakdown["memory"]
     peak, without = (memory.get(key, {}).get("measured") for key in ("peak", "peak/without_loss_layer"))
     if peak and without:
         lines.append(f"Its peak is {peak / without:.3f} x that of the same step without a loss layer.")

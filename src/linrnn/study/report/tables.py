@@ -9,6 +9,7 @@ from linrnn.core.tables import Table, show
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Verdict
 from linrnn.study.curves import LAST, SMOOTHED_STEPS, mean_of_last
+from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, alike, backend_names, comparison, loss_time_share
 from linrnn.study.verdicts import free_loss_speed_up
 
@@ -140,7 +141,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
                 *_figures(s, base),
                 show(loss_time_share(run), ".1%"),
                 show(s["mfu"], ".1%"),
-                show(s.get("mfu_6n"), ".1%"),
+                show(s["mfu_6n"], ".1%"),
             )
         )
     return Table(columns, rows, words=("run", "model", "size", "loss", "checkpointing", "status"))
@@ -217,7 +218,7 @@ def of_filters(runs: Sequence[Run]) -> Table | None:
 # ------------------------------------------------------------------------------------------------------------ cells
 def checkpointed(run: Run) -> str:
     """A run's kind of activation checkpointing."""
-    return run.summary.get("activation_checkpointing") or "none"
+    return checkpointing_of(run.summary)
 
 
 def _steps(run: Run) -> str:

@@ -1,0 +1,59 @@
+"""What committed rows lack that runs of today record, and what stands for it.
+
+The rows of results/summaries and results/superseded are older than some keys of a summary. No other file needs this.
+`reason`, `gpu_state` and `loss_layer_ms` are read with `get` where they are used. A run that could not start has no
+such figures either.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from linrnn.config import load_config
+
+WALL_CLOCK = "wall clock"
+_HORIZON = re.compile(r"optimizer\.schedule_steps=(\d+) ?")
+
+
+def checkpointing_of(row: Mapping[str, Any]) -> str:
+    """none | full. Rows without the key were trained before there was activation checkpointing."""
+    return row.get("activation_checkpointing") or "none"
+
+
+def by_wall_clock(row: Mapping[str, Any]) -> bool:
+    """Whether tokens/s are by wall clock. Those of all committed rows come from the device time of a step."""
+    return row.get("tokens_per_second_is") == WALL_CLOCK
+
+
+def step_ms(summary: Mapping[str, Any]) -> float | None:
+    """Of one step, by wall clock. Of a committed row, the median of the device times."""
+    return summary.get("wall_step_ms") or summary["step_time_ms_median"]
+
+
+def hidden_size(summary: Mapping[str, Any]) -> int:
+    """Of the model. Rows without the key: of the size that they name."""
+    return summary.get("hidden_size") or _hidden_size(summary["size"])
+
+
+@cache
+def _hidden_size(size: str) -> int:
+    return int(load_config([f"size={size}"]).size.hidden_size)
+
+
+def horizon(summary: Mapping[str, Any]) -> int | None:
+    """The step at which the schedule ends. Rows that do not record it: the last step of a finished run, or None."""
+    recorded = _HORIZON.search(summary.get("training") or "")
+    if recorded:
+        return int(recorded[1])
+    return summary["steps"] if summary["status"] == "finished" else None
+
+
+def without_horizon(training: str | None) -> str | None:
+    """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    return training and _HORIZON.sub("", training)
+
+
+def thinned(report: Mapping[str, Any]) -> bool:
+    """Whether the curves of a runs.json have lost points. Those of reports without the key are whole."""
+    return report.get("curves_every", 1) > 1
