@@ -73,7 +73,8 @@ def linear_cross_entropy(
     Under torch.compile the loss is a custom operator without a graph break. torch.compile compiles anew for another
     number of rows, and leaves out the check of CPU targets.
 
-    The signature is wide because every option is a keyword of its own, as in torch.nn.functional.cross_entropy.
+    The signature is wide because every option is a keyword of its own, as in torch.nn.functional.cross_entropy. The
+    function is long because it describes each option here.
 
     Args:
         e: (..., D) hidden states, bf16, fp16 or fp32. c: (V, D) the linear layer's weight, one of the same dtypes. The

@@ -83,7 +83,8 @@ def vocabulary_parallel_linear_cross_entropy(
     device within rounding. A rank gets the gradients of its own rows of c and bias. Under torch.compile the loss is one
     custom operator, with the same graph on every rank.
 
-    The signature is wide because it repeats the keywords of linear_cross_entropy whose meaning ranks change.
+    The signature is wide because it repeats the keywords of linear_cross_entropy whose meaning ranks change. The
+    function is long because every rank checks its arguments and describes them to all ranks.
 
     Args:
         e: (..., D) hidden states. With rows="same", the same on every rank. With rows="own", the rank's own rows, with

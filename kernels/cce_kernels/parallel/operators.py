@@ -308,6 +308,7 @@ def _(
     grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, here, width, dtype_e, dtype_c, dtype_bias, group,
     shards, own, *options,
 ):  # fmt: skip
+    """The results' shapes and dtypes; the signature is that of `_recompute`."""
     part = e[: e.shape[0] // len(shards)] if own else e
     wanted = ((part, dtype_e), (c, dtype_c), (bias, dtype_bias))
     return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)

@@ -68,6 +68,8 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
+    The function is long because each chunk's dz serves all gradients before the next chunk overwrites it.
+
     Args:
         e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
         columns: (N,) int64, each row's target column (row_math.py).
