@@ -16,7 +16,7 @@ import pytest
 
 from linrnn.config import CONFIG_DIR, data_for, load_config, read_config, run_name, to_yaml
 from linrnn.config.cli import one_line, split_overrides
-from linrnn.config.compose import fields_of
+from linrnn.config.compose import fields_of, groups_of_options, options_of
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import SCHEMAS
 from linrnn.core.errors import ConfigError, LinrnnError
@@ -157,7 +157,7 @@ def hostile_keys(draw: random.Random) -> list[str]:
 def test_random_and_hostile_command_lines(hostile_values: list[str], tmp_path: Path) -> None:
     draw = random.Random(SEED)
     keys = hostile_keys(draw)
-    options = [path.stem for path in CONFIG_DIR.glob("*/*.yaml")]
+    options = [option for group in groups_of_options() for option in options_of(group)]
     make_training_plan(load_config(["device=cpu", "logger.wandb.mode=disabled"]))  # imports everything beforehand
     values: list[Callable[[], str]] = [
         lambda: draw.choice(hostile_values),
