@@ -38,7 +38,10 @@ def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> 
 
 
 def host_decides(summary: Mapping[str, Any]) -> bool:
-    """Whether the host's work between steps takes more than 2 % of a run's wall-clock time."""
+    """Whether the host's work between steps takes more than 2 % of a run's wall-clock time.
+
+    False for a row that lacks one of the two times, as all committed rows do.
+    """
     host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
     return host is not None and wall is not None and host > HOST_DECIDES * wall
 

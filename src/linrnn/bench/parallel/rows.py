@@ -88,7 +88,7 @@ class StepRow:
     efficiency: float | None
     gib: float | None
     sent_gib: float | None
-    gib_is_own: bool = False
+    gib_is_own: bool = False  # the committed rows lack the key
 
     @property
     def memory(self) -> str:
