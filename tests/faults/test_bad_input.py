@@ -305,6 +305,23 @@ def test_help_names_groups_options_and_keys(command: Command) -> None:
         assert word in done.stdout, word
 
 
+@pytest.mark.parametrize(
+    ("script", "option", "words"),
+    [
+        ("train.py", "loss=fla", ("--- loss=fla", "num_chunks: 8")),
+        ("scripts/evaluate.py", "loss=liger", ("--- loss=liger", "accumulate: native")),
+        ("scripts/sweep.py", "sweep=vocab", ("--- configs/sweep/vocab.yaml",)),
+    ],
+)
+def test_help_behind_an_option_shows_its_keys(
+    script: str, option: str, words: tuple[str, ...], command: Command
+) -> None:
+    done = command(script, option, "--help")
+    assert done.returncode == 0
+    for word in words:
+        assert f"\n{word}" in done.stdout, word
+
+
 def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None:
     trainer = Trainer(load_config(small()))
     trainer.fit()

@@ -22,10 +22,9 @@ from linrnn.config.compose import (
     load_config,
     manual_of,
     options_of,
-    options_of_menu,
 )
 from linrnn.config.outputs import check_outputs
-from linrnn.config.schema import COMMANDS
+from linrnn.config.schema import COMMANDS, ReadingConfig
 from linrnn.core.errors import EXIT_CODES, ConfigError, LinrnnError, OutOfMemoryError, StorageError, ran_out_of_memory
 from linrnn.core.output import drop_output, open_streams, output_error, say
 from linrnn.core.redaction import scrub
@@ -45,9 +44,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
 
     def call() -> int | None:
         if _HELP_FLAGS & set(arguments):
-            menu = options_of_menu(config_name)
-            chosen = [argument for argument in arguments if argument.partition("=")[0] in menu]
-            print(help_text(config_name, description, chosen))
+            print(help_text(config_name, description, _options(arguments, config_name)))
             return None
         refuse_flags(arguments)
         config = load_config(arguments, config_name)
@@ -85,7 +82,7 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
 
     def call() -> int | None:
         if _HELP_FLAGS & set(arguments):
-            print(help_text(config_name, description, _first_options(config_name)))
+            print(help_text(config_name, description, _options(arguments, config_name)))
             print("\nall other keys and groups are those of the runs: python train.py --help")
             return None
         refuse_flags(arguments)
@@ -193,12 +190,16 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in scrub(text).strip())
 
 
-def _first_options(config_name: str) -> list[str]:
-    """The first option of every group that the command line must choose."""
-    groups = re.findall(
-        r"^  - (\w+): \?\?\?", (CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return [f"{group}={options_of(group)[0]}" for group in groups]
+def _options(arguments: Sequence[str], config_name: str) -> list[str]:
+    """The options that a command line chooses. A group that must be chosen and is not gets its first option."""
+    text = (CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8")
+    required = re.findall(r"^  - (\w+): \?\?\?", text, re.MULTILINE)
+    chosen = {group: f"{group}={options_of(group)[0]}" for group in required}
+    groups = {field.name for field in dataclasses.fields(COMMANDS[config_name])} & {*groups_of_options()}
+    if issubclass(COMMANDS[config_name], ReadingConfig):
+        groups.discard("data")  # not a group there: overrides of a run's data
+    chosen |= {argument.partition("=")[0]: argument for argument in arguments}
+    return [option for group, option in chosen.items() if group in groups]
 
 
 def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
