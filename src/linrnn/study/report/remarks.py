@@ -114,7 +114,7 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     lines = [RULES]
     if any(verdict.criterion.name.startswith("MVE") for verdict in found):
         lines.append(MVE_CHANGED)
-    if any(run.summary["tokens_per_second"] and "tokens_per_second_is" not in run.summary for run in runs):
+    if any(run.summary["tokens_per_second"] and not by_wall_clock(run.summary) for run in runs):
         lines.append(RULES_CHANGED)
     return lines
 
