@@ -13,6 +13,9 @@ from cce_kernels.filter_rule import Rule
 from cce_kernels.options import Options
 from torch import Tensor
 
+# Where gather_kernel's loop is not what is tested, it takes more entries at a time: fewer steps to interpret.
+TOGETHER = "cce_kernels.filter.gather.ENTRIES", 32
+SMALL = (20, 24, 500)  # rows, dimensions, vocabulary: half of the rows, where their number is not what is tested
 BAND = 2.0**-8  # lists decide on probabilities of 8 bits
 
 

@@ -1,4 +1,4 @@
-"""The filter on CPU tensors. test_interpreted_filter.py and test_gpu.py run the same checks on the kernels."""
+"""The filter on CPU tensors. test_interpreted_*.py and test_gpu.py run the same checks on the kernels."""
 
 from dataclasses import replace
 
