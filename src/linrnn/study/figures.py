@@ -24,7 +24,7 @@ STUDY = (
 NO_CHECKPOINTING, CHECKPOINTING = "phase2_expandable", "phase2_expandable_gla_full"
 BATCHES = ("phase2_expandable", "phase2_expandable_gla_full", "phase2_expandable_transformer")
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
-DEVICE = "nvidia_h200"
+DEVICE = "nvidia_h100_80gb_hbm3"
 
 
 def draw(results: Path, output: Path) -> list[Path]:
@@ -43,12 +43,10 @@ def draw(results: Path, output: Path) -> list[Path]:
 
 
 def loss_layer(results: Path) -> Any:
-    """The loss layer's time against its memory for every loss, on two shapes. `cce_apple` comes from the set
-    `filter`."""
+    """The loss layer's time against its memory for every loss, on two shapes."""
     directory = results / "bench_loss" / DEVICE
     rows = rows_for("shapes", [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)]).values()
     own = [row for row in rows if row.shape in HERO and row.logits == "peaked" and row.gradients == "bf16"]
-    own = [row for row in own if row.set == "shapes" or row.backend == "cce_apple"]
     if {row.shape for row in own} != set(HERO):
         raise DataError(f"{directory} lacks rows of {' or '.join(HERO)}", "python scripts/bench_loss.py set=shapes")
     return hero(own, HERO, _device(directory, own))

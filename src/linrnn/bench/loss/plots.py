@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.bench.loss.rows import AGAIN, BAR, Row
+from linrnn.bench.loss.rows import AGAIN, BAR, EXACT, Row
 from linrnn.core.plot_style import (
     GREY,
     LOSSES,
@@ -204,10 +204,12 @@ def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
         panel.set_title(f"{SHAPES.get(shape, shape)}\n{dimensions}")
         panel.set_xlabel("memory beyond inputs and gradients")
     _ratio_ticks(panels[0].yaxis, [row.ratio_to_compiled for row in own if row.shape in shapes])
+    panels[0].set_ylim(panels[0].get_ylim())  # of every panel: the ticks' view interval reaches the first one alone
     panels[0].set_ylabel(f"forward + backward {RATIO}")
     figure.suptitle("The loss layer alone: time against memory (better: down and left)")
     kind = f"{device}, {own[0].logits} logits, {own[0].gradients} gradients"
-    note = f"{kind}. Filled: exact gradients. Hollow: gradients are approximate. Bars: 95 % intervals."
+    filled = f"Filled: gradients are exact up to rounding (errors below {EXACT[own[0].dtype]:g}). Hollow: approximate."
+    note = f"{kind}. Bars: 95 % intervals.\n{filled}"
     legend_below(figure, {}, note)
     for panel, shape in zip(panels, shapes, strict=True):  # once the panels have their places
         _name_points(panel, [row for row in own if row.shape == shape])
@@ -241,10 +243,13 @@ def _bar(panel: Any, x: float, row: Row, look: Look) -> None:
 
 
 def _name_points(panel: Any, rows: Sequence[Row]) -> None:
-    """Each point's name beside the point, where it hides no other name or point."""
+    """Each point's name beside the point, inside the panel, where it hides no other name or point and no baseline."""
+    from matplotlib.transforms import Bbox
+
     renderer = panel.figure.canvas.get_renderer()
     points = {id(row): (_gib(row), row.ratio_to_compiled or 1) for row in rows}
-    taken = [_around(panel.transData.transform(at)) for at in points.values()]
+    baseline = panel.get_yaxis_transform().transform([(0, 1), (1, 1)])
+    taken = [Bbox(baseline), *(_around(panel.transData.transform(at)) for at in points.values())]
     for row in sorted(rows, key=lambda row: row.ratio_to_compiled or 0):
         for x, y, across, up in BESIDE:
             place = {"xytext": (x, y), "ha": across, "va": up}
@@ -252,7 +257,8 @@ def _name_points(panel: Any, rows: Sequence[Row]) -> None:
                 _peer(row), points[id(row)], textcoords="offset points", fontsize=8, **place, bbox=BEHIND
             )
             box = text.get_window_extent(renderer)
-            inside = panel.bbox.x0 <= box.x0 and box.x1 <= panel.bbox.x1 + 15 and panel.bbox.y0 <= box.y0
+            across_fits = panel.bbox.x0 <= box.x0 and box.x1 <= panel.bbox.x1 + 15
+            inside = across_fits and panel.bbox.y0 <= box.y0 and box.y1 <= panel.bbox.y1
             if (inside and not any(box.overlaps(other) for other in taken)) or (x, y, across, up) == BESIDE[-1]:
                 taken.append(box)
                 break
