@@ -1,7 +1,6 @@
 """Formulas against numbers computed by hand, against FLA's own modules, and against measurements on an H200."""
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from older_kernels import further_bytes, third_of_the_logits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -316,16 +316,6 @@ def architecture(run: dict) -> Architecture:
     return resolve(config.model, config.size, run["vocab_size"])
 
 
-def third_of_the_logits(loss: LossConfig, n: int, d: int, v: int) -> LossConfig:
-    """The loss with the default workspace of the committed runs: the exponentials of a third of the token rows, or all
-    that fit 256 MiB with their sums."""
-    if type(loss) is not CceKahanLossConfig or loss.workspace_mib is not None:
-        return loss
-    rows = math.ceil(math.ceil(n / 3) / 128) * 128
-    sums = ((n + v) * d + 2 * rows * d) / MIB
-    return replace(loss, workspace_mib=max(256.0, 2 * rows * v / MIB, sums))
-
-
 def foreseen(run: dict) -> MemoryEstimate:
     """The formulas' figures for a committed run, by the trainer that made it."""
     options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
@@ -335,15 +325,15 @@ def foreseen(run: dict) -> MemoryEstimate:
     assert arch.n_parameters == run["n_parameters"]
     keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
     memory = estimate(arch, loss, **{key: run[key] for key in keys})
-    if type(loss) is CceKahanLossConfig:  # the kernels of these runs held fp32 sums of the targets' gradients
-        spilled = run["batch_size"] * run["seq_len"] * arch.hidden_size * 4 // 16
-        memory = replace(memory, loss_backward=memory.loss_backward + spilled, at_loss=memory.at_loss + spilled)
+    if type(loss) is CceKahanLossConfig:  # the kernels of these runs held more
+        more = further_bytes(run["batch_size"] * run["seq_len"], arch.hidden_size, arch.vocab_size)
+        memory = replace(memory, loss_backward=memory.loss_backward + more, at_loss=memory.at_loss + more)
     if run["commit"][:7] in HELD_LOSS_INPUTS:
         held = memory.loss_inputs
         memory = replace(memory, at_head=memory.at_head + held, at_blocks=memory.at_blocks + held)
         shape = (run["batch_size"] * run["seq_len"], arch.hidden_size, arch.vocab_size, 2)
         forward, backward = loss_memory(loss, *shape)
-        backward += shape[0] * shape[1] * 4 // 16 if type(loss) is CceKahanLossConfig else 0
+        backward += further_bytes(*shape[:3]) if type(loss) is CceKahanLossConfig else 0
         at_loss = memory.at_loss + max(forward, backward) - max(forward, memory.loss_backward)
         memory = replace(memory, loss_backward=backward, at_loss=at_loss)
     if run["commit"][:7] == HELD_SUMS_OF_DECAYS and run["model"] == "gla" and run["chunk_size"] is not None:

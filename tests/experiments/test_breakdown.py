@@ -157,14 +157,17 @@ def test_traffic_of_a_loss_by_hand() -> None:
     expected = e4 + w4, (e4 + w4) + (e4 + 2 * w4) + 3 * logits4 + 2 * e4
     assert loss_traffic(kahan, n, d, v, 4) == expected
     assert loss_traffic(CceFilterLossConfig("cce_filter", "kahan", None, 2**-12, False, None), n, d, v, 2) is None
-    # bf16, two chunks of 4096 rows: C read, exponentials written; those read for dE and for dC; dC and the byte beside
-    # it written, read and written again. Half of the gradients' products and the first write are the forward pass's.
+    # bf16, one chunk: C read, exponentials written; both read for dE and for dC; dC written.
     n, d, v = 8192, 256, 32000
-    e, w, logits, summed = 2 * n * d, 2 * v * d, 2 * n * v, 3 * v * d
+    e, w, logits = 2 * n * d, 2 * v * d, 2 * n * v
+    assert loss_traffic(kahan, n, d, v, 2) == (w + e + logits, (w + logits + e) + (logits + e) + w)
+    # Two chunks of 4096 rows: dC and the byte beside each entry are written, then read; dC is written. Half of the
+    # gradients' products and the first write are the forward pass's.
+    kahan, summed = CceKahanLossConfig("cce_kahan", "kahan", 256), 3 * v * d
     products = (2 * w + logits + e) + (logits + e)
     assert loss_traffic(kahan, n, d, v, 2) == (
         (2 * w + e + logits) + products // 2 + summed,
-        products // 2 + 2 * summed,
+        products // 2 + summed + w,
     )
     n, d, v = 1000, 10, 300
     e, w, logits = 2 * n * d, 2 * v * d, 2 * n * v

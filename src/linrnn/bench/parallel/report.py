@@ -136,7 +136,7 @@ def _step_forecasts(runs: list[Measured], rates: Rates) -> list[str]:
             f"that communication, at the measured rates: {rates.link / GB:.0f} GB/s of a GPU, "
             f"{rates.call * 1e6:.0f} µs a collective, {rates.hop * 1e6:.1f} µs a hop",
         ),
-        ("GiB forecast", "a rank's memory, from formulas alone"),
+        ("GiB forecast", "a rank's memory with today's kernels, from formulas alone"),
         ("GiB measured", "as above"),
     )
     columns = (
