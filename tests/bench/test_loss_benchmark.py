@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from linrnn.bench.loss import run, sets
-from linrnn.bench.loss.plots import filter_eps, power, sweep_axis
+from linrnn.bench.loss.plots import MANY_SHAPES, filter_eps, power, sweep_axis
 from linrnn.bench.loss.problems import (
     SHAPES,
     Shape,
@@ -325,6 +325,19 @@ def test_time_is_plotted_against_memory_where_there_is_memory(tmp_path):
     assert [path.name for path in write_report(on_cpu, {}, tmp_path, "cpu")] == ["cpu.md"]
     with pytest.raises(DataError, match="no rows"):
         write_report([], {}, tmp_path, "shapes")
+
+
+def test_many_shapes_have_a_line_each_with_tflops(tmp_path):
+    rows = []
+    for i in range(MANY_SHAPES + 1):
+        size = {"shape": f"{2**i}x1000x1000", "n": 2**i, "d": 1000, "v": 1000, "rounds": 3}
+        rows.append(make_row("compiled", ratio_to_compiled=1.0, extra_mib=2.0, forward_backward_ms=1.0, **size))
+        rows.append(make_row(ratio_to_compiled=0.5 + i / 10, extra_mib=1.0, forward_backward_ms=0.006, **size))
+    paths = write_report(rows, {}, tmp_path, "grid")
+    assert [path.name for path in paths] == ["grid.md", "grid.png"]
+    lines = [line.split(" | ") for line in paths[0].read_text().splitlines()]
+    cells = next(line for line in lines if line[0] == "| 8 x 1,000 x 1,000" and len(line) == 11)
+    assert (cells[5], cells[7], cells[8]) == ("0.800", "8", "1")  # 6 x 8 x 1e6 FLOP in 6 µs are 8 TFLOP/s
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs

@@ -21,6 +21,7 @@ from linrnn.core.plot_style import (
 
 AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
+MANY_SHAPES = 8  # more do not fit side by side
 RATIO = "time / torch.compile's"
 BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.4}  # the box of a name
 # Places for a point's name: offset in points, horizontal and vertical alignment. The first free place is taken.
@@ -68,6 +69,34 @@ def series_of(rows: list[Row], axis: str, field: str) -> dict[str, list[tuple[in
         if value is not None and not row.backend.endswith(AGAIN) and row.backend != BAR:
             series.setdefault(row.label, []).append((getattr(row, axis), value))
     return series
+
+
+def shapes_plot(rows: list[Row]) -> Any:
+    """Time relative to torch.compile, a line a shape, for sets of more than MANY_SHAPES. Left is better.
+
+    Bars are 95 % intervals.
+    """
+    own = [row for row in rows if _timed(row) and row.backend != BAR and row.backend != "compiled"]
+    kinds, found = by_problem(own), looks(dict.fromkeys(row.label for row in own))
+    shapes = {row.shape: row for row in sorted(own, key=lambda row: row.n * row.d * row.v)}
+    height = {shape: i for i, shape in enumerate(shapes)}
+    size = (WIDTH, 1.6 + 0.24 * len(shapes))
+    figure, grid = subplots(1, len(kinds), figsize=size, squeeze=False, sharey=True)
+    for panel, (kind, points) in zip(grid.flat, kinds.items(), strict=True):
+        for row in points:
+            assert row.ratio_to_compiled is not None
+            look, y = found[row.label], height[row.shape]
+            if row.ratio_to_compiled_low is not None and row.ratio_to_compiled_high is not None:
+                interval = [row.ratio_to_compiled_low, row.ratio_to_compiled_high]
+                panel.plot(interval, [y, y], color=look.colour, linewidth=1.5, zorder=2)
+            panel.plot([row.ratio_to_compiled], [y], **look.point)
+        panel.axvline(1, color=GREY, linewidth=0.8, zorder=1)
+        panel.set(xscale="log", xlabel=RATIO)
+        _ratio_ticks(panel.xaxis, [row.ratio_to_compiled for row in points])
+        panel.set_title(f"{kind[1]} logits, {kind[0]} gradients", fontsize=9)
+    grid[0][0].set_yticks(range(len(shapes)), [_shape_in_words(row) for row in shapes.values()], fontsize=8)
+    _finish(figure, found, "The loss layer alone: time by shape, N x D x V (better: left)", "95 %")
+    return figure
 
 
 def tradeoff_plot(rows: list[Row]) -> Any:

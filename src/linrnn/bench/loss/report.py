@@ -6,10 +6,12 @@ from typing import Any
 
 from linrnn.bench.loss.plots import (
     AXES,
+    MANY_SHAPES,
     by_problem,
     error_plot,
     filter_eps,
     series_of,
+    shapes_plot,
     sweep_axis,
     sweep_plot,
     tradeoff_plot,
@@ -91,9 +93,9 @@ def table(rows: list[Row]) -> str:
 def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Path, name: str) -> list[Path]:
     """Write <name>.md and <name>.png from rows of one device; returns their paths.
 
-    The plot shows a sweep where at least three shapes differ in one of N, D and V. Otherwise it shows time against
-    memory. A CPU has no memory figures, so that plot is left out there. Where rows differ in `filter_eps`,
-    <name>_error.png shows errors against time.
+    The plot shows a sweep where at least three shapes differ in one of N, D and V. It shows time by shape where shapes
+    are more than MANY_SHAPES, and time against memory otherwise. A CPU has no memory figures, so that last plot is left
+    out there. Where rows differ in `filter_eps`, <name>_error.png shows errors against time.
 
     Raises:
         DataError: there are no rows.
@@ -105,6 +107,9 @@ def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Pa
     paths = [directory / f"{name}.md"]
     if axis is not None:
         save(sweep_plot(rows, axis), plot)
+        paths.append(plot)
+    elif len({row.shape for row in rows}) > MANY_SHAPES:
+        save(shapes_plot(rows), plot)
         paths.append(plot)
     elif any(row.extra_mib is not None for row in rows):
         save(tradeoff_plot(rows), plot)
@@ -147,11 +152,17 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], title: str, axis
 
 
 def _overview(rows: list[Row], axis: str | None) -> list[str]:
-    """A line per backend and a column per shape. A sweep also says where each backend crosses torch.compile."""
+    """A line per backend and a column per shape. A sweep also says where each backend crosses torch.compile.
+
+    More than MANY_SHAPES get a table per backend, with a line per shape.
+    """
     lines = []
     heads = {row.shape: f"{axis.upper()} = {getattr(row, axis):,}" if axis else row.shape for row in rows}
     for (gradients, logits), own in by_problem(rows).items():
         best, cells = winners(own), {(row.label, row.shape): row for row in own}
+        if len(heads) > MANY_SHAPES:
+            lines += _by_shape(own, f"{logits} logits, gradients {gradients}")
+            continue
         lines += [
             f"**{logits} logits, gradients {gradients}**. A cell holds time / compiled's, MiB beyond inputs and "
             "gradients, error of dE, error of dC. The fastest exact backend is bold.",
@@ -167,6 +178,49 @@ def _overview(rows: list[Row], axis: str | None) -> list[str]:
                     lines.append(f"* {label}: {_crossing_text([x for x, _ in points], [y for _, y in points])}")
             lines.append("")
     return lines
+
+
+def _by_shape(rows: list[Row], problem: str) -> list[str]:
+    """A table per backend: a line per shape, with torch.compile's figures in front."""
+    compiled = {row.shape: row for row in rows if row.backend == "compiled"}
+    lines = []
+    for label in dict.fromkeys(row.label for row in rows if row.ratio_to_compiled and row.backend != "compiled"):
+        lines += [f"**{label}, {problem}**. TFLOP/s: 6 N D V / time.", ""]
+        lines += [*_table_by_shape([row for row in rows if row.label == label], compiled), ""]
+    return lines
+
+
+def _table_by_shape(rows: list[Row], compiled: dict[str, Row]) -> list[str]:
+    heads = (
+        "N x D x V",
+        "n",
+        "compiled ms",
+        "TFLOP/s",
+        "MiB",
+        "/ compiled",
+        "95 %",
+        "TFLOP/s",
+        "MiB",
+        "dE err",
+        "dC err",
+    )
+    cells = [
+        (
+            f"{row.n:,} x {row.d:,} x {row.v:,}", str(row.rounds), show(base.forward_backward_ms, ".2f"), _tflops(base),
+            show(base.extra_mib, ",.0f"), show(row.ratio_to_compiled, ".3f"),
+            _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high), _tflops(row), show(row.extra_mib, ",.0f"),
+            _error(row.de_err, row.de_err_ratio), _error(row.dc_err, row.dc_err_ratio),
+        )
+        for row in rows
+        if (base := compiled.get(row.shape)) is not None
+    ]  # fmt: skip
+    return Table(heads, cells, words=("N x D x V",)).markdown()
+
+
+def _tflops(row: Row) -> str:
+    """Three products' FLOPs over the time of forward and backward pass, in TFLOP/s."""
+    ms = row.forward_backward_ms
+    return show(None if ms is None else 6 * row.n * row.d * row.v / ms / 1e9, ".0f")
 
 
 def _cell(row: Row | None, best: dict[tuple[str, str, str, str], Row]) -> str:
