@@ -43,7 +43,7 @@ class CceKahanLossConfig(LossConfig):
     workspace_mib: int | None = option(
         None,
         "MiB that the backward pass may take beyond inputs and gradients; more is faster; null: at most the logits in "
-        "16 bits, and at most 2048",
+        "16 bits, in chunks of at most 2048",
         minimum=1,
     )
 
