@@ -107,8 +107,9 @@ def linear_cross_entropy(
             sum takes 1 byte more for each entry of a 16-bit gradient (see accumulate). Three products are
             chosen only if their sums fit workspace_mib, too (planner.py). On CPU tensors workspace_mib bounds all extra
             memory, also in the forward pass. Defaults:
-              * three products: a chunk's exponentials take at most 2048 MiB, and several chunks with their sums at most
-                2 N V bytes, as the logits in 16 bits; less where that costs at most 4 % of the time (planner.py);
+              * three products: a chunk's exponentials take at most 2048 MiB. Several chunks and their sums take at most
+                2 N V bytes, the logits in 16 bits. Less memory is taken where that costs at most 4 % of the time
+                (planner.py);
               * four products: 256 MiB, or 256 columns of N rows if these take more.
         main_grad_c: (V, D) fp32 buffer. c's gradient, if c requires one, is added to it unrounded; c.grad stays as it
             is.

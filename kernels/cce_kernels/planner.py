@@ -7,9 +7,8 @@
 schemes/three_products.py stores exponentials. schemes/four_products.py recomputes the logits. A filtered call works
 through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere.
 
-CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product: one more read and write of a 16-bit
-gradient with its 8 bits of rounding error, and one more start and end of each tile. An H100 and an H200 took 1,000 to
-2,100 on the six shapes of N >= 8192 where one, two and three chunks were timed.
+CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product. The gradient, 16 bits and 8 bits of
+rounding error, is read and written once more. Each tile starts and ends once more.
 
 Small problems wait for kernel launches instead, about 40 µs each.
 """
