@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_the_loss_layer_s_time_and_memory() -> None:
                 assert liger["extra_mib"] < ours["extra_mib"], "Liger needs less memory"
                 assert liger["ratio_to_compiled_low"] > 1, "and more time"
     assert [round(end(figures), 2) for figures in (time, memory, small, errors) for end in (min, max)] == stated
+
+
+def test_the_median_and_the_slowest_of_all_shapes() -> None:
+    said = re.findall(
+        r"On (\d+) shapes, .*? the median is ([\d.]+) and the slowest takes ([\d.]+)", " ".join(FINDINGS[0].split())
+    )
+    directory = ROOT / "results" / "bench_loss" / "nvidia_h100_80gb_hbm3"
+    found = [by_backend(json.loads(path.read_text(encoding="utf-8"))) for path in directory.glob("*.json")]
+    ratios = [shape["peaked", "cce_kahan", None]["ratio_to_compiled"] for shape in found]
+    assert [(str(len(ratios)), f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}")] == said
 
 
 @pytest.mark.parametrize(
