@@ -13,6 +13,7 @@ from cases import (
     STORED,
     Case,
     check,
+    check_one_chunk,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -234,6 +235,10 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
 
 def test_stored_exponentials_through_the_public_function(monkeypatch):
     check_stored_options("cuda", monkeypatch)
+
+
+def test_one_chunk_needs_no_memory_for_scaled_rows(monkeypatch):
+    check_one_chunk("cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("arguments", APART.values(), ids=APART)

@@ -4,6 +4,7 @@ import pytest
 from cases import (
     APART,
     STORED,
+    check_one_chunk,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -30,6 +31,10 @@ def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
 
 def test_stored_exponentials_through_the_public_function(monkeypatch):
     check_stored_options("cpu", monkeypatch, chunk=128)
+
+
+def test_one_chunk_needs_no_memory_for_scaled_rows(monkeypatch):
+    check_one_chunk("cpu", monkeypatch)
 
 
 @pytest.mark.parametrize("arguments", APART.values(), ids=APART)
