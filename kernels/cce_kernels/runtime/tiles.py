@@ -75,7 +75,7 @@ def aligned(x: Tensor) -> Tensor:
     """x (R, K) itself if TMA reads it fast, else a copy whose rows begin at lines of 128 bytes.
 
     TMA needs unit column stride, and a base and rows at multiples of 16 bytes. Rows of 16-bit numbers that straddle
-    lines take 1.2 to 2 times as long (D = 1000 and 1544 on an H100), so they are copied too.
+    lines make TMA slow, so they are copied too.
     """
     line = (128 if x.itemsize == 2 else 16) // x.itemsize
     # Allocations are aligned, so the offset of x in its storage tells whether the base is.
