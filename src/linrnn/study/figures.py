@@ -45,7 +45,8 @@ def draw(results: Path, output: Path) -> list[Path]:
 def loss_layer(results: Path) -> Any:
     """The loss layer's time against its memory for every loss, on two shapes."""
     directory = results / "bench_loss" / DEVICE
-    rows = rows_for("shapes", [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)]).values()
+    measured = [row for path in sorted(directory.glob("*.json")) for row in read_rows(path) if row.set == "shapes"]
+    rows = rows_for("shapes", measured).values()  # of one process: other sets hold other backends
     own = [row for row in rows if row.shape in HERO and row.logits == "peaked" and row.gradients == "bf16"]
     if {row.shape for row in own} != set(HERO):
         raise DataError(f"{directory} lacks rows of {' or '.join(HERO)}", "python scripts/bench_loss.py set=shapes")
