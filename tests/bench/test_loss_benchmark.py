@@ -1,6 +1,7 @@
 """The benchmark's arithmetic, the truth of its problems, its files, and whole runs at tiny shapes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrnn.bench.loss import run, sets
+from linrnn.bench.loss import run, sets, timing
 from linrnn.bench.loss.plots import MANY_SHAPES, filter_eps, power, sweep_axis
 from linrnn.bench.loss.problems import (
     SHAPES,
@@ -19,8 +20,19 @@ from linrnn.bench.loss.problems import (
     relative_error,
     truth_of,
 )
-from linrnn.bench.loss.report import LEGEND, table, write_report
-from linrnn.bench.loss.rows import BAR, Row, crossovers, merge_rows, read_rows, read_runs, rows_for, slug, winners
+from linrnn.bench.loss.report import FLOOR_LEGEND, LEGEND, table, write_report
+from linrnn.bench.loss.rows import (
+    BAR,
+    FLOOR,
+    Row,
+    crossovers,
+    merge_rows,
+    read_rows,
+    read_runs,
+    rows_for,
+    slug,
+    winners,
+)
 from linrnn.bench.loss.run import Entry, bootstrap_interval, record_times, report_set, run_benchmark
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.trained import TrainedTensors
@@ -151,6 +163,7 @@ def test_ratios_are_taken_round_by_round():
     assert (row.forward_backward_ms_q25, row.forward_backward_ms_q75) == (22, 320)
     assert row.ratio_to_product == 6  # of 4, 8 and 6
     assert row.ratio_to_three_products == 2  # of 1, 10 and 2
+    assert (row.ratio_to_three_products_low, row.ratio_to_three_products_high) == (1, 10)
     assert row.forward_ratio_to_product == 1.5
     assert (row.backward_ms, row.backward_ratio_to_eager) == (30, 0.5)  # of 0.5, 0.5 and 10
 
@@ -161,6 +174,43 @@ def test_without_a_baseline_there_is_no_ratio_to_it():
     assert alone.row.ratio_to_compiled is None
     assert alone.row.backward_ratio_to_eager is None
     assert alone.row.ratio_to_product == 1.5
+    assert alone.row.ratio_to_three_products == 1.5
+
+
+def test_without_a_floor_there_is_no_ratio_to_it():
+    alone = entry("standard", 1.0, 2.0)
+    record_times(alone, alone, None, np.ones(2), np.array([]), seed=0)
+    assert (alone.row.ratio_to_three_products, alone.row.ratio_to_three_products_low) == (None, None)
+    assert (alone.row.ratio_to_compiled, alone.row.ratio_to_product) == (1, 1.5)
+
+
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
+def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monkeypatch):
+    """Sizes, dtypes and fixed outputs of every product, and the values of the last one."""
+    multiplied, mm = [], torch.mm
+
+    def recorded(left, right, *, out):
+        assert left.dtype == right.dtype == out.dtype == torch.bfloat16
+        multiplied.append((tuple(left.shape), tuple(right.shape), out.data_ptr()))
+        return mm(left, right, out=out)
+
+    problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0, gradients)
+    floor = timing.three_products(problem)
+    monkeypatch.setattr(torch, "mm", recorded)
+    floor()
+    once = multiplied.copy()
+    floor()
+    assert [sizes[:2] for sizes in once] == [((200, 16), (16, 300)), ((200, 300), (300, 16)), ((300, 200), (200, 16))]
+    assert multiplied == once * 2
+
+
+def test_the_product_covers_all_rows_in_blocks(monkeypatch):
+    monkeypatch.setattr(timing, "PRODUCT_ROWS", 128)
+    rows, mm = [], torch.mm
+    product = timing.one_product(make_problem(TINY, "flat", torch.bfloat16, CPU, 0))
+    monkeypatch.setattr(torch, "mm", lambda left, right, *, out: rows.append(len(left)) or mm(left, right, out=out))
+    product()
+    assert rows == [128, 72]
 
 
 def test_the_bootstrap_interval_holds_the_median_and_shrinks_with_the_rounds():
@@ -280,7 +330,9 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "results" / "bench_loss").rglob("*.md")), ids=lambda page: page.stem)
 def test_a_committed_page_explains_its_columns_once(page):
-    assert page.read_text().count("\n".join(LEGEND)) == 1, "run python scripts/bench_loss.py measure=false"
+    text, again = page.read_text(), "run python scripts/bench_loss.py measure=false"
+    assert text.count("\n".join(LEGEND)) == 1, again
+    assert text.count("\n".join(FLOOR_LEGEND)) == (f"| {FLOOR} |" in text), again
 
 
 def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):
@@ -340,6 +392,28 @@ def test_many_shapes_have_a_line_each_with_tflops(tmp_path):
     assert (cells[5], cells[7], cells[8]) == ("0.800", "8", "1")  # 6 x 8 x 1e6 FLOP in 6 µs are 8 TFLOP/s
 
 
+def test_the_floor_gives_every_table_a_column_and_older_rows_none(tmp_path):
+    rows, ratios = [], {"compiled": (1.0, 1.25), FLOOR: (0.8, 1.0), "cce_kahan": (0.9, 1.125)}
+    for i in range(MANY_SHAPES + 1):
+        size = {"shape": f"{2**i}x1000x1000", "n": 2**i, "d": 1000, "v": 1000, "rounds": 3}
+        for backend, (ratio, to_floor) in ratios.items():
+            ends = {"ratio_to_three_products_low": to_floor - 0.01, "ratio_to_three_products_high": to_floor + 0.01}
+            errors = {} if backend == FLOOR else {"de_err": 2e-3, "extra_mib": 7.0}
+            times = {"ratio_to_compiled": ratio, "ratio_to_three_products": to_floor}
+            rows.append(make_row(backend, **times, **ends, **errors, **size))
+    text = write_report(rows, {}, tmp_path, "grid")[0].read_text()
+    assert text.count("\n".join(FLOOR_LEGEND)) == 1
+    tables = text.split("**cce_kahan, ")[1].split("## Columns")
+    of_shape = next(line.strip("| ").split(" | ") for line in tables[0].splitlines() if line.startswith("| 8 x"))
+    assert (of_shape[3], of_shape[8]) == ("1.250 (1.240-1.260)", "1.125 (1.115-1.135)")
+    of_floor = next(line for line in tables[1].splitlines() if line.startswith(f"| {FLOOR} | "))
+    assert "| 1.000 (0.990-1.010) |" in of_floor
+    older = [replace(row, ratio_to_three_products_low=None) for row in rows if row.backend != FLOOR]
+    text = write_report(older, {}, tmp_path, "older")[0].read_text()
+    assert "\n".join(FLOOR_LEGEND) not in text
+    assert "| 1.12 |" in text
+
+
 # ---------------------------------------------------------------------------------------------------- whole runs
 def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eager_baseline):
     backends = ["liger", "cce_kahan accumulate=fp32 workspace_mib=7", "paper/cce_exact"]
@@ -354,6 +428,7 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
     assert run["config"]["rounds"] == 3
     entries = [
         (BAR, None),
+        (FLOOR, None),
         ("standard", None),
         ("standard (again)", None),
         ("liger", None),
@@ -371,6 +446,11 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
             assert row.ratio_to_compiled is None
             continue
         assert row.status == "ok"
+        if row.backend == FLOOR:
+            assert (row.ratio_to_three_products, row.rounds) == (1, 3)
+            assert (row.loss_err, row.de_err, row.dc_err, row.forward_ms, row.deterministic) == (None,) * 5
+            assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
+            continue
         assert row.loss_err < 1e-2
         assert 0 < row.dc_err < 2e-2
         assert row.extra_mib is None
@@ -379,9 +459,10 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
         else:
             assert row.rounds == 3
             assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
+            assert 0 < row.ratio_to_three_products_low <= row.ratio_to_three_products_high
             assert row.forward_ms > 0
             assert row.deterministic
-    assert rows[1].ratio_to_compiled == 1
+    assert rows[2].ratio_to_compiled == 1
     assert "liger" in said[-1]
     (markdown,) = report_set(config)
     assert markdown.name == "custom.md"
@@ -410,11 +491,11 @@ def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, m
     environment = run.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
     monkeypatch.setattr(run, "describe_environment", lambda: environment)
     overrides = ("resume=true", "logits=[flat]")
-    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 4
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 5
     assert run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str) == []
-    assert len(run_benchmark(configure(*overrides, "backends=[cce_filter]", tmp_path=tmp_path), "", str)) == 4
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_filter]", tmp_path=tmp_path), "", str)) == 5
     environment = environment | {"git": {"commit": "def", "dirty": False}}
-    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 4
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 5
 
 
 def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):
@@ -427,9 +508,20 @@ def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, eage
 
     monkeypatch.setattr(run, "build_loss", build)
     rows = run_benchmark(configure("backends=[cce_filter,fla,cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
-    assert [row.status for row in rows] == ["ok", "ok", "ok", "failed", "out_of_memory", "ok"]
-    assert rows[3].reason == "RuntimeError: kernel exploded"
+    assert [row.status for row in rows] == ["ok", "ok", "ok", "ok", "failed", "out_of_memory", "ok"]
+    assert rows[4].reason == "RuntimeError: kernel exploded"
     assert "failed: RuntimeError" in table(rows)
+
+
+def test_a_floor_that_does_not_fit_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):
+    def refused(problem):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(timing, "three_products", refused)
+    rows = run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert [row.status for row in rows] == ["ok", "out_of_memory", "ok", "ok", "ok"]
+    assert (rows[1].rounds, rows[-1].ratio_to_three_products) == (0, None)
+    assert rows[-1].ratio_to_compiled > 0
 
 
 def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline, monkeypatch):
@@ -451,20 +543,21 @@ def test_a_baseline_that_cannot_run_costs_the_ratios_alone(tmp_path, monkeypatch
     for module in (sets, run):
         monkeypatch.setattr(module, "BASELINE", "liger")
     rows = run_benchmark(configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path), "", str)
-    assert [row.status for row in rows] == ["ok", "unsupported", "unsupported", "ok"]
+    assert [row.status for row in rows] == ["ok", "ok", "unsupported", "unsupported", "ok"]
+    assert (rows[1].backend, rows[1].ratio_to_compiled) == (FLOOR, None)
     assert rows[-1].ratio_to_compiled is None
     assert rows[-1].ratio_to_product > 0
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
-    def killed(self, problems):
+    def killed(self, problems, floor):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run.Bench, "_run_rounds", killed)
     with pytest.raises(KeyboardInterrupt):
         run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
     rows = read_rows(tmp_path / "bench_loss" / "cpu" / "60x16x90.json")
-    assert [row.status for row in rows] == ["ok", "started", "started", "started"]
+    assert [row.status for row in rows] == ["ok", "started", "started", "started", "started"]
     assert rows[-1].dc_err > 0
 
 
@@ -523,6 +616,7 @@ def test_over_batches_the_error_of_an_unbiased_filter_averages_out_and_a_thresho
     overrides = f"backends=[cce_kahan,{backends}]", "batches=16", "checkpoint=run", "shapes=null"
     config = configure(*overrides, tmp_path=tmp_path)
     rows = {row.backend: row for row in run_benchmark(config, "", str)}
+    assert (rows[FLOOR].trained, rows.pop(FLOOR).batches) == ("a model", 1)
     unbiased, threshold = (rows[text] for text in filters)
     assert all((row.batches, row.logits, row.trained) == (16, "trained", "a model") for row in rows.values())
     assert unbiased.dc_sum_err < 0.4 * unbiased.dc_err  # noise falls to a quarter

@@ -185,9 +185,10 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("*.json")
     rows = {row["backend"]: row for row in json.loads(path.read_text())}
-    assert set(rows) == {"fp32_logits", "compiled", "compiled (again)", "cce_filter"}
+    assert set(rows) == {"fp32_logits", "three_products_cublas", "compiled", "compiled (again)", "cce_filter"}
     summary = trainer.directory.read_summary()
     assert summary is not None
+    assert rows.pop("three_products_cublas")["status"] == "ok"
     for row in rows.values():
         assert (row["status"], row["logits"]) == ("ok", "trained")
         assert (row["n"], row["d"], row["v"]) == (200, 128, 512)

@@ -23,6 +23,7 @@ LOSSES = {
     "torch_native": ("#009E73", "h", "PyTorch"),
     "cce_apple": ("#CC79A7", "D", "Apple's cce"),
     "paper": ("#882255", "d", "presets of the CCE paper"),
+    "three_products_cublas": ("#332288", "*", "the floor"),
     "fp32_logits": ("#7A5C3E", "p", "fp32 logits"),
 }
 SIZES = {"s": 9.5, "X": 9}  # marker sizes in points: a baseline stays visible behind a loss with the same value

@@ -138,7 +138,7 @@ def error_plot(rows: list[Row]) -> Any:
     fields = {"de_err": "error of dE", "dc_err": "error of dC", "dc_sum_err": "error of dC,\nsummed over batches"}
     fields = {field: label for field, label in fields.items() if any(getattr(row, field) is not None for row in rows)}
     problems = list(dict.fromkeys(row.problem for row in rows if filter_eps(row) is not None))
-    timed = [row for row in rows if _timed(row)]
+    timed = [row for row in rows if _timed(row) and any(getattr(row, field) is not None for field in fields)]
     found = looks(_rules(timed))
     figure, grid = _grid(len(fields), len(problems), len(found))
     for line, (field, label) in zip(grid, fields.items(), strict=True):

@@ -16,7 +16,7 @@ from linrnn.bench.loss.plots import (
     sweep_plot,
     tradeoff_plot,
 )
-from linrnn.bench.loss.rows import AGAIN, BAR, Row, crossovers, winners
+from linrnn.bench.loss.rows import AGAIN, BAR, FLOOR, Row, crossovers, winners
 from linrnn.core.errors import DataError
 from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
@@ -24,6 +24,12 @@ from linrnn.core.tables import Table, show
 
 def _interval(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"{low:.3f}-{high:.3f}"
+
+
+def _to_floor(row: Row) -> str:
+    """Time over that of three products, with its interval if the products are the floor's."""
+    ratio, low, high = row.ratio_to_three_products, row.ratio_to_three_products_low, row.ratio_to_three_products_high
+    return show(ratio, ".2f") if low is None else f"{show(ratio, '.3f')} ({_interval(low, high)})"
 
 
 def _error(error: float | None, ratio: float | None) -> str:
@@ -37,7 +43,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "/ compiled": lambda row: show(row.ratio_to_compiled, ".3f"),
     "95 %": lambda row: _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high),
     "/ product": lambda row: show(row.ratio_to_product, ".2f"),
-    "/ 3 products": lambda row: show(row.ratio_to_three_products, ".2f"),
+    "/ 3 products": _to_floor,
     "graph ms": lambda row: show(row.graph_ms, ".2f"),
     "forward ms": lambda row: show(row.forward_ms, ".2f"),
     "/ product ": lambda row: show(row.forward_ratio_to_product, ".2f"),
@@ -74,6 +80,12 @@ LEGEND = (
     f"`{BAR}` has fp32 logits and rounds softmax - onehot to the products' dtype. Its errors are "
     "those of rounding alone.", "",
     *Table(("column", "meaning"), _MEANINGS, words=("column", "meaning")).markdown(), "",
+)  # fmt: skip
+# Stands below LEGEND where rows have the floor.
+FLOOR_LEGEND = (
+    f"`{FLOOR}` is the floor: cuBLAS's three products of a loss that stores N x V, and nothing between them. "
+    "The floor has no loss, so its errors and its memory are not measured. */ 3 products* is the time divided by the "
+    "floor's time in the same round, with the 95 % interval.", "",
 )  # fmt: skip
 
 
@@ -126,7 +138,7 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], title: str, axis
     lines = [f"# The loss layer alone: {title}", ""]
     for plot in plots:
         lines += [f"![{plot.removesuffix('.png')}]({plot})", ""]
-    lines += [*_overview(rows, axis), *LEGEND]
+    lines += [*_overview(rows, axis), *LEGEND, *(FLOOR_LEGEND if any(row.backend == FLOOR for row in rows) else ())]
     origins = sorted({row.run for row in rows})
     columns = dict(_COLUMNS)
     if len(origins) > 1:
@@ -191,24 +203,17 @@ def _by_shape(rows: list[Row], problem: str) -> list[str]:
 
 
 def _table_by_shape(rows: list[Row], compiled: dict[str, Row]) -> list[str]:
+    floor = any(row.ratio_to_three_products_low is not None for row in rows)
     heads = (
-        "N x D x V",
-        "n",
-        "compiled ms",
-        "TFLOP/s",
-        "MiB",
-        "/ compiled",
-        "95 %",
-        "TFLOP/s",
-        "MiB",
-        "dE err",
-        "dC err",
-    )
+        "N x D x V", "n", "compiled ms", *(["/ 3 products"] if floor else []), "TFLOP/s", "MiB", "/ compiled", "95 %",
+        *(["/ 3 products"] if floor else []), "TFLOP/s", "MiB", "dE err", "dC err",
+    )  # fmt: skip
     cells = [
         (
-            f"{row.n:,} x {row.d:,} x {row.v:,}", str(row.rounds), show(base.forward_backward_ms, ".2f"), _tflops(base),
-            show(base.extra_mib, ",.0f"), show(row.ratio_to_compiled, ".3f"),
-            _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high), _tflops(row), show(row.extra_mib, ",.0f"),
+            f"{row.n:,} x {row.d:,} x {row.v:,}", str(row.rounds), show(base.forward_backward_ms, ".2f"),
+            *([_to_floor(base)] if floor else []), _tflops(base), show(base.extra_mib, ",.0f"),
+            show(row.ratio_to_compiled, ".3f"), _interval(row.ratio_to_compiled_low, row.ratio_to_compiled_high),
+            *([_to_floor(row)] if floor else []), _tflops(row), show(row.extra_mib, ",.0f"),
             _error(row.de_err, row.de_err_ratio), _error(row.dc_err, row.dc_err_ratio),
         )
         for row in rows

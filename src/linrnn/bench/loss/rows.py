@@ -21,6 +21,8 @@ from linrnn.core.json_files import read_json
 AGAIN = "(again)"
 # Names the row of linrnn.bench.loss.problems.fp32_logits_of.
 BAR = "fp32_logits"
+# Names the row of linrnn.bench.loss.timing.three_products: time alone, no loss, no errors, no memory.
+FLOOR = "three_products_cublas"
 # Gradients with errors up to this count as exact, by the products' dtype. In bf16, rounding gives eager torch half of
 # this error. Dropping entries below 2^-12 gives twice as much.
 EXACT = {"bf16": 1e-2, "fp32": 1e-4}
@@ -62,7 +64,9 @@ class Row:
     ratio_to_product: float | None = None  # forward_backward_ms to one cuBLAS product N x D x V, with 95 % interval
     ratio_to_product_low: float | None = None
     ratio_to_product_high: float | None = None
-    ratio_to_three_products: float | None = None
+    ratio_to_three_products: float | None = None  # to the floor; rows without an interval: to products of 4096 rows
+    ratio_to_three_products_low: float | None = None
+    ratio_to_three_products_high: float | None = None
     forward_ratio_to_product: float | None = None
     graph_ratio_to_compiled: float | None = None  # of the two graphs' replays
     extra_mib: float | None = None

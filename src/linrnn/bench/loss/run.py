@@ -1,10 +1,11 @@
 """The loss layer alone: all backends interleaved in one process, forward, forward + backward, memory and errors.
 
-A GPU's clock drifts by 10-15 % from day to day, so a time alone means little. Every round runs every entry and the
-products once, in shuffled order, on the same tensors. In each round an entry's time is divided by that of torch.compile
-(or of the product). The entry's figure is the median of these ratios, with a bootstrap interval. torch.compile runs
-twice under two names: a ratio inside the interval of the second entry is noise. Errors and memory are measured in
-passes of their own. Rows are written after each backend's errors and again between rounds, so a crash loses little.
+A GPU's clock drifts by 10-15 % from day to day, so a time alone means little. Every round runs every entry, one product
+and the floor (three products) once, in shuffled order, on the same tensors. In each round an entry's time is divided by
+that of torch.compile, of the product and of the floor. The entry's figure is the median of these ratios, with a
+bootstrap interval. torch.compile runs twice under two names: a ratio inside the interval of the second entry is noise.
+Errors and memory are measured in passes of their own. Rows are written after each backend's errors and again between
+rounds, so a crash loses little.
 """
 
 import datetime
@@ -23,7 +24,7 @@ import torch
 from linrnn.bench.loss import timing as timing
 from linrnn.bench.loss.problems import Problem, Solution, bytes_of_truth, fp32_logits_of, relative_error, truth_of
 from linrnn.bench.loss.report import table, write_report
-from linrnn.bench.loss.rows import BAR, Row, append_run, merge_rows, read_rows, read_runs, rows_for, rows_path
+from linrnn.bench.loss.rows import BAR, FLOOR, Row, append_run, merge_rows, read_rows, read_runs, rows_for, rows_path
 from linrnn.bench.loss.sets import (
     BASELINE,
     EAGER,
@@ -114,7 +115,8 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
 def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
     """Refuse on a CPU a shape that cannot be held: its tensors with their gradients, and what stands beside them.
 
-    Beside them stand the fp64 truth, or what a loss holds, as far as formulas know it: whichever is more.
+    Beside them stand the fp64 truth, the floor's N x V, or what a loss holds, as far as formulas know it: whichever is
+    the most.
 
     Raises:
         UnsupportedError: the figures, and smaller shapes.
@@ -122,7 +124,7 @@ def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
     shape, compute = setting.shape, 4 if setting.dtype == "fp32" else 2
     elements = (shape.n + shape.v) * shape.d
     held = [memory for loss in losses if (memory := loss_memory(loss, shape.n, shape.d, shape.v, compute))]
-    beside = max([bytes_of_truth(shape), *(max(memory) for memory in held)])
+    beside = max([bytes_of_truth(shape), shape.n * shape.v * compute, *(max(memory) for memory in held)])
     needed = 2 * elements * (4 if setting.gradients == "fp32" else compute) + beside
     what = f"shape {shape.name} ({shape.n} x {shape.d} x {shape.v}) needs {needed / GIB:.1f} GiB or more"
     check_memory(needed, what, "smaller shapes, as in shapes=[1024x256x8192]")
@@ -135,7 +137,7 @@ def report_set(config: BenchLossConfig) -> list[Path]:
         DataError: nothing of the set was measured, or a file is damaged.
     """
     (name, chosen), directory = reported_set(config), results_directory(config)
-    backends = [(BAR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
+    backends = [(BAR, None), (FLOOR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
     measured = rows_for(config.set, [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)])
     problems = [
         (setting.shape.name, setting.dtype, setting.gradients, kind)
@@ -191,6 +193,8 @@ class Bench:
         truth = truth_of(problem)
         summed_VD = self._sum_over_batches(lambda part: truth_of(part).weight_VD)
         bar = self._bar(problem, truth, summed_VD)
+        floor = self.setting.row(self.kind, FLOOR, self.run, of_set=self.config.set)
+        self.rows.append(floor)
         for text, loss_config in self.losses.items():
             row = self.setting.row(self.kind, text, self.run, loss_config, self.config.set)
             self.rows.append(row)
@@ -212,9 +216,9 @@ class Bench:
             self.say(f"  {row.label}: {done}")
             self._save()
         del truth, summed_VD
-        self._run_rounds(self._rotation(problem))
-        for entry in self.entries:
-            entry.row.status = "ok"
+        self._run_rounds(self._rotation(problem), floor)
+        for row in (floor, *(entry.row for entry in self.entries)):
+            row.status = "ok" if row.rounds else row.status
         self._save()
         return self.rows
 
@@ -254,10 +258,15 @@ class Bench:
         seeds = range(self.config.seed + 1, self.config.seed + _ROTATING_PROBLEMS) if timing.fits_cache(problem) else []
         return [problem, *(self.setting.problem(self.kind, self.device, seed) for seed in seeds)]
 
-    def _run_rounds(self, problems: list[Problem]) -> None:
-        """Every entry's forward pass, its step, its graph, and the products once a round, in shuffled order."""
+    def _run_rounds(self, problems: list[Problem], floor: Row) -> None:
+        """Once a round, in shuffled order: every entry's forward pass, step and graph, the product and the floor."""
         shuffle = random.Random(self.config.seed).shuffle
-        products = [timing.Products(problem) for problem in problems]
+        product = [timing.one_product(problem) for problem in problems]
+        try:
+            three_products = [timing.three_products(problem) for problem in problems]
+        except torch.OutOfMemoryError as error:  # N x V does not fit
+            _refuse(floor, error)
+            three_products = []
         graphs = {id(entry): self._graphs(entry, problems) for entry in self.entries}
         one_ms: list[float] = []
         three_ms: list[float] = []
@@ -266,7 +275,9 @@ class Bench:
         for index in range(self.config.rounds):
             turn = index % len(problems)
             problem = problems[turn]
-            jobs = [self._job(one_ms, products[turn].one), self._job(three_ms, products[turn].three)]
+            jobs = [self._job(one_ms, product[turn])]
+            if three_products:
+                jobs.append(self._job(three_ms, three_products[turn]))
             for entry in self.entries:
                 jobs.append(self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
                 jobs.append(partial(self._time_step, entry, problem))
@@ -280,8 +291,12 @@ class Bench:
                 if reading := timing.read_clocks(self.device):
                     clocks.append(reading)
                 baseline, eager = self._entry(BASELINE), self._entry(EAGER)
+                yardsticks = np.array(one_ms), np.array(three_ms)
+                if three_ms:
+                    record_total(floor, yardsticks[1], baseline, *yardsticks, self.config.seed)
+                    _record_clocks(floor, clocks)
                 for entry in self.entries:
-                    record_times(entry, baseline, eager, np.array(one_ms), np.array(three_ms), self.config.seed)
+                    record_times(entry, baseline, eager, *yardsticks, self.config.seed)
                     _record_clocks(entry.row, clocks)
                 self._save()
                 left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
@@ -376,27 +391,38 @@ def record_times(
     entry: Entry, baseline: Entry | None, eager: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
 ) -> None:
     """Medians and ratios of the rounds so far. Ratios are taken round by round."""
-    row, total_ms = entry.row, np.array(entry.forward_backward_ms)
-    row.rounds = len(total_ms)
+    row = entry.row
+    record_total(row, np.array(entry.forward_backward_ms), baseline, one_ms, three_ms, seed)
     row.forward_ms = float(np.median(entry.forward_ms))
-    quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
-    row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
-    row.ratio_to_product = float(np.median(total_ms / one_ms))
-    row.ratio_to_product_low, row.ratio_to_product_high = bootstrap_interval(total_ms / one_ms, seed)
-    row.ratio_to_three_products = float(np.median(total_ms / three_ms))
     row.forward_ratio_to_product = float(np.median(np.array(entry.forward_ms) / one_ms))
     row.backward_ms = float(np.median(entry.backward_ms))
     if eager is not None:
         row.backward_ratio_to_eager = float(np.median(np.array(entry.backward_ms) / np.array(eager.backward_ms)))
     if entry.graph_ms:
         row.graph_ms = float(np.median(entry.graph_ms))
-    if baseline is None:
-        return
-    ratios = total_ms / np.array(baseline.forward_backward_ms)
-    row.ratio_to_compiled = float(np.median(ratios))
-    row.ratio_to_compiled_low, row.ratio_to_compiled_high = bootstrap_interval(ratios, seed)
-    if entry.graph_ms and baseline.graph_ms:
+    if baseline is not None and entry.graph_ms and baseline.graph_ms:
         row.graph_ratio_to_compiled = float(np.median(np.array(entry.graph_ms) / np.array(baseline.graph_ms)))
+
+
+def record_total(
+    row: Row, total_ms: np.ndarray, baseline: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
+) -> None:
+    """The time of forward and backward pass, and its ratios with intervals. `three_ms` is empty without a floor."""
+    row.rounds = len(total_ms)
+    quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
+    row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
+    row.ratio_to_product, row.ratio_to_product_low, row.ratio_to_product_high = _ratio(total_ms / one_ms, seed)
+    if len(three_ms):
+        found = _ratio(total_ms / three_ms, seed)
+        row.ratio_to_three_products, row.ratio_to_three_products_low, row.ratio_to_three_products_high = found
+    if baseline is not None:
+        found = _ratio(total_ms / np.array(baseline.forward_backward_ms), seed)
+        row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high = found
+
+
+def _ratio(ratios: np.ndarray, seed: int) -> tuple[float, float, float]:
+    """Median and the ends of its interval."""
+    return float(np.median(ratios)), *bootstrap_interval(ratios, seed)
 
 
 def _record_clocks(row: Row, clocks: list[dict[str, float]]) -> None:

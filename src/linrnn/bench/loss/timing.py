@@ -15,7 +15,7 @@ import torch
 from linrnn.bench.loss.problems import Problem, relative_error
 from linrnn.losses import LossBackend
 
-PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of `Products`
+PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
 _GRAPH_WARMUP = 2
 _GRAPH_TOLERANCE = 1e-2  # between the gradients of a replay and of a call
 _CLOCKS = {
@@ -49,29 +49,36 @@ def step(loss: LossBackend, problem: Problem) -> torch.Tensor:
     return mean_nats.detach()
 
 
-class Products:
-    """The yardsticks: matrix products of cuBLAS on a problem's tensors, in blocks of 4096 rows into fixed buffers."""
+def one_product(problem: Problem) -> Callable[[], None]:
+    """The unit of a forward pass: cuBLAS's product N x D x V (logits), in blocks of 4096 rows into a fixed buffer."""
+    dtype = problem.compute_dtype
+    weight_VD = problem.weight_VD.detach().to(dtype)
+    blocks = problem.hidden_ND.detach().to(dtype).split(PRODUCT_ROWS)
+    logits = blocks[0].new_empty(len(blocks[0]), len(weight_VD))
 
-    def __init__(self, problem: Problem) -> None:
-        dtype = problem.compute_dtype
-        self._weight_VD = problem.weight_VD.detach().to(dtype)
-        self._hidden = problem.hidden_ND.detach().to(dtype).split(PRODUCT_ROWS)
-        self._logits = self._hidden[0].new_empty(len(self._hidden[0]), len(self._weight_VD))
-        self._grad_hidden = torch.empty_like(self._hidden[0])
-        self._grad_weight = torch.empty_like(self._weight_VD)
+    def run() -> None:
+        for hidden in blocks:
+            torch.mm(hidden, weight_VD.T, out=logits[: len(hidden)])
 
-    def one(self) -> None:
-        """N x D x V: the logits."""
-        for hidden in self._hidden:
-            torch.mm(hidden, self._weight_VD.T, out=self._logits[: len(hidden)])
+    return run
 
-    def three(self) -> None:
-        """The logits, and from every block of them both gradients' products (each overwrites the last one's)."""
-        for hidden in self._hidden:
-            logits = self._logits[: len(hidden)]
-            torch.mm(hidden, self._weight_VD.T, out=logits)
-            torch.mm(logits, self._weight_VD, out=self._grad_hidden[: len(hidden)])
-            torch.mm(logits.T, hidden, out=self._grad_weight)
+
+def three_products(problem: Problem) -> Callable[[], None]:
+    """The floor: cuBLAS's three products of a loss that stores N x V, into fixed buffers, and nothing between them.
+
+    The logits stand for the logits' gradient in the second and third product: sizes and dtypes are the same.
+    """
+    dtype = problem.compute_dtype
+    weight_VD, hidden_ND = (leaf.detach().to(dtype) for leaf in (problem.weight_VD, problem.hidden_ND))
+    logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD))
+    grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), torch.empty_like(weight_VD)
+
+    def run() -> None:
+        torch.mm(hidden_ND, weight_VD.T, out=logits_NV)
+        torch.mm(logits_NV, weight_VD, out=grad_hidden_ND)
+        torch.mm(logits_NV.T, hidden_ND, out=grad_weight_VD)
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
