@@ -66,7 +66,7 @@ def _cross_entropy(
         if plan is not None and plan.rows:
             dtypes = stored_dtypes(e.dtype, c, main_grad_c, needs)
             rows, state = backend.three_products.forward(
-                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target
+                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse
             )
         elif plan is not None and plan.capacity:
             rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
@@ -107,8 +107,9 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, w
     state = []
     if plan.rows:
         state = backend.three_products.empty_state(
-            copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, main_grad_c, needs), o
-        )
+            copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, main_grad_c, needs), o,
+            with_lse=with_lse,
+        )  # fmt: skip
     elif plan.capacity:
         state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
     counted = targets.new_empty(() if reduction == "mean" else 0)
@@ -209,6 +210,7 @@ def _(grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, width,
 
 def _finish_stored(
     scale: Tensor,
+    grad_lse: Tensor | None,
     e: Tensor,
     c: Tensor,
     columns: Tensor,
@@ -218,13 +220,16 @@ def _finish_stored(
     main_grad_c: Tensor | None,
     stats: Tensor | None,
 ) -> None:
-    """Finish the sums of both gradients in place, times scale ().
+    """Finish the sums of both gradients in place, times scale () or (N,).
 
-    held: the state of three_products.py up to its index SUMS, read only. sums: the state from SUMS on, written. They
-    are separate because torch.compile copies every tensor that an operator may write to.
+    grad_lse: (N,), dL/dLSE, or None. held: the state of three_products.py up to its index SUMS, read only. sums: the
+    state from SUMS on, written. They are separate because torch.compile copies every tensor that an operator may write
+    to.
     """
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        backend_of(e).three_products.backward(e, c, columns, scale, rows, [*held, *sums], main_grad_c)
+        backend_of(e).three_products.backward(
+            e, c, columns, scale, rows, [*held, *sums], main_grad_c, grad_lse=grad_lse
+        )
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
 
@@ -233,8 +238,8 @@ _finish_stored_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_backward_stored",
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
-    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, int rows, Tensor[] held, Tensor(a!)[] sums, "
-    "Tensor(b!)? main_grad_c, Tensor(c!)? stats) -> ()",
+    schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, int rows, Tensor[] held, "
+    "Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats) -> ()",
 )
 
 
@@ -256,7 +261,7 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
             ctx.finished, state = True, used_up(state)
         stored = backend_of(e).three_products
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
-        finish_stored(grad_rows, e, c, columns, plan.rows, held, sums, main_grad_c, stats)
+        finish_stored(grad_rows, grad_lse, e, c, columns, plan.rows, held, sums, main_grad_c, stats)
         return state[stored.GRAD_E], state[stored.GRAD_C], None
     if plan.capacity:
         return *gather(

@@ -76,7 +76,8 @@ class Problem(NamedTuple):
     dtype: what the products multiply.
     grad_e, grad_c: dtypes of the gradients; None where a gradient is not wanted.
     main_grad: whether dC is added to the caller's fp32 buffer.
-    uniform: whether all row losses have the same upstream gradient, and the log-sum-exps none.
+    uniform: whether all row losses have the same upstream gradient, and the log-sum-exps none. Otherwise three products
+        take one chunk: the forward pass multiplies every chunk but the last, before upstream gradients are known.
     """
 
     n_rows: int
@@ -134,7 +135,7 @@ def most_splits(row_tiles: int, programs: int) -> int:
 
 
 def _storable(p: Problem, o: Options) -> bool:
-    plain = p.uniform and not p.has_bias and o.filter_eps is None and not o.label_smoothing
+    plain = not p.has_bias and o.filter_eps is None and not o.label_smoothing
     # fp16 has too narrow a range for exponentials that no row maximum scales, and for gradients that hold their sums.
     held = (p.grad_e, None if p.main_grad else p.grad_c)
     return plain and p.dtype == torch.bfloat16 and torch.float16 not in held
@@ -188,13 +189,15 @@ def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int,
 def _rows(p: Problem, programs: int, o: Options) -> int:
     """Rows per chunk of three products, in chunks of equal size; 0 if fewer than LEAST_ROWS fit.
 
+    Rows whose upstream gradients differ take one chunk (`Problem.uniform`); 0 if it does not fit.
+
     With `workspace_mib`: as many rows as fit. Without: the least memory that is at most SLOWER times as slow as the
     fastest, or the fastest, among the chunks that respect two limits. A chunk's exponentials take at most
     MOST_DEFAULT_MIB. Several chunks and their sums take no more than all logits in 16 bits.
     """
     budget = None if o.workspace_mib is None else o.workspace_mib * MIB
     choices, fastest = [], math.inf
-    for chunks in range(1, max(1, p.n_rows // LEAST_ROWS) + 1):
+    for chunks in range(1, (max(1, p.n_rows // LEAST_ROWS) if p.uniform else 1) + 1):
         rows = math.ceil(math.ceil(p.n_rows / chunks) / ROW_MULTIPLE) * ROW_MULTIPLE
         exponentials, beside = stored_bytes(p, rows, programs, o)
         if budget is not None:

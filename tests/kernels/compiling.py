@@ -53,8 +53,12 @@ def compile_only(
     return kernels
 
 
-def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False) -> None:
+def launch_all(
+    case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False, with_lse: bool = False
+) -> None:  # fmt: skip
     """Launch the kernels of a case's forward and backward pass, with stored exponentials of `rows` per chunk if given.
+
+    with_lse: each row has gradients of its own, also its log-sum-exp. Needs `rows`, one chunk.
 
     Nothing runs, so the tensors' values are meaningless.
     """
@@ -70,8 +74,10 @@ def launch_all(case: Case, dtypes=None, rows: int = 0, with_metrics: bool = Fals
     ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
-        state = with_triton.three_products.forward(e, c, columns, rows, dtypes[:2], with_metrics, options)[1]
-        with_triton.three_products.backward(e, c, targets, ones[0], rows, state, None)
+        stored = with_triton.three_products
+        state = stored.forward(e, c, columns, rows, dtypes[:2], with_metrics, options, with_lse=with_lse)[1]
+        upstream = (ones, ones) if with_lse else (ones[0], None)
+        stored.backward(e, c, targets, upstream[0], rows, state, None, grad_lse=upstream[1])
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])

@@ -88,7 +88,15 @@ def cases(ranks: int) -> list[Spread]:
     found += [
         Spread(
             Case("stored-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8),
-            rows, stored_rows=64, main_grad=rows == "own", extras=EXTRAS,
+            rows, stored_rows=64, main_grad=rows == "own", extras={"return_metrics": True},
+        )
+        for rows in ("same", "own")
+    ]  # fmt: skip
+    of_rows = {"z_loss": 1e-3, "reduction": "none"}
+    found += [  # each row's own gradient: one chunk
+        Spread(
+            Case("stored_rows-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, options=of_rows),
+            rows, stored_rows=64 * 5, extras=EXTRAS,
         )
         for rows in ("same", "own")
     ]  # fmt: skip

@@ -1,9 +1,12 @@
-"""Each row's gradient coefficients in two launches, which replace a dozen small operations of torch.
+"""Each row's gradient coefficients in one or two launches, which replace a dozen small operations of torch.
 
     dL/dz_iv = a_i p_iv − b_i [v = target_i]        a = b (1 + 2 z_loss LSE) + dL/dLSE        b = dL/d(row loss)
 
 b is 0 for an ignored row, and NaN for a row whose target lies outside the vocabulary (row_math.py). Label smoothing
 distributes b over the columns (logit_gradient.py).
+
+Stored exponentials (schemes/three_products.py) come with factors for an upstream gradient of 1. `row_factors` makes
+those for each row's own.
 
 Cost: reads and writes a few N numbers.
 """
@@ -90,6 +93,38 @@ def peak_kernel(
         tl.store(b_of_peak_ptr + rows, tl.div_rn(b, peak), mask=rows < N)
 
 
+@quick
+@triton.jit(do_not_specialize=["grad_stride", "lse_stride", "N"])
+def row_factors_kernel(
+    grad_ptr,  # (N,), grad_stride apart: dL/d(row loss)
+    grad_lse_ptr,  # (N,), lse_stride apart, or None: dL/dLSE
+    factor_ptr,  # (N,) fp32, this pointer and the next two: `row_stats.Gradient`
+    coefficient_ptr,
+    of_lse_ptr,  # (2, N) fp32; read if grad_lse_ptr is given
+    factor_out_ptr,  # (N,) fp32, written
+    coefficient_out_ptr,  # (N,) fp32, written
+    grad_stride,
+    lse_stride,
+    N,
+    BLOCK: tl.constexpr,
+):
+    """Write dL/d(row loss) · (factor, coefficient) + dL/dLSE · of_lse."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < N
+    factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
+    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
+    counts = (factor != 0) | (coefficient != 0)  # an ignored row's upstream gradient may be NaN
+    grad = tl.load(grad_ptr + rows.to(tl.int64) * grad_stride, mask=inside & counts, other=0.0).to(tl.float32)
+    factor *= grad
+    coefficient *= grad
+    if grad_lse_ptr is not None:
+        grad_lse = tl.load(grad_lse_ptr + rows.to(tl.int64) * lse_stride, mask=inside, other=0.0).to(tl.float32)
+        factor += grad_lse * tl.load(of_lse_ptr + rows, mask=inside, other=0.0)
+        coefficient += grad_lse * tl.load(of_lse_ptr + N + rows, mask=inside, other=0.0)
+    tl.store(factor_out_ptr + rows, factor, mask=inside)
+    tl.store(coefficient_out_ptr + rows, coefficient, mask=inside)
+
+
 @dataclass(frozen=True)
 class Peak:
     """The largest row coefficient, () fp32, and the coefficients (N,) divided by it."""
@@ -117,3 +152,19 @@ def row_coefficients(
         0 if grad_lse is None else grad_lse.stride(0), n_rows, float(o.z_loss), IGNORED, BLOCK, num_warps=4,
     )  # fmt: skip
     return a, b
+
+
+def row_factors(
+    grad_loss: Tensor, grad_lse: Tensor | None, factor: Tensor, coefficient: Tensor, of_lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The factors and the coefficients, each (N,) fp32, of stored exponentials, for each row's own upstream gradients.
+
+    grad_loss, grad_lse: as for `row_coefficients`. factor, coefficient, of_lse: of `row_stats.Gradient`.
+    """
+    n_rows = factor.shape[0]
+    out = torch.empty_like(factor), torch.empty_like(factor)
+    row_factors_kernel[(cdiv(n_rows, BLOCK),)](
+        grad_loss, grad_lse, factor, coefficient, of_lse, *out, grad_loss.stride(0) if grad_loss.dim() else 0,
+        0 if grad_lse is None else grad_lse.stride(0), n_rows, BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -50,6 +50,7 @@ def rows_kernel(
     nll_ptr,  # (N,) fp32: −log p of the target, 0 where ignored, NaN where outside the vocabulary; written
     factor_ptr,  # (N,) fp32 or None: factor from w to dL/d(e · c), written
     coefficient_ptr,  # (N,) fp32 or None: dL/d(e · c) of the target, written
+    of_lse_ptr,  # (2, N) fp32 or None: `Gradient.of_lse`, written
     e_stride,
     c_stride,
     w_stride,
@@ -159,6 +160,9 @@ def rows_kernel(
             slope = softcap_slope(z_target, softcap)
         tl.store(factor_ptr + rows, a / total, mask=inside)
         tl.store(coefficient_ptr + rows, tl.where(apart, (of_lse * p_target - b * rest) * slope, 0.0), mask=inside)
+        if of_lse_ptr is not None:
+            tl.store(of_lse_ptr + rows, logit_scale / total, mask=inside)
+            tl.store(of_lse_ptr + N + rows, tl.where(apart, logit_scale * p_target * slope, 0.0), mask=inside)
 
 
 @triton.jit
@@ -185,11 +189,13 @@ class Gradient:
     w: (N, V) exponentials (logits.py), 0 at the targets; rewritten where a row overflowed.
     factor: (N,) fp32, the factor from a row of w to dL/d(e · c).
     coefficient: (N,) fp32, dL/d(e · c) of the row's target.
+    of_lse: (2, N) fp32 or None, the same two numbers of a sum of the log-sum-exps.
     """
 
     w: Tensor
     factor: Tensor
     coefficient: Tensor
+    of_lse: Tensor | None = None
 
 
 def finish_rows(
@@ -205,12 +211,12 @@ def finish_rows(
 ) -> None:
     """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    w = factor = coefficient = None
+    w = factor = coefficient = of_lse = None
     if gradient is not None:
-        w, factor, coefficient = gradient.w, gradient.factor, gradient.coefficient
+        w, factor, coefficient, of_lse = gradient.w, gradient.factor, gradient.coefficient, gradient.of_lse
     rows_kernel[(cdiv(n_rows, ROWS),)](
         e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
-        factor, coefficient, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
+        factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner_of(e.dtype),
         o.softcap is not None, num_warps=4,

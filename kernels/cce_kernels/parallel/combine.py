@@ -33,6 +33,7 @@ def settle_kernel(
     metrics_ptr,  # (2, N) fp32 or None: accuracy (1 or 0) and entropy, written
     factor_ptr,  # (N,) fp32: `Gradient.factor` for the shard's softmax; the whole vocabulary's is written
     coefficient_ptr,  # (N,) fp32, dL/d(e · c) of the target or its stand-in in this shard, written
+    of_lse_ptr,  # (2, N) fp32 or None: `Gradient.of_lse` for the shard's softmax; the whole vocabulary's is written
     N,
     rank,
     logit_scale,
@@ -89,10 +90,14 @@ def settle_kernel(
     slope = 1.0
     if HAS_SOFTCAP:
         slope = softcap_slope(z, softcap)
-    factor = tl.load(factor_ptr + rows, mask=inside, other=0.0) * a * tl.exp2((lse_here - lse) * LOG2E)
+    share = tl.exp2((lse_here - lse) * LOG2E)
+    factor = tl.load(factor_ptr + rows, mask=inside, other=0.0) * a * share
     tl.store(factor_ptr + rows, factor, mask=inside)
     coefficient = logit_scale * (a * p - tl.where(is_here, counts, 0.0)) * slope
     tl.store(coefficient_ptr + rows, coefficient, mask=inside)
+    if of_lse_ptr is not None:
+        tl.store(of_lse_ptr + rows, tl.load(of_lse_ptr + rows, mask=inside, other=0.0) * share, mask=inside)
+        tl.store(of_lse_ptr + N + rows, logit_scale * p * slope, mask=inside)
     tl.store(lse_ptr + rows, lse, mask=inside)
     tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, nll * counts), mask=inside)
 
@@ -107,6 +112,7 @@ def settle(every: Tensor, ends: Tensor, rank: int, columns: Tensor, rows: Rows, 
     """
     world, parts, n_rows = every.shape
     settle_kernel[(cdiv(n_rows, ROWS),)](
-        every, ends, columns, rows.lse, rows.nll, rows.metrics, gradient.factor, gradient.coefficient, n_rows, rank,
-        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), world, parts, ROWS, o.softcap is not None,
+        every, ends, columns, rows.lse, rows.nll, rows.metrics, gradient.factor, gradient.coefficient, gradient.of_lse,
+        n_rows, rank, float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), world, parts, ROWS,
+        o.softcap is not None,
     )  # fmt: skip

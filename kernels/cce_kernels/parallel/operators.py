@@ -80,7 +80,7 @@ def _forward(
 
             rows, state = backend.three_products.forward(
                 e_as, c_as, standing, spread.chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), with_metrics,
-                replace(o, z_loss=0.0), settle, gathered.wait if own else None,
+                replace(o, z_loss=0.0), settle, gathered.wait if own else None, with_lse=not uniform,
             )  # fmt: skip
         else:
             bias = None if bias is None else bias.contiguous()
@@ -122,7 +122,7 @@ def _(
     if plan.rows:
         chunk = chunk_rows(plan.rows, len(shards), own)
         state = backend.three_products.empty_state(
-            e_as, c, chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), o
+            e_as, c, chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), o, with_lse=not uniform
         )
     columns = targets.new_empty(n_rows)
     return (
@@ -180,8 +180,24 @@ def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
 
 
 # --------------------------------------------------------------------------------------------------------- backward
+def _upstream(spread: Spread, grad_rows: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor | None, Same | None]:
+    """The gradients (N,) of all row losses and log-sum-exps.
+
+    With rows="same", every rank has its own copy. The third value says whether all copies are the same.
+    """
+    upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
+    same = None
+    if not spread.own:
+        same = Same(torch.stack([x.sum() for x in upstream if x is not None]), spread)
+        upstream = [None if x is None else same.or_nothing(x) for x in upstream]
+    rows, lse = upstream
+    assert rows is not None
+    return rows, lse, same
+
+
 def _finish_stored(
     scale: Tensor,
+    grad_lse: Tensor | None,
     e: Tensor,
     c: Tensor,
     columns: Tensor,
@@ -195,9 +211,9 @@ def _finish_stored(
     shards: list[int],
     own: bool,
 ) -> Tensor:
-    """Finish the sums of both gradients in place, times scale ().
+    """Finish the sums of both gradients in place, times scale () or (rows of this rank,).
 
-    held, sums: the parts of the state, as in ../operators.py.
+    grad_lse: dL/dLSE of this rank's rows, or None. held, sums: the parts of the state, as in ../operators.py.
 
     Returns, with `own`, the gradient of e of this rank's rows, summed over the ranks: (N, D) fp32. Else, or if it is
     not wanted, an empty tensor.
@@ -205,12 +221,18 @@ def _finish_stored(
     stored, state = backend_of(e).three_products, [*held, *sums]
     spread = replace(Spread.of(group, shards, own), chunk=chunk)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        same = Same(scale[None], spread)
-        scale, reduced = same.or_nothing(scale), Reduced(spread)
-        grad_e = state[stored.GRAD_E]
-        stored.backward(e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part))
+        if scale.dim():
+            scale, grad_lse, same = _upstream(spread, scale, grad_lse)
+        else:
+            same = Same(scale[None], spread)
+            scale = same.or_nothing(scale)
+        reduced, grad_e = Reduced(spread), state[stored.GRAD_E]
+        stored.backward(
+            e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part), grad_lse
+        )  # fmt: skip
         total = reduced.result() if grad_e.numel() else grad_e
-        same.check(DIFFERENT)
+        if same is not None:
+            same.check(DIFFERENT)
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
     return total if own and grad_e.numel() else grad_e.new_empty(0)
@@ -220,20 +242,20 @@ _finish_stored_op = torch.library.custom_op(
     "cce_kernels::vocab_parallel_backward_stored",
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
-    schema="(Tensor scale, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor[] held, Tensor(a!)[] sums, "
-    f"Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, {PLACE}) -> Tensor",
+    schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor[] held, "
+    f"Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, {PLACE}) -> Tensor",
 )
 
 
 @_finish_stored_op.register_fake
-def _(scale, e, c, columns, here, held, sums, main_grad_c, stats, chunk, group, shards, own):
+def _(scale, grad_lse, e, c, columns, here, held, sums, main_grad_c, stats, chunk, group, shards, own):
     stored = backend_of(e).three_products
     wanted = own and sums[stored.GRAD_E - stored.SUMS].numel()
     return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
 
 
 def _recompute(
-    grad_rows: Tensor | None,
+    grad_rows: Tensor,
     grad_lse: Tensor | None,
     e: Tensor,
     c: Tensor,
@@ -259,14 +281,8 @@ def _recompute(
     """
     o, spread = Options(*options), Spread.of(group, shards, own)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
-        upstream = [None if x is None else Gathered(spread, x.float()).all() for x in (grad_rows, grad_lse)]
-        same = None
-        if not own:  # every rank has its own copy, and all copies must be the same
-            sums = [x.sum() for x in upstream if x is not None]
-            same = Same(torch.stack(sums), spread)
-            upstream = [None if x is None else same.or_nothing(x) for x in upstream]
-        grad_rows = torch.zeros_like(lse) if upstream[0] is None else upstream[0]
-        a, b = backend_of(e).row_coefficients(grad_rows, upstream[1], lse, columns, o)
+        grad_rows, grad_lse, same = _upstream(spread, grad_rows, grad_lse)
+        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
         elsewhere = o.label_smoothing * spread.size / spread.vocab
         share = 1 - o.label_smoothing + elsewhere
@@ -297,7 +313,7 @@ _recompute_op = torch.library.custom_op(
     "cce_kernels::vocab_parallel_backward",
     _recompute,
     mutates_args=("main_grad_c", "stats"),
-    schema="(Tensor? grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
+    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
     "Tensor(b!)? stats, Tensor lse, Tensor columns, Tensor here, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
     f"ScalarType? dtype_bias, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
@@ -325,6 +341,7 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     o = Options(*ctx.options)
     plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
+    grad_rows = torch.zeros_like(lse) if grad_rows is None else grad_rows
     if plan.rows and ctx.finished:  # a second backward pass recomputes the logits, without stand-ins for targets
         here = Spread.of(*ctx.place).columns(columns)
     elif plan.rows:
@@ -332,9 +349,10 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
             ctx.finished, state = True, used_up(state)
         stored, chunk = backend_of(e).three_products, chunk_rows(plan.rows, len(shards), own)
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
+        upstream = (grad_rows[0].float(), None) if ctx.uniform else (grad_rows, grad_lse)
         total = finish_stored(
-            grad_rows[0].float(), e, c, columns, here, held, sums, main_grad_c, stats, chunk, *ctx.place
-        )
+            *upstream, e, c, columns, here, held, sums, main_grad_c, stats, chunk, *ctx.place
+        )  # fmt: skip
         return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
     return recompute(
         grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,

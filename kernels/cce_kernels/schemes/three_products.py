@@ -18,7 +18,8 @@ both.
 Memory: 2 V bytes a row of a chunk, and 2 D bytes for its row of e times its factor. With several chunks, 1 byte an
 entry of dC and of dE, none where these are fp32. w C also takes `splits` fp32 copies where a chunk has too few tiles to
 occupy every multiprocessor (planner.splits_for).
-Serves bf16 operands with one upstream gradient for all rows, and no bias, filter or label smoothing.
+Serves bf16 operands without bias, filter or label smoothing. Rows with upstream gradients of their own, or log-sum-exps
+with gradients, take one chunk: its products come after these gradients are known.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..accumulator import Accumulator
 from ..kernels.kahan import read_sum, write_sum
 from ..kernels.logits import exponentials, target_logits
 from ..kernels.matmul import RowTerms, TargetTerms, product
+from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
 from ..kernels.target_gradient import sort_by_target, tile_bounds
 from ..options import Options
@@ -52,7 +54,7 @@ def hidden_kernel(
     columns_ptr,  # (N,) int64, each row's target column, negative for none
     factor_ptr,  # (N,) fp32, what w C is multiplied by
     coefficient_ptr,  # (N,) fp32, what the target's row of C is multiplied by
-    scale_ptr,  # () fp32, dL/dloss
+    scale_ptr,  # () fp32, dL/dloss; None if factor and coefficient hold it
     out_ptr,  # (N, D), written; the same memory as part_ptr's with one split
     c_stride,
     part_stride,
@@ -78,7 +80,9 @@ def hidden_kernel(
     c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
     factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
     total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
-    write_sum(total * tl.load(scale_ptr), out_ptr + offsets, None, mask)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    write_sum(total, out_ptr + offsets, None, mask)
 
 
 def forward(
@@ -92,6 +96,7 @@ def forward(
     settle: Callable[[slice, Rows, Gradient], None] | None = None,
     arrive: Callable[[slice], None] | None = None,
     z_target: Tensor | None = None,
+    with_lse: bool = False,
 ) -> tuple[Rows, list[Tensor]]:
     """The rows' statistics for the loss, and the state for `backward`.
 
@@ -103,6 +108,7 @@ def forward(
         settle: called with each chunk's statistics before its products; may change them in place.
         arrive: called before a chunk of e is read; makes its rows readable.
         z_target: (N,) fp32, the targets' logits, if they are known already.
+        with_lse: whether the log-sum-exps may get gradients. The rows then take one chunk.
     """
     n_rows, dim = e.shape
     if z_target is None and arrive is None:
@@ -118,13 +124,13 @@ def forward(
         w_i = w[:height, : c.shape[0]]
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
-            state = empty_state(e, c, rows, dtypes, o, w)
-            _, factor, coefficient, *_ = _present(state)
+            state = empty_state(e, c, rows, dtypes, o, w, with_lse)
+            _, factor, coefficient, of_lse, *_ = _present(state)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
         part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics), largest)
-        gradient = Gradient(w_i, factor[chunk], coefficient[chunk])
+        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], of_lse)
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
@@ -147,19 +153,26 @@ def backward(
     state: list[Tensor],
     main_grad_c: Tensor | None,
     finished: Callable[[slice], None] | None = None,
+    grad_lse: Tensor | None = None,
 ) -> None:
     """Finish the gradients of e and c in place, in state[GRAD_E] and state[GRAD_C]; main_grad_c, if given, gets dC.
 
     Args:
         e, c, columns, rows: as for `forward`.
-        scale: () fp32, dL/dloss.
+        scale: () fp32, dL/dloss; or (N,), dL/d(row loss), with one chunk.
         state: from `forward`; overwritten.
         finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
             but the last, and comes before the last chunk's products.
+        grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
-    w, factor, coefficient, keys, order, bounds, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    w, factor, coefficient, of_lse, keys, order, bounds, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
     n_rows, dim = e.shape
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
+    end: Tensor | None = scale  # what the last launch multiplies by
+    if scale.dim() or grad_lse is not None:
+        assert first == 0
+        factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, of_lse)
+        end = None
     last = slice(first, n_rows)
     w = w[: n_rows - first, : c.shape[0]]
 
@@ -169,7 +182,7 @@ def backward(
         parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
         block_d = min(256, power_of_2(dim))
         hidden_kernel[(cdiv(part.stop - part.start, 16), cdiv(dim, block_d))](
-            parts, None if lost_e is None else lost_e[part], c, columns[part], factor[part], coefficient[part], scale,
+            parts, None if lost_e is None else lost_e[part], c, columns[part], factor[part], coefficient[part], end,
             grad_e[part], c.stride(0), parts.stride(0), parts.shape[1], dim, parts.shape[0], 16, block_d,
         )  # fmt: skip
         if finished is not None:
@@ -186,7 +199,7 @@ def backward(
             finish_e(slice(0, first))
         if parts_e is None:
             terms = RowTerms(factor[last], coefficient[last], columns[last], c)
-            product(w, c, grad_e[last], scale=scale, row_terms=terms)
+            product(w, c, grad_e[last], scale=end, row_terms=terms)
         else:
             product(w, c, parts_e[:, last])
     if grad_c is not None:
@@ -194,13 +207,13 @@ def backward(
         own = grad_c if lent is None else grad_c[: lent.start]
         product(
             w[:, : len(own)], scaled, own, lost_c,
-            transpose_a=True, read=first > 0, scale=scale, into=main_grad_c, beside=grad_e is not None,
+            transpose_a=True, read=first > 0, scale=end, into=main_grad_c, beside=grad_e is not None,
             target_terms=terms_c,
         )  # fmt: skip
         if lent is not None:  # those columns of w are done with: scaled e moves there, off the rows still to be written
             scaled = w[:, :dim].copy_(scaled)
             rest = TargetTerms(keys - lent.start, order, bounds[lent.start // tile :], coefficient, e)
-            product(w[:, lent.start :], scaled, grad_c[lent.start :], transpose_a=True, scale=scale, target_terms=rest)
+            product(w[:, lent.start :], scaled, grad_c[lent.start :], transpose_a=True, scale=end, target_terms=rest)
     if grad_e is not None:
         begin = 0 if finished is None else first
         if parts_e is None:  # the product has finished the last chunk's rows
@@ -212,18 +225,19 @@ def backward(
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
-KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C = 3, 4, 5, 6, 7, 9
+KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 8, 10
 
 
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options,
-    w: Tensor | None = None,
+    w: Tensor | None = None, with_lse: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
 
-    w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, see
-    `Gradient`. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `tile_bounds`. parts:
-    (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum.
+    w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
+    (2, N) if log-sum-exps may get gradients, see `Gradient`. keys, order: (N,) the rows sorted by target. bounds:
+    (tiles of dC + 1,), see `tile_bounds`. parts: (splits, N, D) fp32, parts of w C. Then value and rounding error
+    (`lost`) of dE's and of dC's sum.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c = dtypes
@@ -232,6 +246,7 @@ def empty_state(
     accumulate = o.accumulate if first else "bf16"  # one chunk: nothing is summed
     w = _empty_exponentials(e, c, rows) if w is None else w
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
+    of_lse = e.new_empty(2, n_rows, dtype=torch.float32) if with_lse else None
     parts = sum_e = sum_c = keys = order = bounds = None
     if dtype_e is not None:
         splits = splits_for(height, dim, multiprocessors(e))
@@ -243,7 +258,7 @@ def empty_state(
         bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
-    return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, keys, order, bounds, parts, *sums)]
+    return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, of_lse, keys, order, bounds, parts, *sums)]
 
 
 def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:

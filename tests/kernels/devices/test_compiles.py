@@ -78,6 +78,14 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         check_resources(name, kernel, BF16)
 
 
+@pytest.mark.parametrize("dim", [512, 2048])  # dE's product in parts, and whole
+def test_rows_with_gradients_of_their_own_compile_for_hopper(compiled, dim):
+    launch_all(Case("rows", dtype=BF16, **PLAIN | {"dim": dim}), rows=256, with_lse=True)
+    assert "row_factors_kernel" in {name for name, _ in compiled}
+    for name, kernel in compiled:
+        check_resources(name, kernel, BF16)
+
+
 @pytest.mark.parametrize("dtype_e", [BF16, FP32])
 def test_targets_apart_compile_for_hopper(compiled, dtype_e):
     launch_all(Case("apart", dtype=BF16, **PLAIN), dtypes=(dtype_e, FP32, None))

@@ -25,8 +25,10 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def chosen(shape: tuple[int, int, int], grad_e=BF16, grad_c=BF16, main_grad=False, dtype=BF16, **options) -> Plan:
-    problem = Problem(*shape, dtype, grad_e, grad_c, main_grad, uniform=True, has_bias=False)
+def chosen(
+    shape: tuple[int, int, int], grad_e=BF16, grad_c=BF16, main_grad=False, dtype=BF16, uniform=True, **options
+) -> Plan:
+    problem = Problem(*shape, dtype, grad_e, grad_c, main_grad, uniform, has_bias=False)
     return plan(problem, 132, Options(**options))
 
 
@@ -100,6 +102,16 @@ def test_exponentials_are_stored_only_for_gradients_that_can_hold_their_sums(gra
     found = chosen(SHAPES[2], grad_e, grad_c, main_grad)
     holds_c = grad_c != FP16 or main_grad  # a buffer is added to from a sum in bf16
     assert bool(found.rows) == (grad_e != FP16 and holds_c)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("workspace_mib", [None, 4096, 2**17])
+def test_rows_with_gradients_of_their_own_take_three_products_where_one_chunk_fits(shape, workspace_mib):
+    n_rows, _, vocab = shape
+    found = chosen(shape, uniform=False, workspace_mib=workspace_mib)
+    fits = 2 * n_rows * vocab <= (workspace_mib or MOST_DEFAULT_MIB) * MIB
+    small = shape == SHAPES[-1]  # launches decide
+    assert found.rows == (-(-n_rows // ROW_MULTIPLE) * ROW_MULTIPLE if fits and not small else 0)
 
 
 @pytest.mark.parametrize("workspace_mib", [None, 600, 4096])

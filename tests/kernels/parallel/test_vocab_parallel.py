@@ -25,7 +25,7 @@ SPREADS = {
 ALL = [(ranks, spread) for ranks, spreads in SPREADS.items() for spread in spreads]
 ON_GPUS = (
     "plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
-    "stored_softcap-bf16-same", "improbable-bf16-same",
+    "stored_rows-bf16-same", "stored_rows-bf16-own", "stored_softcap-bf16-same", "improbable-bf16-same",
 )  # fmt: skip
 INTERPRETED = (*ON_GPUS, "exact-fp32-same")
 
