@@ -22,7 +22,7 @@ EPS = 2.0**-12  # the paper's filter threshold
 # package.
 PRESETS: dict[str, dict[str, Any]] = {
     "cce_kahan": {"accumulate": "kahan"},
-    "cce_filter": {"accumulate": "kahan", "filter_eps": EPS, "filter_unbiased": True},
+    "cce_filter": {"accumulate": "kahan", "filter_eps": EPS, "filter_unbiased": True, "filter_if_faster": True},
     "paper/cce": {"accumulate": "bf16", "filter_eps": EPS},
     "paper/cce_kahan": {"accumulate": "kahan", "filter_eps": EPS},
     "paper/cce_kahan_full_c": {"accumulate": "kahan", "filter_eps": EPS, "filter_c": False},
@@ -30,7 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper/cce_exact": {"accumulate": "fp32"},
 }
 _PRESET_DEFAULTS = {
-    "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "accumulate": "kahan",
+    "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "filter_if_faster": False,
+    "accumulate": "kahan",
 }  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def linear_cross_entropy(
     filter_mass: float | None = None,
     filter_e: bool = True,
     filter_c: bool = True,
+    filter_if_faster: bool = False,
     accumulate: str = "kahan",
     workspace_mib: float | None = None,
     main_grad_c: Tensor | None = None,
@@ -93,7 +95,8 @@ def linear_cross_entropy(
         label_smoothing: as in torch.nn.functional.cross_entropy.
         z_loss: adds z_loss · LSE² to each row's loss.
         filter_eps: entries of (softmax − onehot) with a probability below filter_eps are dropped from the gradients,
-            except the target's. None gives exact gradients. Cannot combine with label_smoothing.
+            except the target's. None gives exact gradients. Cannot combine with label_smoothing. Every call is
+            filtered, unless filter_mass or filter_if_faster says otherwise.
         filter_unbiased: estimates the entries below filter_eps instead of dropping them, so that gradients are right on
             average (filter_rule.py). The gradient of e takes a sample of columns; the gradients of c and bias take a
             sample of rows. The sample depends on the targets, the sizes and the order of mean(e) cᵀ alone.
@@ -101,6 +104,11 @@ def linear_cross_entropy(
             more, the whole call is exact. 0 makes every call exact.
         filter_e, filter_c: whether the filter applies to the gradient of e, and to the gradients of c and bias.
             Filtering only one costs one more product.
+        filter_if_faster: filters only where the planner expects at least 15 % less time than for exact gradients.
+            Otherwise the call is exact: it takes the time and memory of a call without filter_eps, and the statistics'
+            `exact` is 1. The planner decides from shapes, dtypes, options and workspace_mib alone (planner.py). At the
+            default filter_eps it filters bf16 calls with 49,152 entries or more and some thousands of rows, without
+            bias and softcap. Devices without kernels and vocabularies over several GPUs are always exact.
         accumulate: how a gradient is summed over chunks (accumulator.py): "kahan", in its own dtype with 8 bits of
             rounding error beside each value; "fp32"; or "bf16", in its own dtype with plain rounding.
         workspace_mib: MiB for the chunk of N × V numbers that exists at one time. More memory is faster. A compensated
@@ -120,7 +128,8 @@ def linear_cross_entropy(
             entries_kept, dropped_mass_mean, dropped_mass_p99, dropped_mass_max and exact. They are NaN until the
             backward pass fills them in. Under activation checkpointing they stay NaN, because backward belongs to a
             second call. Breaks torch.compile's graph.
-        preset: a name in PRESETS; sets filter_eps, filter_unbiased, filter_e, filter_c and accumulate.
+        preset: a name in PRESETS; sets filter_eps, filter_unbiased, filter_e, filter_c, filter_if_faster and
+            accumulate. "cce_filter" is about speed: it filters only if that is faster. "paper/..." filter always.
 
     Returns:
         The loss (fp32), or a tuple of the loss and each of lse, metrics and stats that is asked for, in this order.
@@ -134,7 +143,8 @@ def linear_cross_entropy(
     options = make_options(preset, {
         "softcap": softcap, "logit_scale": logit_scale, "label_smoothing": label_smoothing, "z_loss": z_loss,
         "filter_eps": filter_eps, "filter_unbiased": filter_unbiased, "filter_mass": filter_mass, "filter_e": filter_e,
-        "filter_c": filter_c, "accumulate": accumulate, "workspace_mib": workspace_mib,
+        "filter_c": filter_c, "filter_if_faster": filter_if_faster, "accumulate": accumulate,
+        "workspace_mib": workspace_mib,
     })  # fmt: skip
     targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
 
@@ -207,7 +217,8 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
                 raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
         options = {**options, **_PRESET_DEFAULTS, **PRESETS[preset]}
     if options.get("filter_mass") == 0:  # nothing may be dropped: the call is exact
-        options = {**options, "filter_eps": None, "filter_unbiased": False, "filter_mass": None}
+        none = {"filter_eps": None, "filter_unbiased": False, "filter_mass": None, "filter_if_faster": False}
+        options = {**options, **none}
     return Options(**options)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
 NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
-FLAGS = ("filter_unbiased", "filter_e", "filter_c")
+FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
 
 
 def check_tensor(name: str, x: Any) -> None:

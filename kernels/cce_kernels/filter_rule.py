@@ -288,8 +288,9 @@ class FilterStats:
       entries_kept: share of the rows' entries that were kept.
       dropped_mass_mean, dropped_mass_p99, dropped_mass_max: softmax mass of a row's entries that were not kept. (The
         unbiased rule estimates their part of the gradients.)
-      exact: 1 if filter_mass was given and the call was exact, else 0. A call is exact if a row would have dropped more
-        than filter_mass, or if the lists were too short.
+      exact: 1 if nothing was filtered, else 0. A call without filter_eps is exact. So is a call with filter_if_faster
+        whose filter would not be faster. So is a call with filter_mass if a row would have dropped more, or if the
+        lists were too short.
 
     Args:
         figures: the backend's `filter_figures`.
@@ -331,7 +332,7 @@ class FilterStats:
         self._figures(self.values, kept, dropped, exact, counts, self._vocab)
 
     def write_exact(self, scale: Tensor, columns: Tensor) -> None:
-        """Fill in the report of a call without a filter.
+        """Fill in the report of a call that filters nothing.
 
         scale: () fp32, the gradient of all row losses. columns: (N,) int64, each row's target column.
         """

@@ -23,7 +23,7 @@ from .row_math import assemble_loss, reduce_loss
 # The fields of Options in order: the last inputs of most operators.
 OPTIONS = (
     "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_unbiased, "
-    "float? filter_mass, bool filter_e, bool filter_c, str accumulate, float? workspace_mib"
+    "float? filter_mass, bool filter_e, bool filter_c, bool filter_if_faster, str accumulate, float? workspace_mib"
 )
 # e: (N, D). c: (V, D). targets: (N,) int64. bias: (V,). main_grad_c: (V, D) fp32, dC is added to it.
 # stats: (5,) fp32, written (filter_rule.FilterStats). dtype: of the products. reduction: of the row losses.
@@ -59,6 +59,7 @@ def _cross_entropy(
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         # Before any computation, because it refuses a workspace that is too small.
         plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
+        o = o if plan is None else plan.options(o)
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         bias = None if bias is None else bias.contiguous()
         columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
@@ -252,8 +253,10 @@ def _keep(ctx, inputs) -> None:
 def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     e, c, bias, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
-    plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, Options(*ctx.options))
+    o = Options(*ctx.options)
+    plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
     assert plan is not None
+    options = plan.options(o).values()
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
     if plan.rows and not ctx.finished:  # a second backward pass recomputes the logits
@@ -266,10 +269,10 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     if plan.capacity:
         return *gather(
             grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *ctx.dtypes[:2],
-            *ctx.options,
+            *options,
         ), None  # fmt: skip
     return recompute(
-        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *ctx.dtypes, *ctx.options,
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *ctx.dtypes, *options,
     )  # fmt: skip
 
 

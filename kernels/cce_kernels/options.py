@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 MIB = 2**20
@@ -35,6 +35,7 @@ class Options:
     filter_mass: float | None = None
     filter_e: bool = True
     filter_c: bool = True
+    filter_if_faster: bool = False
     accumulate: str = "kahan"
     workspace_mib: float | None = None
 
@@ -54,9 +55,13 @@ class Options:
                 "label_smoothing: cannot combine with filter_eps, because smoothing gives every entry a gradient and "
                 "leaves nothing to drop; give one of the two"
             )
-        if self.filter_eps is None and (self.filter_unbiased or self.filter_mass is not None):
-            name = "filter_unbiased" if self.filter_unbiased else "filter_mass"
-            raise ValueError(f"{name}: says how filter_eps filters; give filter_eps, too")
+        if self.filter_eps is None:
+            for name, given in (
+                ("filter_unbiased", self.filter_unbiased), ("filter_mass", self.filter_mass is not None),
+                ("filter_if_faster", self.filter_if_faster),
+            ):  # fmt: skip
+                if given:
+                    raise ValueError(f"{name}: says how filter_eps filters; give filter_eps, too")
         if self.filter_mass is not None and not 0 < self.filter_mass < 1:
             raise ValueError(f"filter_mass: must lie in [0, 1) or be None, got {self.filter_mass}")
         if self.accumulate not in ACCUMULATE:
@@ -68,8 +73,12 @@ class Options:
         """The values of all fields, in order. (dataclasses.astuple copies each value, which takes 40 µs.)"""
         return (
             self.softcap, self.logit_scale, self.label_smoothing, self.z_loss, self.filter_eps, self.filter_unbiased,
-            self.filter_mass, self.filter_e, self.filter_c, self.accumulate, self.workspace_mib,
+            self.filter_mass, self.filter_e, self.filter_c, self.filter_if_faster, self.accumulate, self.workspace_mib,
         )  # fmt: skip
+
+    def without_filter(self) -> Options:
+        """These options without a filter: every gradient is exact."""
+        return replace(self, filter_eps=None, filter_unbiased=False, filter_mass=None, filter_if_faster=False)
 
     @property
     def eps_e(self) -> float | None:

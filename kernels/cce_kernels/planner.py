@@ -3,9 +3,11 @@
     scheme              chunks of           time, in products of N x D x V
     three products      token rows          3 + 1600 · (chunks − 1) / N
     four products       vocabulary columns  4 + 1600 · chunks / V
+    filter's lists      token rows          1.45 + launches + gathers (`_filter_cost`)
 
 schemes/three_products.py stores exponentials. schemes/four_products.py recomputes the logits. A filtered call works
-through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere.
+through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere. With
+filter_if_faster it is exact where the lists do not save FILTER_SAVES of the exact time (`_filter_pays`).
 
 CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product. The gradient, 16 bits and 8 bits of
 rounding error, is read and written once more. Each tile starts and ends once more.
@@ -16,7 +18,7 @@ Small problems wait for kernel launches instead, about 40 µs each.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,6 +55,15 @@ SORT_BYTES_PER_ENTRY = 36  # of the part of the lists that is being sorted
 LISTED_TIMES_EPS = 2.0**-4  # an eps below 2^-12 lists this / eps entries a row
 LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
 LIST_PARTS = 8  # the most parts that the lists are sorted in, one after another
+# Time of a call through the lists. The figures are fitted to the 36 rows of results/bench_loss with eps = 2^-12 and at
+# least 32,000 entries (flat, peaked and trained logits, H100 and H200). The model says 0.73 to 1.15 of their times.
+FILTER_PRODUCTS = 1.45  # the logits, the head, the samples, and what reads the exponentials
+FILTER_LAUNCHES, LIST_LAUNCHES = 100, 4  # per call; per chunk of rows
+GATHER_SECONDS = 2.5e-13  # per place in the lists and dimension
+FILTER_SAVES = 0.15  # the share of the exact time that a filter must save by the model
+# On flat logits every p is about 1 / V. Unless eps is this many times as large, rows keep so many entries that the
+# lists overflow.
+LEAST_EPS_TIMES_VOCAB = 12.0
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,17 @@ class Plan:
     columns: vocabulary columns of a chunk of four products. Three products use up their stored exponentials, so a
         second backward pass takes four. Filter lists that overflow take four, too.
     capacity: entries that the filter's lists hold; 0 where the call uses no lists.
+    exact: whether the call leaves out its filter, because exact gradients are faster (filter_if_faster).
     """
 
     rows: int
     columns: int
     capacity: int = 0
+    exact: bool = False
+
+    def options(self, o: Options) -> Options:
+        """The options that the call follows: o, without its filter if the call is exact."""
+        return o.without_filter() if self.exact else o
 
 
 class Problem(NamedTuple):
@@ -95,11 +112,16 @@ class Problem(NamedTuple):
 def plan(p: Problem, programs: int, o: Options) -> Plan:
     """The fastest scheme whose chunk fits `workspace_mib`; three products also need their sums to fit.
 
+    With filter_if_faster exact gradients are one of the schemes.
+
     programs: multiprocessors of the device.
 
     Raises:
         WorkspaceTooSmall: no scheme fits.
     """
+    if o.filter_if_faster:
+        filtered, exact = (plan(p, programs, x) for x in (replace(o, filter_if_faster=False), o.without_filter()))
+        return filtered if _filter_pays(p, filtered, exact, o) else replace(exact, exact=True)
     rows = _rows(p, programs, o) if _storable(p, o) else 0
     try:
         columns = _columns(p, o)
@@ -151,6 +173,27 @@ def _recompute_cost(p: Problem, columns: int) -> float:
     """Time of four products, in products of N x D x V."""
     chunks = math.ceil(p.vocab / columns)
     return max(4 + CHUNK_COST / columns, _launches(p, chunks * RECOMPUTE_LAUNCHES))
+
+
+def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
+    """Whether the filter's lists are clearly faster than exact gradients.
+
+    The share of entries above eps is known on the device alone, so the model is careful: it counts full lists.
+    """
+    assert o.filter_eps is not None
+    if not filtered.capacity or o.filter_eps * p.vocab < LEAST_EPS_TIMES_VOCAB:
+        return False
+    cost = _stored_cost(p, exact.rows) if exact.rows else _recompute_cost(p, exact.columns)
+    cost -= (p.grad_e is None) + (p.grad_c is None and not p.main_grad)  # a gradient not wanted saves its product
+    return _filter_cost(p, filtered.capacity, o) <= (1 - FILTER_SAVES) * cost
+
+
+def _filter_cost(p: Problem, capacity: int, o: Options) -> float:
+    """Time of a call through lists of `capacity` entries, in products of N x D x V."""
+    chunks = math.ceil(p.n_rows / list_rows(p.n_rows, p.dim, p.vocab, capacity, o))
+    gathers = GATHER_SECONDS * capacity * p.dim * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
+    launches = chunks * LIST_LAUNCHES
+    return max(FILTER_PRODUCTS + _launches(p, launches) + gathers, _launches(p, FILTER_LAUNCHES + launches))
 
 
 def _launches(p: Problem, launches: int) -> float:

@@ -611,7 +611,7 @@ def test_over_batches_the_error_of_an_unbiased_filter_averages_out_and_a_thresho
     hidden_ND, weight_VD = next(leaves)[orders], next(leaves)
     trained = TrainedTensors(Shape("s", 128, 24, 600), "a model", hidden_ND, weight_VD, problem.labels_N[orders])
     monkeypatch.setattr(run, "read_trained", lambda config, batches: trained)
-    filters = ["cce_filter filter_eps=0.03", "cce_filter filter_eps=0.03 filter_unbiased=false"]
+    filters = [f"cce_filter filter_if_faster=false filter_eps=0.03{rest}" for rest in ("", " filter_unbiased=false")]
     backends = ",".join(f"'{text}'" for text in filters)
     overrides = f"backends=[cce_kahan,{backends}]", "batches=16", "checkpoint=run", "shapes=null"
     config = configure(*overrides, tmp_path=tmp_path)

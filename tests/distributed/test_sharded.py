@@ -58,7 +58,11 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
             (*VOCAB, "trainer.batch_size=2", "trainer.accumulation_steps=2"),
             ("loss=cce_kahan", "size.tie_embeddings=false"),
         ),
-        (4, (*VOCAB, "trainer.batch_size=4"), ("loss=cce_filter", "loss.filter_eps=0.001")),
+        (
+            4,
+            (*VOCAB, "trainer.batch_size=4"),
+            ("loss=cce_filter", "loss.filter_eps=0.001", "loss.filter_if_faster=false"),
+        ),
         (
             4,
             (*VOCAB, "trainer.batch_size=2", "trainer.accumulation_steps=2", "parallel.shard_ranks=2"),
@@ -95,7 +99,8 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
         (2, FSDP),
         (4, (*VOCAB, "parallel.shard_ranks=2", "size.tie_embeddings=false")),
         (2, (*VOCAB, "loss=cce_filter")),
-        (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0.5")),
+        (2, (*VOCAB, "loss=cce_filter", "loss.filter_if_faster=false")),
+        (2, (*VOCAB, "loss=cce_filter", "loss.filter_if_faster=false", "loss.filter_mass=0.5")),
         (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0")),
     ],
 )

@@ -117,6 +117,23 @@ def test_the_tables_of_the_loss_layer_hold_the_h100_s_rows(page: str, tables: in
     assert len(heads) == tables
 
 
+def test_the_table_of_when_cce_filter_filters_is_the_planner_s_choice() -> None:
+    torch, planner = pytest.importorskip("torch"), pytest.importorskip("cce_kernels.planner")
+    options = planner.Options(filter_eps=2.0**-12, filter_unbiased=True, filter_if_faster=True)
+    numbers = [2**k for k in range(8, 18)]
+    section = (ROOT / "docs/kernels.md").read_text(encoding="utf-8").split("### When cce_filter filters")[1]
+    head, *lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[3].splitlines() if "--" not in line]
+    assert len(lines) == 4
+    for vocab, *cells in lines:
+        for dim, cell in zip(head[1:], cells, strict=True):
+            sizes = int(dim.removeprefix("D = ").replace(",", "")), int(vocab.replace(",", ""))
+            kinds = torch.bfloat16, torch.bfloat16, torch.bfloat16, False, True, False
+            found = [planner.plan(planner.Problem(n, *sizes, *kinds), 132, options).exact for n in numbers]
+            filtered = [n for n, exact in zip(numbers, found, strict=True) if not exact]
+            bounds = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", cell)] or [2**30]
+            assert filtered == [n for n in numbers if bounds[0] <= n <= (*bounds, 2**30)[1]], (vocab, dim, cell)
+
+
 def error(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
-from cce_kernels import filter_rule, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import PRESETS, filter_rule, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.filter_rule import Rule
 from cce_kernels.options import Options
 from torch import Tensor
@@ -186,6 +187,38 @@ def check_exact_at_no_mass(device: str) -> None:
     assert torch.equal(with_filter, without)
     for a, b in zip(gradients(with_filter, (e, c)), gradients(without, (e, c)), strict=True):
         assert torch.equal(a, b)
+
+
+# Filters that are left out where they are not faster.
+IF_FASTER: dict[str, dict[str, Any]] = {
+    "preset": {"preset": "cce_filter"},
+    "mass": PRESETS["cce_filter"] | {"filter_mass": 0.9},
+    "dropped": PRESETS["paper/cce_kahan"] | {"filter_if_faster": True},
+}
+
+
+def check_exact_where_not_faster(device: str, filters: Iterable[str] = IF_FASTER, with_bias: bool = False) -> None:
+    """On a problem too small for a filter, each of IF_FASTER has the bits of cce_kahan and says that it is exact.
+
+    This holds for a second backward pass, too. Without filter_if_faster the call filters.
+    """
+    e, c, targets, bias = drawn(Filtered("small", shape=SMALL, bias=with_bias), BF16, device)
+    inputs = (e, c) if bias is None else (e, c, bias)
+
+    def results(**options: Any) -> tuple[list[Tensor], dict[str, float]]:
+        loss, stats = linear_cross_entropy(e, c, targets, bias=bias, return_stats=True, **options)
+        grads = torch.autograd.grad(loss, inputs, retain_graph=True)
+        return [loss.detach(), *grads, *torch.autograd.grad(loss, inputs)], {k: v.item() for k, v in stats.items()}
+
+    exact, _ = results(preset="cce_kahan")
+    for name in filters:
+        found, stats = results(**IF_FASTER[name])
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+        assert list(stats.values()) == [1, 0, 0, 0, 1]
+    always, stats = results(**PRESETS["cce_filter"] | {"filter_if_faster": False, "filter_eps": 2.0**-6})
+    assert not torch.equal(always[1], exact[1])
+    assert stats["exact"] == 0
+    assert stats["entries_kept"] < 1
 
 
 def check_monotone(unbiased: bool, device: str, shape: tuple[int, int, int] = Filtered.shape) -> None:

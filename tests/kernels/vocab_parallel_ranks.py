@@ -122,7 +122,8 @@ def cases(ranks: int) -> list[Spread]:
     unbiased = filtered | {"filter_unbiased": True}
     # A row drops up to 0.67, and no shard more than 0.34 of that: only together do they see that it is too much.
     masses = ("exact", unbiased | {"filter_mass": 0.5}), ("mass", unbiased | {"filter_mass": 0.999})
-    for name, options in (("filter", filtered), ("unbiased", unbiased), *masses):
+    if_faster = "if_faster", unbiased | {"filter_if_faster": True}
+    for name, options in (("filter", filtered), ("unbiased", unbiased), *masses, if_faster):
         case = Case(f"{name}-fp32", shape=(ranks, 75), vocab=1300, peak=9, options=options)
         found.append(Spread(case, extras={"return_stats": True}))
     return found

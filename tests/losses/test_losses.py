@@ -39,6 +39,7 @@ CONFIGS: dict[str, LossConfig] = {
         filter_eps=2.0**-12,
         filter_unbiased=False,
         filter_mass=None,
+        filter_if_faster=False,
     ),
     "cce_apple": CceAppleLossConfig("cce_apple", variant="cce"),
     "cce_apple-torch_compile": CceAppleLossConfig("cce_apple", variant="torch_compile"),
@@ -238,6 +239,39 @@ def test_the_filter_reports_what_it_dropped_once_the_backward_pass_has_run():
     assert 0 < stats["entries_kept"] < 1
     torch.testing.assert_close(stats["dropped_mass_max"], dropped.max())
     assert run("cce_kahan", case)[0].stats == {}
+
+
+def test_a_filter_that_would_not_be_faster_is_left_out_and_the_log_says_so():
+    available("cce_filter", CPU)
+    case, sizes = make_case(torch.float32), (45, 32, 211, torch.float32)
+    always = build_loss(CONFIGS["cce_filter"], device=CPU)
+    assert always.remark(*sizes) is None
+    if_faster = build_loss(replace(CONFIGS["cce_filter"], filter_if_faster=True), device=CPU)
+    remark = if_faster.remark(*sizes)
+    assert remark is not None
+    assert "loss=cce_filter computes every step exactly: cpu has no kernels" in remark
+    assert "loss.filter_if_faster=false" in remark
+    h, w = case.leaves()
+    output = if_faster(h, w, case.labels)
+    (output.sum_nats * case.scale).backward()
+    assert output.stats["exact"] == output.stats["entries_kept"] == 1
+    exact, grad_h, grad_w = run("cce_kahan", case)
+    assert torch.equal(output.sum_nats, exact.sum_nats)
+    assert torch.equal(h.grad, grad_h)
+    assert torch.equal(w.grad, grad_w)
+    assert build_loss(CONFIGS["cce_kahan"], device=CPU).remark(*sizes) is None
+    may_drop_nothing = replace(CONFIGS["cce_filter"], filter_if_faster=True, filter_mass=0.0)
+    assert build_loss(may_drop_nothing, device=CPU).remark(*sizes) is None
+
+
+@pytest.mark.parametrize(("rows", "says"), [(2048, "2,048 tokens x 1,024 dimensions x 128,256 entries"), (16384, None)])
+def test_the_log_says_on_which_sizes_a_gpu_leaves_the_filter_out(rows, says, monkeypatch):
+    available("cce_filter", CPU)
+    config = replace(CONFIGS["cce_filter"], filter_if_faster=True, filter_unbiased=True)
+    loss = build_loss(config, device=CPU)
+    monkeypatch.setattr("cce_kernels.backends.without_kernels", lambda device: None)
+    remark = loss.remark(rows, 1024, 128256, torch.bfloat16)
+    assert says in remark if says else remark is None
 
 
 @pytest.mark.parametrize(

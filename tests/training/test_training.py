@@ -17,6 +17,7 @@ import wandb
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.inference.load import Reading, open_reading
+from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import final_lines
 from linrnn.training.trainer import Trainer
@@ -145,7 +146,8 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
     first = trained(small("trainer.max_steps=8")).directory.path
     here = ("experiment=finetune_filter", f"init_from={first}", "size=smoke", "data=markov", "trainer.max_steps=4")
     exact = records(trained(small(*here, "loss=cce_kahan")))
-    filtered = records(trained(small(*here, "loss=cce_filter", "loss.filter_eps=0.002")))  # of 512 entries
+    filter_ = (*here, "loss=cce_filter", "loss.filter_eps=0.002")  # of 512 entries
+    filtered = records(trained(small(*filter_, "loss.filter_if_faster=false")))
     assert filtered[0]["train/loss_nats"] == pytest.approx(exact[0]["train/loss_nats"], abs=1e-5)
     assert abs(filtered[3]["train/loss_nats"] - exact[3]["train/loss_nats"]) < 0.01
     for record in filtered[:4]:
@@ -153,6 +155,10 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
         assert 0 < mean <= p99 <= largest < 1
         assert 0 < record["loss/entries_kept"] < 1
     assert "loss/dropped_mass_mean" not in exact[0]
+    run = trained(small(*filter_))  # a filter is never faster on a CPU
+    assert [record["train/loss_nats"] for record in records(run)[:4]] == [x["train/loss_nats"] for x in exact[:4]]
+    assert {record["loss/exact"] for record in records(run)[:4]} == {1}
+    assert "loss=cce_filter computes every step exactly" in (run.directory.path / LOG).read_text()
 
 
 def test_the_sparsity_of_trained_models_is_profiled(

@@ -168,13 +168,17 @@ def backward(
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:
     """Chunks of the backward pass that fit the workspace.
 
+    A filter saves no time here, because every entry is computed. So a filter_if_faster call is exact.
+
     The workspace holds a chunk's logits, the fp32 rows of C of two chunks, e in fp32, and the rounding error or fp32
     copy of dE's sum.
 
     Raises:
         WorkspaceTooSmall: the narrowest chunk does not fit.
     """
-    return Plan(0, _width(e, problem.vocab, scratch_bytes(problem.grad_e, o.accumulate), o))
+    exact = o.filter_if_faster
+    o = o.without_filter() if exact else o
+    return Plan(0, _width(e, problem.vocab, scratch_bytes(problem.grad_e, o.accumulate), o), exact=exact)
 
 
 def _width(e: Tensor, vocab: int, scratch_per_entry: int, o: Options) -> int:

@@ -42,7 +42,7 @@ SUPPORTED: dict[str, dict[str, Callable[[Any], dict[str, Any]]]] = {
 # The options that patch takes. Other options follow from the model and its inputs, or would change the output.
 OPTIONS = (
     "preset", "workspace_mib", "accumulate", "filter_eps", "filter_unbiased", "filter_mass", "filter_e", "filter_c",
-    "label_smoothing", "z_loss",
+    "filter_if_faster", "label_smoothing", "z_loss",
 )  # fmt: skip
 NO_LOGITS = (
     "a model patched by cce_kernels computes its loss without logits; call it without labels to get them, or undo "

@@ -103,8 +103,9 @@ def vocabulary_parallel_linear_cross_entropy(
         bias: (shards[rank],), the rank's entries, or None.
         main_grad_c: (shards[rank], D) fp32, the rank's rows, or None; as in `linear_cross_entropy`.
         options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
-            filter_c, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass and statistics are
-            those of the whole vocabulary.
+            filter_c, filter_if_faster, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass
+            and statistics are those of the whole vocabulary. With filter_if_faster every call is exact, because a
+            filter over shards recomputes the logits.
 
     The other arguments, and what is returned, are those of `linear_cross_entropy`.
 

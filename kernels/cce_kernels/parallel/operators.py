@@ -62,6 +62,7 @@ def _forward(
     o, backend = Options(*options), backend_of(e)
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
+        o = plan.options(o)
         spread = Spread.of(group, shards, own).by_chunks(plan.rows)
         columns = backend.target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
         here = spread.columns(columns)
@@ -356,7 +357,7 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
         return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
     return recompute(
         grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
-        *ctx.dtypes, *ctx.place, *ctx.options,
+        *ctx.dtypes, *ctx.place, *plan.options(o).values(),
     )  # fmt: skip
 
 
@@ -409,12 +410,17 @@ def _plan(
     own: bool,
     o: Options,
 ) -> Plan:
-    """The largest shard's plan of the backward pass. All ranks follow it, because they need the same chunks."""
+    """The largest shard's plan of the backward pass. All ranks follow it, because they need the same chunks.
+
+    A filter over shards always recomputes the logits, so it is never faster than exact gradients.
+    """
     if not any(needs):
         return Plan(0, 0)
+    exact = o.filter_if_faster
+    o = o.without_filter() if exact else o
     problem = Problem(
         int(e.shape[0]) * (len(shards) if own else 1), int(e.shape[1]), max(shards), dtype,
         torch.float32 if needs[0] else None, dtype_c if needs[1] else None, main_grad_c is not None, uniform,
         bias is not None,
     )  # fmt: skip
-    return backend_of(e).plan(problem, e, o)
+    return replace(backend_of(e).plan(problem, e, o), exact=exact)

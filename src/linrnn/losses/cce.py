@@ -11,7 +11,7 @@ The formulas of memory and traffic ask the kernels' planner for the scheme on a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,9 @@ class CceFilterLossConfig(CceKahanLossConfig):
         choices=("kahan", "fp32", "bf16"),
     )
     workspace_mib: int | None = option(
-        None, "MiB for the filter's lists and blocks, beyond inputs and gradients; null: 256", minimum=1
+        None,
+        "MiB for the filter's lists and blocks, beyond inputs and gradients; null: 256, or cce_kahan's if exact",
+        minimum=1,
     )
     filter_eps: float = option(
         2.0**-12,
@@ -75,14 +77,23 @@ class CceFilterLossConfig(CceKahanLossConfig):
         minimum=0,
         maximum=1,
     )
+    filter_if_faster: bool = option(
+        True,
+        "true: every step is exact, as with cce_kahan, where the filter would not be faster (small problems, a CPU); "
+        "false: always filter",
+    )
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Three products with chunks of `rows` token rows, or (rows = 0) four with chunks of `columns` entries."""
+    """Three products with chunks of `rows` token rows, or (rows = 0) four with chunks of `columns` entries.
+
+    filtered: whether a gradient entry may be left out.
+    """
 
     rows: int
     columns: int
+    filtered: bool = False
 
     @property
     def products(self) -> int:
@@ -102,11 +113,26 @@ def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
     try:
         chosen = plan(*_planned(loss, n_tokens, d, vocab, compute))
     except WorkspaceTooSmall:  # the call refuses it
-        return Scheme(0, COLUMN_MULTIPLE)
-    return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns)
+        return Scheme(0, COLUMN_MULTIPLE, filters(loss))
+    filtered = filters(loss) and not chosen.exact
+    return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns, filtered)
 
 
-def _planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple:
+def _filter_pays(
+    loss: CceFilterLossConfig, n_tokens: int, d: int, vocab: int, compute: int, multiprocessors: int
+) -> bool:
+    """Whether the kernels filter a batch of `n_tokens`, or refuse it, if they may choose."""
+    from cce_kernels.planner import WorkspaceTooSmall, plan
+
+    try:
+        return not plan(*_planned(loss, n_tokens, d, vocab, compute, multiprocessors)).exact
+    except WorkspaceTooSmall:
+        return True
+
+
+def _planned(
+    loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple:
     """The planner's arguments: problem, multiprocessors, options."""
     import torch
     from cce_kernels.options import Options
@@ -114,9 +140,13 @@ def _planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comput
 
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
     problem = Problem(n_tokens, d, vocab, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
-    eps = loss.filter_eps if isinstance(loss, CceFilterLossConfig) and filters(loss) else None
-    options = Options(accumulate=loss.accumulate, workspace_mib=loss.workspace_mib, filter_eps=eps)
-    return problem, MULTIPROCESSORS, options
+    options = Options(accumulate=loss.accumulate, workspace_mib=loss.workspace_mib)
+    if isinstance(loss, CceFilterLossConfig) and filters(loss):
+        options = replace(
+            options, filter_eps=loss.filter_eps, filter_unbiased=loss.filter_unbiased,
+            filter_if_faster=loss.filter_if_faster,
+        )  # fmt: skip
+    return problem, multiprocessors, options
 
 
 def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
@@ -124,7 +154,7 @@ def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
     gradients = (hidden + weight) * compute
-    if filters(loss) and compute == BF16:  # forward: lists and exponentials; backward: lists and products
+    if scheme.filtered and compute == BF16:  # forward: lists and exponentials; backward: lists and products
         budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
         return budget, gradients + budget
     if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
@@ -187,10 +217,12 @@ class CceKahan(LossBackend):
             "workspace_mib": config.workspace_mib,
         }
         self._loss = partial(self._kernels.linear_cross_entropy, **self._options)
+        self._spread = False
 
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         function = self._kernels.vocabulary_parallel_linear_cross_entropy
         self._loss = partial(function, group=group, shards=shards, rows="own", **self._options)
+        self._spread = True
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -220,6 +252,8 @@ class CceKahan(LossBackend):
 class CceFilter(CceKahan):
     """cce_kahan with a gradient filter: small entries are estimated from a sample, or dropped (harms pretraining).
 
+    A step is exact where the filter would not be faster, unless `filter_if_faster` is false. The log then says so.
+
     Its statistics are the shares of kept entries and of exact rows, and the mean, 99th percentile and maximum of a
     row's dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
     """
@@ -244,4 +278,23 @@ class CceFilter(CceKahan):
         return self._call(
             hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True,
             filter_unbiased=self.config.filter_unbiased, filter_mass=self.config.filter_mass,
+            filter_if_faster=self.config.filter_if_faster,
         )  # fmt: skip
+
+    def remark(self, n_tokens: int, d: int, vocab: int, dtype: torch.dtype) -> str | None:
+        """A line that says so if `filter_if_faster` makes every step exact."""
+        from cce_kernels.backends import without_kernels
+        from cce_kernels.runtime.devices import properties
+
+        config = self.config
+        if not filters(config) or not config.filter_if_faster:
+            return None
+        if self._spread:
+            why = "the ranks share the vocabulary, and a filter over shards is never faster"
+        elif without_kernels(self.device):
+            why = f"{self.device.type} has no kernels, and without them a filter is never faster"
+        elif _filter_pays(config, n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors):
+            return None
+        else:
+            why = f"a filter would not be faster on {n_tokens:,} tokens x {d:,} dimensions x {vocab:,} entries"
+        return f"loss=cce_filter computes every step exactly: {why}; loss.filter_if_faster=false filters all the same"

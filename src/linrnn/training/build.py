@@ -127,7 +127,7 @@ class BuiltRun:
 
     # ---------------------------------------------------------------------------------------- where the run stands
     def notes(self) -> list[str | None]:
-        """Lines for the user before the first step: about the weights, about memory, and when checkpoints are written.
+        """Lines for the user before the first step: about weights, loss and memory, and when checkpoints are written.
 
         Raises:
             StorageError: the disk cannot hold the checkpoints.
@@ -135,7 +135,10 @@ class BuiltRun:
         remark = self.weights.remark if self.weights else None
         first = self.ranks.is_first
         room = checkpoints_planned(self.plan, self.directory, self.model.hf, self.step) if first else None
-        return [remark, self._memory_note, room]
+        tokens = self.plan.sequences_of_rank * self.config.trainer.seq_len
+        arch = self.architecture
+        of_loss = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute_dtype(self.precision))
+        return [remark, of_loss, self._memory_note, room]
 
     def progress(self) -> checkpoint.Progress:
         """Where the run stands, as a checkpoint records it."""

@@ -30,6 +30,7 @@ from filter_cases import (
     check_adversarial_rows,
     check_draws,
     check_exact_at_no_mass,
+    check_exact_where_not_faster,
     check_figures,
     check_filtered,
     check_monotone,
@@ -47,6 +48,8 @@ pytestmark = [
 ]
 
 MIB = 2**20
+ALWAYS = PRESETS["cce_filter"] | {"filter_if_faster": False}
+CALLS = {name: {"preset": name} for name in PRESETS} | {"always": ALWAYS}
 FITS = {"filter_eps": 2.0**-14, "filter_unbiased": True}  # lists hold peaked rows of 8,192 entries, not uniform ones
 MODERATE = [
     Case("moderate", shape=(2048,), dim=256, vocab=8001),
@@ -103,18 +106,20 @@ def test_properties_of_the_filter(unbiased):
     check_adversarial_rows(unbiased, "cuda")
     check_monotone(unbiased, "cuda")
     check_exact_at_no_mass("cuda")
+    for with_bias in (False, True):
+        check_exact_where_not_faster("cuda", with_bias=with_bias)
     check_order_of_the_vocabulary("cuda")
     check_unbiased("cuda", draws=256)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_runs_are_identical_bit_for_bit(preset):
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_runs_are_identical_bit_for_bit(options):
     e, c, targets, bias = draw(
         Case("repeat", shape=(4099,), dim=320, vocab=20011, dtype=BF16, bias=True, peak=8), "cuda"
     )
 
     def run():
-        loss = linear_cross_entropy(e, c, targets, bias=bias, workspace_mib=32, preset=preset)
+        loss = linear_cross_entropy(e, c, targets, bias=bias, workspace_mib=32, **options)
         return [loss.detach(), *gradients(loss, (e, c, bias))]
 
     first = run()
@@ -122,19 +127,33 @@ def test_runs_are_identical_bit_for_bit(preset):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("workspace_mib", [48, 200])
-def test_extra_memory_stays_within_the_workspace(preset, workspace_mib):
-    assert extra_mib(8192, 512, 50257, workspace_mib, preset) <= 2 * workspace_mib + 8  # bf16 logits: 785 MiB
+def test_extra_memory_stays_within_the_workspace(options, workspace_mib):
+    assert extra_mib(8192, 512, 50257, workspace_mib, options) <= 2 * workspace_mib + 8  # bf16 logits: 785 MiB
 
 
 @pytest.mark.parametrize("shape", [(8192, 1024, 131072), (16384, 512, 50257)])
 @pytest.mark.parametrize("workspace_mib", [100, 256])
 def test_the_filters_lists_stay_within_the_workspace_together_with_all_else(shape, workspace_mib):
-    assert extra_mib(*shape, workspace_mib, "cce_filter") <= workspace_mib + 4  # small vectors
+    assert extra_mib(*shape, workspace_mib, ALWAYS) <= workspace_mib + 4  # small vectors
 
 
-def extra_mib(n_rows: int, dim: int, vocab: int, workspace_mib: float, preset: str) -> float:
+def test_a_filter_that_is_faster_is_taken_and_says_so():
+    """16384 x 2048 x 128256 takes 0.6 of the exact time: lists hold every row, and the statistics say what was kept."""
+    e = torch.randn(16384, 2048, device="cuda", dtype=BF16, requires_grad=True)
+    c = torch.randn(128256, 2048, device="cuda").mul_(0.02).to(BF16).requires_grad_()
+    targets = torch.randint(0, len(c), (len(e),), device="cuda")
+    results = []
+    for options in ({"preset": "cce_filter"}, ALWAYS):
+        loss, stats = linear_cross_entropy(e, c, targets, return_stats=True, **options)
+        results.append([loss.detach(), *gradients(loss, (e, c)), *stats.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert stats["exact"] == 0
+    assert stats["entries_kept"] < 0.1
+
+
+def extra_mib(n_rows: int, dim: int, vocab: int, workspace_mib: float, options: dict) -> float:
     """Peak of forward and backward pass beyond inputs and gradients, MiB."""
     e = torch.randn(n_rows, dim, device="cuda", dtype=BF16, requires_grad=True)
     c = (torch.randn(vocab, dim, device="cuda") / dim**0.5).to(BF16).requires_grad_()
@@ -142,7 +161,7 @@ def extra_mib(n_rows: int, dim: int, vocab: int, workspace_mib: float, preset: s
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib, preset=preset).backward()
+    linear_cross_entropy(e, c, targets, workspace_mib=workspace_mib, **options).backward()
     extra = torch.cuda.max_memory_allocated() - before
     return (extra - 2 * (e.numel() + c.numel())) / MIB
 
@@ -205,11 +224,11 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
 def test_nothing_waits_for_the_device(with_bias):
     e, c, targets, bias = draw(Case("sync", shape=(1024,), dim=128, vocab=5000, bias=True, dtype=BF16), "cuda")
     bias = bias if with_bias else None
-    for preset in ("cce_kahan", "cce_filter"):
-        linear_cross_entropy(e, c, targets, bias=bias, preset=preset).backward()  # compile first
+    for options in ({"preset": "cce_kahan"}, {"preset": "cce_filter"}, ALWAYS):
+        linear_cross_entropy(e, c, targets, bias=bias, **options).backward()  # compile first
         torch.cuda.set_sync_debug_mode("error")
         try:
-            linear_cross_entropy(e, c, targets, bias=bias, preset=preset).backward()
+            linear_cross_entropy(e, c, targets, bias=bias, **options).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

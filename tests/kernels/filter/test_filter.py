@@ -13,6 +13,7 @@ from filter_cases import (
     FILTERED,
     check_adversarial_rows,
     check_exact_at_no_mass,
+    check_exact_where_not_faster,
     check_filtered,
     check_monotone,
     check_order_of_the_vocabulary,
@@ -29,6 +30,11 @@ def test_gradients_and_statistics_are_those_of_the_rule(case, dtype):
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_adversarial_rows(unbiased):
     check_adversarial_rows(unbiased, "cpu")
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_filter_that_would_not_be_faster_is_left_out(with_bias):
+    check_exact_where_not_faster("cpu", with_bias=with_bias)
 
 
 def test_no_mass_may_be_dropped():

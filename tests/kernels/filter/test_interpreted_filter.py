@@ -13,6 +13,7 @@ from filter_cases import (
     check_adversarial_rows,
     check_draws,
     check_exact_at_no_mass,
+    check_exact_where_not_faster,
     check_figures,
     check_filtered,
     check_monotone,
@@ -80,6 +81,11 @@ def test_more_properties_of_the_filter(monkeypatch):
     monkeypatch.setattr(*TOGETHER)
     check_exact_at_no_mass("cpu")
     check_order_of_the_vocabulary("cpu", SMALL)
+
+
+def test_a_filter_that_would_not_be_faster_is_left_out(monkeypatch):
+    monkeypatch.setattr(*TOGETHER)
+    check_exact_where_not_faster("cpu", filters=["preset"])
 
 
 def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():

@@ -26,7 +26,7 @@ WRONG_TYPES = [
     ),
     *(
         (name, value, "must be True or False")
-        for name in ("filter_unbiased", "filter_e", "filter_c")
+        for name in ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
         for value in (None, 1, 0.5, "yes")
     ),
 ]

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cce_kernels import linear_cross_entropy
+from cce_kernels import PRESETS, linear_cross_entropy
+from cce_kernels.api import make_options
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the same without kernels")
@@ -13,6 +14,7 @@ OPTIONS = {
     "plain": {},
     "rows": {"reduction": "none", "shift": 1, "return_lse": True},
     "statistics": {"preset": "cce_filter", "return_stats": True, "return_metrics": True},
+    "filtered": PRESETS["cce_filter"] | {"filter_if_faster": False, "return_stats": True},
     "main_grad": {"main_grad_c": True},
 }
 
@@ -48,6 +50,23 @@ def test_shapes_on_a_gpu_that_is_not_here():
         e, c = (torch.empty(n, 256, device="cuda", dtype=torch.bfloat16) for n in (2048, 32000))
         loss = linear_cross_entropy(e, c, torch.empty(2048, device="cuda", dtype=torch.int64))
     assert (loss.shape, loss.device.type) == ((), "cuda")
+
+
+@pytest.mark.parametrize(("rows", "filtered"), [(8192, True), (1024, False)])
+def test_a_gpu_that_is_not_here_filters_where_that_is_faster(rows, filtered):
+    """The fake kernel's state: lists, or the exponentials of the exact loss."""
+    pytest.importorskip("triton")
+    states = []
+    for preset in ("cce_filter", "cce_kahan"):
+        with FakeTensorMode():
+            e, c = (torch.empty(n, 2304, device="cuda", dtype=torch.bfloat16) for n in (rows, 128256))
+            targets = torch.empty(rows, device="cuda", dtype=torch.int64)
+            o = make_options(preset, {})
+            *_, state = torch.ops.cce_kernels.cross_entropy(
+                e, c, targets, None, None, None, -100, e.dtype, "mean", False, False, [True, True, False], *o.values()
+            )
+        states.append([(x.shape, x.dtype) for x in state])
+    assert (states[0] != states[1]) == filtered
 
 
 def as_tuple(x):

@@ -187,11 +187,12 @@ def test_presets_are_their_flags(preset):
     assert all(torch.equal(a, b) for a, b in zip(by_name, by_flags, strict=True))
 
 
-def test_cce_kahan_never_filters_and_cce_filter_does():
+def test_cce_kahan_never_filters_and_a_filter_that_need_not_be_faster_does():
     e, c, targets, _ = draw(Case("flat", vocab=5000, ignored=0, dim=4), "cpu")  # most entries are below 2^-12
     exact = gradients(reference_linear_cross_entropy(e, c, targets)[0], (e, c))
     kahan = gradients(linear_cross_entropy(e, c, targets, preset="cce_kahan"), (e, c))
-    loss, stats = linear_cross_entropy(e, c, targets, preset="cce_filter", return_stats=True)
+    always = PRESETS["cce_filter"] | {"filter_if_faster": False}
+    loss, stats = linear_cross_entropy(e, c, targets, **always, return_stats=True)
     assert all(value.isnan() for value in stats.values())
     filtered = gradients(loss, (e, c))
     assert all(error(a, b) < 1e-5 for a, b in zip(kahan, exact, strict=True))
@@ -350,6 +351,7 @@ REFUSED = {
     "filter_eps: must lie in": {"filter_eps": 1e-50},  # 0 in fp32
     "filter_unbiased: says how": {"filter_unbiased": True},
     "filter_mass: says how": {"filter_mass": 0.5},
+    "filter_if_faster: says how": {"filter_if_faster": True},
     "filter_mass": {"filter_eps": 0.1, "filter_mass": 1.0},
     "accumulate": {"accumulate": "fp64"},
     "workspace_mib": {"workspace_mib": 0},
@@ -357,6 +359,7 @@ REFUSED = {
     "workspace_mib: 0.0001 is too small": {"workspace_mib": 0.0001},
     "preset": {"preset": "cce"},
     "filter_eps: comes from preset": {"preset": "cce_filter", "filter_eps": 0.5},
+    "filter_if_faster: comes from preset": {"preset": "cce_kahan", "filter_if_faster": True},
 }
 
 

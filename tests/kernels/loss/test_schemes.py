@@ -1,7 +1,10 @@
 """The planner's choices, from shapes and dtypes alone: no Triton, no GPU."""
 
+import json
 import math
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +122,82 @@ def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_
     """The second backward pass through a loss makes logits. 600 MiB hold less than 256 columns of a million rows."""
     for shape in (*SHAPES, (2**20, 256, 2**14)):
         assert chosen(shape, workspace_mib=workspace_mib).columns >= min(256, shape[2])
+
+
+# ------------------------------------------------------------------------------------------------- filter_if_faster
+FILTER = {"filter_eps": 2.0**-12, "filter_unbiased": True}
+ROWS = sorted((Path(__file__).parents[3] / "results" / "bench_loss").glob("*/*.json"))
+
+
+def if_faster(shape: tuple[int, int, int], **options) -> Plan:
+    """The plan of a filter that need be faster, after a check that it is one of the two plans that it chooses from."""
+    found = chosen(shape, **FILTER | {"filter_if_faster": True} | options)
+    rest = {name: value for name, value in options.items() if not name.startswith("filter")}
+    assert found == (replace(chosen(shape, **rest), exact=True) if found.exact else chosen(shape, **FILTER | options))
+    assert bool(found.capacity) != found.exact
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape", [(8192, 2304, 256000), (16384, 2048, 128256), (4096, 4096, 128256), (16384, 2048, 65536)], ids=str
+)
+def test_a_filter_that_need_be_faster_is_taken_on_large_vocabularies(shape):
+    assert not if_faster(shape).exact
+    assert not if_faster(shape, filter_unbiased=False).exact
+    assert not if_faster(shape, workspace_mib=256).exact
+    assert if_faster(shape, filter_eps=2.0**-15).exact  # long lists
+    assert if_faster(shape, filter_c=False).exact  # no lists
+    for option in ({"softcap": 30.0}, {"dtype": FP32}, {"dtype": FP16}):
+        assert if_faster(shape, **option).exact
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(16384, 256, 32000), (32768, 1024, 32000), (2048, 2048, 32000), (512, 4096, 128256), (600, 64, 500)],
+    ids=str,
+)
+def test_a_filter_that_need_be_faster_is_left_out_on_small_problems(shape):
+    assert if_faster(shape).exact
+    assert not chosen(shape, **FILTER).exact
+
+
+def test_a_gradient_that_nobody_wants_makes_the_exact_loss_faster():
+    shape = (16384, 2048, 65536)
+    assert not if_faster(shape).exact
+    assert if_faster(shape, grad_e=None).exact
+    assert if_faster(shape, grad_c=None).exact
+    assert not if_faster(shape, grad_c=None, main_grad=True).exact
+
+
+def test_more_rows_never_leave_out_a_filter_until_its_lists_fill_the_workspace():
+    for dim, vocab in ((2048, 128256), (1024, 256000), (4096, 65536)):
+        left_out = [if_faster((rows, dim, vocab)).exact for rows in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)]
+        assert left_out == sorted(left_out, reverse=True)
+        assert len(set(left_out)) == 2
+
+
+def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
+    """Rows of the filter beside the exact loss of the same run. Rows that were exact themselves say nothing."""
+    pairs = []
+    for path in ROWS:
+        rows = [
+            row for row in json.loads(path.read_text()) if row["forward_backward_ms"] and row["gradients"] == "bf16"
+        ]
+        exact = {
+            (r["logits"], r["set"], r["run"]): r
+            for r in rows
+            if r["backend"] == "cce_kahan" and r["workspace_mib"] is None
+        }
+        for row in rows:
+            words = row["backend"].split()
+            against = exact.get((row["logits"], row["set"], row["run"]))
+            if words[0] != "cce_filter" or against is None or "filter_mass" in row["backend"]:
+                continue
+            given = {name: json.loads(value) for name, value in (word.split("=") for word in words[1:])}
+            found = if_faster((row["n"], row["d"], row["v"]), **given)
+            pairs.append((found.exact, row["forward_backward_ms"] / against["forward_backward_ms"]))
+    taken, left_out = ([ratio for exact, ratio in pairs if exact == kind] for kind in (False, True))
+    assert len(taken) > 30
+    assert max(taken) < 0.75
+    assert len(left_out) > 15
+    assert min(left_out) > 0.75

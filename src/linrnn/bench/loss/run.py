@@ -211,6 +211,9 @@ class Bench:
                 _refuse(row, error)
             else:
                 self.entries.append(Entry(row, self.built[text]))
+                shape = self.setting.shape
+                if remark := self.built[text].remark(shape.n, shape.d, shape.v, problem.compute_dtype):
+                    self.say(f"  {remark}")
             problem.clear_gradients()
             done = row.reason or f"errors and memory in {time.perf_counter() - begin:.1f} s"
             self.say(f"  {row.label}: {done}")
