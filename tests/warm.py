@@ -5,7 +5,7 @@ from importlib import import_module
 from linrnn.config import load_config
 
 LIBRARIES = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers"]
-LIBRARIES += ["fla.layers", "fla.models", "hydra", "matplotlib.pyplot", "wandb"]
+LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
 OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
 OURS += ["linrnn.bench.loss.run", "linrnn.bench.parallel.run"]
 OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.study.report"]

@@ -17,7 +17,7 @@ from linrnn.losses.fla import Fla
 from linrnn.losses.liger import Liger
 from linrnn.models.chunk_size import _ChunkGLA
 from linrnn.models.cpu_ops import mixers
-from linrnn.models.fla_models import import_fla
+from linrnn.models.fla_import import import_fla
 
 pytestmark = pytest.mark.interpreter
 

@@ -56,18 +56,22 @@ class Fla(LossBackend):
     """
 
     def __init__(self, config: FlaLossConfig, device: torch.device) -> None:
-        from fla.modules import FusedLinearCrossEntropyLoss
+        from linrnn.models.fla_import import import_fla
 
         super().__init__(config, device)
-        self._loss = FusedLinearCrossEntropyLoss(
+        self._loss = import_fla("fla.modules").FusedLinearCrossEntropyLoss(
             ignore_index=IGNORE_INDEX, num_chunks=config.num_chunks, reduction="sum"
         )
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        from linrnn.models.fla_import import import_fla
+
         require_cuda(device, "loss=fla", "choose loss=cce_kahan, which is leaner and has a CPU path")
         require_triton("loss=fla")
-        require_package("fla.modules", "flash-linear-attention", "loss=fla", "flash-linear-attention==0.6.0")
+        require_package(
+            "fla.modules", "flash-linear-attention", "loss=fla", "flash-linear-attention==0.6.0", import_fla
+        )
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._loss(hidden_ND, labels_N, weight_VD), {}

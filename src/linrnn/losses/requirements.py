@@ -7,9 +7,10 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linrnn.core.errors import UnsupportedError
 
@@ -26,10 +27,15 @@ def require_cuda(device: torch.device, what: str, alternative: str) -> None:
         )
 
 
-def require_package(module: str, distribution: str, what: str, install: str) -> None:
-    """Require that `module` of `distribution` can be imported. `install` is the requirement to give to pip."""
+def require_package(
+    module: str, distribution: str, what: str, install: str, load: Callable[[str], Any] | None = None
+) -> None:
+    """Require that `module` of `distribution` can be imported, by `load` if given.
+
+    `install` is the requirement to give to pip.
+    """
     try:
-        importlib.import_module(module)
+        (load or importlib.import_module)(module)
     except ImportError as error:
         installed = version_of(distribution)
         state = (

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrnn.core.errors import UnsupportedError
-from linrnn.models.fla_models import import_fla
+from linrnn.models.fla_import import import_fla
 
 
 def flash_attn_func(

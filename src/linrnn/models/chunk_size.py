@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linrnn.models.cpu_ops import mixers
-from linrnn.models.fla_models import import_fla
+from linrnn.models.fla_import import import_fla
 
 # FLA's module, the kernel's name there, and the chunk sizes that it takes (for GLA: see `chunk_gla`). 256 is too large
 # for GLA: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in shared memory, which has at most 227 KiB.

@@ -1,10 +1,9 @@
 """FLA's own model classes and their configuration for an `Architecture`. FLA is imported only when a model is built."""
 
-import importlib
-import warnings
 from typing import Any
 
 from linrnn.models.architecture import Architecture
+from linrnn.models.fla_import import import_fla
 
 CLASSES = {
     "gla": "GLA",
@@ -12,14 +11,6 @@ CLASSES = {
     "kda": "KDA",
     "transformer": "Transformer",
 }
-
-
-def import_fla(module: str) -> Any:
-    """Import a module of FLA (seconds, the first time) without its warnings on a machine without a GPU."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
-        warnings.filterwarnings("ignore", message="Flash Attention is not installed")
-        return importlib.import_module(module)
 
 
 def fla_classes(model: str) -> tuple[Any, Any]:

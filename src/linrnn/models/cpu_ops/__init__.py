@@ -6,12 +6,12 @@ not affected.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from linrnn.core.errors import UnsupportedError
 from linrnn.models.cpu_ops import layers, mixers
+from linrnn.models.fla_import import import_fla
 
 __all__ = ["MIXERS", "REPLACEMENTS", "check_model", "install"]
 
@@ -64,7 +64,7 @@ def check_model(model: str) -> None:
 def install() -> None:
     """Route CPU tensors of FLA's layers to this package. Calling it again changes nothing."""
     for (module_name, name), replacement in REPLACEMENTS.items():
-        module = importlib.import_module(module_name)
+        module = import_fla(module_name)
         original = getattr(module, name)
         if not hasattr(original, "cpu_version"):
             setattr(module, name, _by_device(replacement, original))

@@ -1,0 +1,83 @@
+"""Import one module of FLA without its other layers and models: a second instead of six."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pkgutil import extend_path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` imports everything below them
+
+
+def import_fla(module: str) -> Any:
+    """Import a module of FLA without FLA's warnings on a machine without a GPU."""
+    if "fla" not in sys.modules:
+        _add_packages()
+    with warnings.catch_warnings(), _compiling_later():
+        warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+        warnings.filterwarnings("ignore", message="Flash Attention is not installed")
+        return importlib.import_module(module)
+
+
+class _Package(ModuleType):
+    """A package whose `__init__` runs when a name is used that only `__init__` defines."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__class__ = ModuleType
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _add_packages() -> None:
+    """Add FLA's packages to `sys.modules` without running their `__init__`. Without FLA, nothing is added."""
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            return
+        module = importlib.util.module_from_spec(spec)
+        module.__class__ = _Package
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+        else:  # as fla/__init__.py does
+            module.__path__ = extend_path(module.__path__, name)
+            module.__dict__["__version__"] = importlib.metadata.version("flash-linear-attention")
+
+
+@contextlib.contextmanager
+def _compiling_later() -> Iterator[None]:
+    """Within the context, functions decorated with `torch.compile` are compiled when they are first called.
+
+    The decorator itself imports torch's compiler, which takes two seconds.
+    """
+    original = torch.compile
+
+    def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(compile_later, **options)
+        compiled = functools.cache(lambda: original(function, **options))
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return (function if torch.compiler.is_compiling() else compiled())(*arguments, **named)
+
+        return call
+
+    torch.compile = compile_later
+    try:
+        yield
+    finally:
+        torch.compile = original
