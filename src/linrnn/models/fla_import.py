@@ -33,7 +33,7 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         assert self.__spec__ is not None
         assert self.__spec__.loader is not None
         self.__spec__.loader.exec_module(self)
@@ -47,7 +47,7 @@ def _add_packages() -> None:
         if spec is None:
             return
         module = importlib.util.module_from_spec(spec)
-        module.__class__ = _Package
+        module.__class__ = _Package  # type: ignore[assignment]
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:
@@ -76,7 +76,7 @@ def _compiling_later() -> Iterator[None]:
 
         return call
 
-    torch.compile = compile_later
+    torch.compile = compile_later  # type: ignore[assignment]
     try:
         yield
     finally:
