@@ -1,10 +1,13 @@
 """Every loss backend against an fp64 reference, and every rejection with its cause and remedy."""
 
 import importlib
+import logging
 import math
 import re
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -460,10 +463,55 @@ def test_rivals_can_be_built_but_no_run_can_choose_them():
     assert not set(rival_names()) & set(SCHEMAS["loss"])
 
 
-@pytest.mark.parametrize("name", ["liger_sm90", "quack"])
+@pytest.mark.parametrize("name", ["liger_sm90", "quack", "quack/1024"])
 def test_rivals_with_gpu_kernels_are_refused_on_a_cpu(name):
     with pytest.raises(UnsupportedError, match=rf"{name}.*GPU"):
         check_loss(LossConfig(name), CPU)
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """A stand-in for QuACK, which needs a GPU: its calls' chunk sizes, and whether it takes scaled exponentials."""
+    module = SimpleNamespace(chunks=[], scaled=False)
+
+    def loss(hidden, weight, labels, *, chunk_size, ignore_index, reduction):
+        module.chunks.append(chunk_size)
+        return F.cross_entropy(hidden @ weight.T, labels, ignore_index=ignore_index, reduction=reduction)
+
+    module.chunked_linear_cross_entropy = loss
+    module.scaled_exp_lce_supported = lambda hidden, weight, chunk_size, reduction: module.scaled
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
+    monkeypatch.setattr("linrnn.losses.rivals.require_cuda", lambda *_: None)
+    monkeypatch.delattr(logging.Logger, "__quack_semantic_key__", raising=False)
+    yield module
+    monkeypatch.undo()
+    if hasattr(logging.Logger, "__quack_semantic_key__"):
+        del logging.Logger.__quack_semantic_key__
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("quack", 4096), ("quack/1024", 1024), ("quack/16384", 16384)])
+def test_the_name_of_a_quack_says_its_chunk_of_tokens(name, chunk, quack):
+    case = make_case(torch.float32, n=64, d=16, v=40)
+    output = build_loss(LossConfig(name), device=CPU)(case.hidden, case.weight, case.labels)
+    assert error(output.sum_nats, truth(case)[0]) < 1e-6
+    assert quack.chunks == [chunk]
+
+
+def test_quack_gets_a_key_for_loggers_in_its_own_way(quack):
+    build_loss(LossConfig("quack"), device=CPU)
+    logger = logging.getLogger("a.name")
+    assert type(logger).__quack_semantic_key__(logger) == "a.name"
+
+
+@pytest.mark.parametrize("sizes", [{"n": 60}, {"d": 20}, {"v": 41}])
+def test_quack_refuses_sizes_that_are_no_multiples_of_8_unless_it_scales_exponentials(sizes, quack):
+    case = make_case(torch.float32, **{"n": 64, "d": 16, "v": 40, **sizes})
+    backend = build_loss(LossConfig("quack"), device=CPU)
+    with pytest.raises(UnsupportedError, match="multiples of 8"):
+        backend(case.hidden, case.weight, case.labels)
+    quack.scaled = True
+    assert error(backend(case.hidden, case.weight, case.labels).sum_nats, truth(case)[0]) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["paper/cce_exact", "compiled_auto_chunker"])

@@ -22,6 +22,7 @@ LOSSES = {
     "fla": ("#E69F00", "P", "flash-linear-attention"),
     "torch_native": ("#009E73", "h", "PyTorch"),
     "cce_apple": ("#CC79A7", "D", "Apple's cce"),
+    "quack": ("#117733", "H", "QuACK"),
     "paper": ("#882255", "d", "presets of the CCE paper"),
     "three_products_cublas": ("#332288", "*", "the floor"),
     "fp32_logits": ("#7A5C3E", "p", "fp32 logits"),

@@ -5,11 +5,12 @@ None has options.
 * `compiled_max_autotune` and `compiled_auto_chunker`: torch.compile with its GEMM templates, and with its chunking of
   the logits (torch >= 2.12).
 * `liger_sm90`: liger-kernel 0.8.5 with CuTe DSL, for Hopper; it stores N x V.
-* `quack`: QuACK's chunked loss, also in CuTe for Hopper.
+* `quack`: QuACK's chunked loss, also in CuTe for Hopper; `quack/1024` has chunks of 1024 tokens in place of 4096.
 * `paper/…`: this repository's kernels with the flags of the variants in Wijmans et al., "Cut Your Losses in
   Large-Vocabulary Language Models", ICLR 2025.
 """
 
+import logging
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from linrnn.losses.registry import RIVALS
 from linrnn.losses.requirements import require_cuda, require_own_kernels, require_package, require_torch_compile
 from linrnn.losses.standard import Compiled
 
+_QUACK_CHUNKS = (512, 1024, 2048, 8192, 16384)  # tokens; `quack` itself has QuACK's default, 4096
 _PAPER_VARIANTS = ("cce", "cce_kahan", "cce_kahan_full_c", "cce_kahan_full_e", "cce_exact")
 
 
@@ -97,21 +99,38 @@ class LigerSm90(LossBackend):
 
 
 class Quack(LossBackend):
-    """QuACK's chunked loss at its defaults: chunks of 4096 tokens, weight gradient summed in fp32."""
+    """QuACK's chunked loss: chunks of 4096 tokens or of the name's, weight gradient summed in fp32.
+
+    On Hopper in bf16 with V % 128 == 0 and D % 8 == 0, QuACK takes its scaled exponentials for any N. Its other path
+    takes multiples of 8 alone.
+    """
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+        self._quack = import_module("quack.linear_cross_entropy")
+        self._chunk = int(config.name.partition("/")[2] or 4096)
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         require_cuda(device, f"loss={config.name}", "choose loss=cce_kahan")
+        # QuACK 0.6.5 makes a key from all that a kernel's function refers to. Outside of a folder site-packages these
+        # are CUTLASS's loggers, too, which have no key; this is QuACK's own way to give them one.
+        setattr(logging.Logger, "__quack_semantic_key__", lambda logger: logger.name)  # noqa: B010
         require_package("quack.linear_cross_entropy", "quack-kernels", f"loss={config.name}", "quack-kernels")
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if len(hidden_ND) % 8:
-            raise UnsupportedError(f"loss={self.config.name} takes N in multiples of 8", "choose loss=cce_kahan")
-        return self._loss(hidden_ND, weight_VD, labels_N, ignore_index=IGNORE_INDEX, reduction="sum"), {}
+        sizes = len(hidden_ND), hidden_ND.shape[1], len(weight_VD)
+        scaled = self._quack.scaled_exp_lce_supported(hidden_ND, weight_VD, self._chunk, "sum")
+        if not scaled and any(size % 8 for size in sizes):
+            raise UnsupportedError(
+                f"loss={self.config.name} takes N, D and V in multiples of 8 (any N if V is a multiple of 128), "
+                f"not {sizes[0]}, {sizes[1]} and {sizes[2]}",
+                "choose loss=cce_kahan",
+            )
+        loss = self._quack.chunked_linear_cross_entropy(
+            hidden_ND, weight_VD, labels_N, chunk_size=self._chunk, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        return loss, {}
 
 
 class PaperVariant(LossBackend):
@@ -142,6 +161,7 @@ RIVALS |= {
     "compiled_auto_chunker": CompiledAutoChunker,
     "liger_sm90": LigerSm90,
     "quack": Quack,
+    **{f"quack/{chunk}": Quack for chunk in _QUACK_CHUNKS},
     **{f"paper/{variant}": PaperVariant for variant in _PAPER_VARIANTS},
 }
 
