@@ -3,6 +3,8 @@
 from importlib import import_module
 
 from linrnn.config import load_config
+from linrnn.models.architecture import MODELS
+from linrnn.models.fla_import import import_fla
 
 LIBRARIES = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers"]
 LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
@@ -12,5 +14,7 @@ OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.study
 
 for module in (*LIBRARIES, *OURS):
     import_module(module)
+for model in MODELS:
+    import_fla(f"fla.models.{model}")
 for parallel in ("none", "ddp", "fsdp", "vocab"):
     load_config([f"parallel={parallel}"])
