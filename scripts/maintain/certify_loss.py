@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from cce_kernels import linear_cross_entropy
 
 from linrnn.bench.loss.certificate import CALLS, DTYPES, SHAPES, calls_of, certified, write
 from linrnn.bench.loss.problems import parse_shape
@@ -42,10 +43,11 @@ def main(arguments: list[str]) -> None:
     now = datetime.datetime.now(datetime.UTC)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     command = shlex.join(["python", "scripts/maintain/certify_loss.py", *arguments])
-    run = {"id": f"{now:%Y%m%dT%H%M%S.%f}", "command": command, "device": name, "environment": describe_environment()}
+    run_id = f"{now:%Y%m%dT%H%M%S.%f}"
+    run = {"id": run_id, "command": command, "device": name, "environment": describe_environment()}
     rows = []
     try:
-        for row in certified(calls, device, run["id"], float(values["seconds"]), print):
+        for row in certified(linear_cross_entropy, calls, device, run_id, float(values["seconds"]), print):
             rows.append(row)
     finally:  # a crash of the device loses no row
         paths = write(Path(values["results_dir"]) / "certificate" / slug(name), rows, run)
