@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,26 +151,25 @@ def linear_cross_entropy(
 
     if shift:  # moves the targets instead of e, which would need a copy of e
         targets = shifted(targets, shift, ignore_index)
-    shape, flat = targets.shape, targets.reshape(-1)
+    shape, flat = targets.shape, targets if targets.dim() == 1 else targets.reshape(-1)
     stats = FilterStats.empty(e.device) if return_stats else None
     needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     if flat.numel():
         loss, lse, metrics = cross_entropy(
-            e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
+            e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
             reduction, return_lse, return_metrics,
             needs, *options.values(),
         )  # fmt: skip
     else:  # no rows: zeros that still depend on every input, so that autograd gives each one a gradient
         lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
-        loss, _ = reduce_loss(lse, flat, ignore_index, reduction)
+        loss, _ = reduce_loss(lse, flat, reduction)
         metrics = lse.detach().expand(2, 0)
 
     last = shape[-1] - shift if shift else None
     if reduction == "none":
         loss = loss.reshape(shape)
         loss = loss[..., :last] if shift else loss
-    lse = lse.reshape(shape)
-    extras = ((lse[..., :last] if shift else lse),) if return_lse else ()
+    extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
     if return_metrics:
         extras = (*extras, mean_metrics(metrics, flat, ignore_index))
     if stats is not None:
@@ -202,6 +202,15 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
         ValueError: the preset is unknown, an option is given by name and by the preset, or a value is out of range or a
             tensor.
     """
+    if not torch.compiler.is_compiling():
+        try:
+            return _known_options(preset, **options)
+        except TypeError:  # from the checks, which raise it again; or a value that cannot be hashed, which they name
+            pass
+    return _checked_options(preset, **options)
+
+
+def _checked_options(preset: str | None, **options: Any) -> Options:
     for name, value in options.items():
         if isinstance(value, Tensor):
             raise ValueError(
@@ -220,6 +229,9 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
         none = {"filter_eps": None, "filter_unbiased": False, "filter_mass": None, "filter_if_faster": False}
         options = {**options, **none}
     return Options(**options)
+
+
+_known_options = lru_cache(maxsize=1024, typed=True)(_checked_options)  # the checks take as long as a small kernel
 
 
 def check_inputs(

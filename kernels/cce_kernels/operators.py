@@ -16,9 +16,10 @@ from torch import Tensor
 from .backends import backend_of
 from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
 from .filter_rule import FilterStats
-from .options import Options
+from .options import Options, options_of
 from .planner import Plan, Problem
-from .row_math import assemble_loss, reduce_loss
+from .row_math import assemble_loss
+from .runtime.devices import kernels_on
 
 # The fields of Options in order: the last inputs of most operators.
 OPTIONS = (
@@ -54,9 +55,9 @@ def _cross_entropy(
 
     The state is empty if no gradient is wanted.
     """
-    o = Options(*options)
+    o = options_of(*options)
     backend = backend_of(e)
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    with kernels_on(e):
         # Before any computation, because it refuses a workspace that is too small.
         plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
         o = o if plan is None else plan.options(o)
@@ -73,7 +74,7 @@ def _cross_entropy(
             rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
         else:
             rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
-        loss, counted = reduce_loss(assemble_loss(rows, columns, o), targets, ignore_index, reduction)
+        loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction)
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
         return loss, rows.lse, metrics, []
@@ -93,7 +94,7 @@ _cross_entropy_op = torch.library.custom_op(
 
 @_cross_entropy_op.register_fake
 def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, with_lse, with_metrics, needs, *options):
-    o = Options(*options)
+    o = options_of(*options)
     plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
     lse = e.new_empty(e.shape[0], dtype=torch.float32)
     loss = torch.empty_like(lse) if reduction == "none" else lse.new_empty(())
@@ -137,9 +138,9 @@ def _recompute(
 
     grad_rows: () or (N,), dL/d(row loss).
     """
-    o = Options(*options)
+    o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    with kernels_on(e):
         a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         bias = None if bias is None else bias.contiguous()
         grads = backend_of(e).backward(
@@ -183,9 +184,9 @@ def _gather(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of e and c from the filter's lists (filter/gather.py); empty where no dtype is given."""
-    o = Options(*options)
+    o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    with kernels_on(e):
         a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         grads = backend_of(e).gather.backward(
             e, c, columns, lse, a, b, state, width, o, (dtype_e, dtype_c), main_grad_c, recorder
@@ -227,7 +228,7 @@ def _finish_stored(
     state from SUMS on, written. They are separate because torch.compile copies every tensor that an operator may write
     to.
     """
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    with kernels_on(e):
         backend_of(e).three_products.backward(
             e, c, columns, scale, rows, [*held, *sums], main_grad_c, grad_lse=grad_lse
         )
@@ -253,7 +254,7 @@ def _keep(ctx, inputs) -> None:
 def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     e, c, bias, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
-    o = Options(*ctx.options)
+    o = options_of(*ctx.options)
     plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
     assert plan is not None
     options = plan.options(o).values()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
+from typing import Any
 
 MIB = 2**20
 DEFAULT_WORKSPACE_MIB = 256
@@ -117,3 +119,9 @@ class Options:
             least_mib = -(-(fixed_bytes + min(multiple, vocab) * bytes_per_column) // MIB)
             raise WorkspaceTooSmall(self.workspace_mib, least_mib)
         return max(multiple, width // multiple * multiple)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def options_of(*values: Any) -> Options:
+    """Options from the values of their fields. Cached, because checking them takes as long as a small kernel."""
+    return Options(*values)

@@ -75,7 +75,7 @@ def reference_linear_cross_entropy(
     precise = torch.logaddexp(others - z_target.detach(), torch.zeros_like(others))
     nll = where_it_counts(loss + (precise - loss.detach()), columns)
     rows = assemble_loss(Rows(lse, nll, z_target - z.mean(dim=1)), columns, o)
-    loss, _ = reduce_loss(rows, targets, ignore_index, reduction)
+    loss, _ = reduce_loss(rows, columns, reduction)
     return loss.reshape(shape if reduction == "none" else ()), lse.reshape(shape)
 
 

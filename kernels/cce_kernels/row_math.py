@@ -64,17 +64,16 @@ def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[st
     return {"accuracy": accuracy, "entropy": entropy}
 
 
-def reduce_loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
+def reduce_loss(rows: Tensor, columns: Tensor, reduction: str) -> tuple[Tensor, Tensor | None]:
     """The row losses (N,), their sum, or their mean over the rows that are not ignored (0 if all are ignored).
 
-    The second value is the mean's divisor, or None.
+    columns: (N,) int64, each row's target column. The second value is the mean's divisor, () int64, or None.
     """
     if reduction == "none":
         return rows, None
     if reduction == "sum":
         return rows.sum(), None
-    counts = torch.ne(targets, ignore_index, out=torch.empty_like(targets))  # integers, because sum() copies bools
-    counted = counts.sum().clamp_(min=1)
+    counted = (columns != IGNORED).sum().clamp_(min=1)
     return rows.sum() / counted, counted
 
 

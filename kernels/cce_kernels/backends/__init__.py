@@ -48,7 +48,7 @@ def without_values(x: Tensor) -> bool:
 
 def backend_of(x: Tensor) -> ModuleType:
     """The backend of x's device: a module with target_columns, find_targets, prepare, plan, forward, backward,
-    row_coefficients, mean_logits and filter_figures.
+    reduce_loss, row_coefficients, mean_logits and filter_figures.
 
     with_triton.py also has settle, three_products, select and gather, for plans that only it makes.
     """

@@ -37,7 +37,6 @@ def backward(
     """
     vocab = c.shape[0]
     filtering, exact = None, None
-    kept = dropped = torch.zeros_like(lse)[None]
     need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
     if o.filters(dtypes[0] is not None, need_c):
         if rule is None:
@@ -54,5 +53,7 @@ def backward(
         sample = filtering.rule.sample(columns, e.shape[1], vocab)
         add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, o, grads[0], grad_c, grads[2], room(o))
     if stats is not None:
+        if filtering is None:
+            kept = dropped = torch.zeros_like(lse)[None]
         stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b)
     return grads

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, power_of_2
 from .kahan import read_sum, write_sum
+from .target_order import order_by_target
 
 PLACES = 16  # rows, sorted by target, that one program adds up
 
@@ -135,30 +136,17 @@ def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lo
     )
 
 
-def sort_by_target(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """The target columns (N,) int32 in ascending order, and the rows (N,) int64 in that order."""
-    keys, order = columns.to(torch.int32).sort(stable=True)
-    return keys, order
-
-
-def tile_bounds(keys: Tensor, vocab: int, rows: int) -> Tensor:
-    """Where in `keys` (N,), from `sort_by_target`, the targets of each tile of `rows` vocabulary entries begin:
-    (tiles + 1,) int32."""
-    edges = torch.arange(0, (cdiv(vocab, rows) + 1) * rows, rows, dtype=keys.dtype, device=keys.device)
-    return torch.searchsorted(keys, edges, out_int32=True)
-
-
-def add_by_target(
-    e: Tensor, keys: Tensor, order: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None
-) -> None:
+def add_by_target(e: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
     """out[v] += Σ coefficient_i e_i over the rows whose target is v.
 
     Args:
         e: (N, D). coefficient: (N,) fp32.
-        keys, order: from `sort_by_target`; rows with negative keys are left out.
+        columns: (N,) int64, each row's target column; rows with negative columns are left out.
         out: (V, D), a sum. lost: (V, D) int8, its rounding error, or None.
     """
     n_rows, dim = e.shape
+    keys, order = columns.new_empty(n_rows, dtype=torch.int32), torch.empty_like(columns)
+    order_by_target(columns, keys, order)
     block_d = min(256, power_of_2(dim))  # dimensions of one warp, so that no sum crosses warps
     programs = cdiv(n_rows, PLACES)
     spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)

@@ -19,9 +19,10 @@ from ..backends import backend_of
 from ..derivative import differentiable, empty_gradient, stored_dtypes, used_up
 from ..filter_rule import FilterStats, Rule
 from ..operators import OPTIONS
-from ..options import Options
+from ..options import Options, options_of
 from ..planner import Plan, Problem
 from ..row_math import IGNORED, Rows, assemble_loss, where_it_counts
+from ..runtime.devices import kernels_on
 from .sharding import Gathered, Reduced, Same, Spread, chunk_rows, process_group
 
 # The inputs of ../operators.py, but without a reduction: these operators return row losses, which api.py sums.
@@ -59,8 +60,8 @@ def _forward(
 
     With `own` they cover the rank's own rows. The state is empty if no gradient is wanted.
     """
-    o, backend = Options(*options), backend_of(e)
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    o, backend = options_of(*options), backend_of(e)
+    with kernels_on(e):
         plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
         o = plan.options(o)
         spread = Spread.of(group, shards, own).by_chunks(plan.rows)
@@ -109,7 +110,7 @@ def _(
     e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, group, shards, own,
     *options,
 ):  # fmt: skip
-    o, backend = Options(*options), backend_of(e)
+    o, backend = options_of(*options), backend_of(e)
     plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
     losses = e.new_empty(e.shape[0], dtype=torch.float32)
     metrics = losses.new_empty((e.shape[0], 2) if with_metrics else (0, 0))
@@ -221,7 +222,7 @@ def _finish_stored(
     """
     stored, state = backend_of(e).three_products, [*held, *sums]
     spread = replace(Spread.of(group, shards, own), chunk=chunk)
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    with kernels_on(e):
         if scale.dim():
             scale, grad_lse, same = _upstream(spread, scale, grad_lse)
         else:
@@ -280,8 +281,8 @@ def _recompute(
     With `own` the gradient of e covers this rank's rows. The signature is wide because a custom operator of torch takes
     no objects.
     """
-    o, spread = Options(*options), Spread.of(group, shards, own)
-    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
+    o, spread = options_of(*options), Spread.of(group, shards, own)
+    with kernels_on(e):
         grad_rows, grad_lse, same = _upstream(spread, grad_rows, grad_lse)
         a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
@@ -339,7 +340,7 @@ def _keep(ctx, inputs) -> None:
 def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     e, c, bias, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
     (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
-    o = Options(*ctx.options)
+    o = options_of(*ctx.options)
     plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     grad_rows = torch.zeros_like(lse) if grad_rows is None else grad_rows

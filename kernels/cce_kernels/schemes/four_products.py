@@ -33,7 +33,7 @@ from ..kernels.logit_gradient import Filter, gradient_of_chunk, parts
 from ..kernels.logits import target_logits
 from ..kernels.matmul import product
 from ..kernels.row_coefficients import Peak
-from ..kernels.target_gradient import add_by_target, sort_by_target, target_rows
+from ..kernels.target_gradient import add_by_target, target_rows
 from ..options import Options
 from ..runtime.tiles import cdiv
 
@@ -127,7 +127,7 @@ def gradients(
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak.value).to(dtype_bias)
     del dz, workspace  # frees their memory for the sort
     if at_target is not None and out_c is not None:
-        add_by_target(e, *sort_by_target(columns), at_target * scale, out_c, None)
+        add_by_target(e, columns, at_target * scale, out_c, None)
     if sum_e is None:
         return None, grad_c, grad_bias
     result = sum_e.result()

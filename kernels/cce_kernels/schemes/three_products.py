@@ -37,7 +37,7 @@ from ..kernels.logits import exponentials, target_logits
 from ..kernels.matmul import RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
-from ..kernels.target_gradient import sort_by_target, tile_bounds
+from ..kernels.target_order import order_by_target
 from ..options import Options
 from ..planner import lent_rows, splits_for
 from ..row_math import Rows, empty_metrics
@@ -119,9 +119,9 @@ def forward(
         height = chunk.stop - first
         if arrive is not None:
             arrive(chunk)
-        e_i, columns_i = e[chunk], columns[chunk]
-        z_i = target_logits(e_i, c, None, columns_i, o) if z_target is None else z_target[chunk]
-        w_i = w[:height, : c.shape[0]]
+        e_i, columns_i = _of(chunk, e), _of(chunk, columns)
+        z_i = target_logits(e_i, c, None, columns_i, o) if z_target is None else _of(chunk, z_target)
+        w_i = _corner(w, height, c.shape[0])
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
             state = empty_state(e, c, rows, dtypes, o, w, with_lse)
@@ -129,8 +129,8 @@ def forward(
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
-        part = Rows(lse[chunk], nll[chunk], None, empty_metrics(z_i, with_metrics), largest)
-        gradient = Gradient(w_i, factor[chunk], coefficient[chunk], of_lse)
+        part = Rows(_of(chunk, lse), _of(chunk, nll), None, empty_metrics(z_i, with_metrics), largest)
+        gradient = Gradient(w_i, _of(chunk, factor), _of(chunk, coefficient), of_lse)
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
@@ -138,9 +138,8 @@ def forward(
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, state, chunk)
-    if dtypes[1] is not None:  # last, because sorting takes many small launches and only the backward pass needs it
-        state[KEYS], state[ORDER] = sort_by_target(columns)
-        state[BOUNDS] = tile_bounds(state[KEYS], c.shape[0], tiles_for(e, dim).rows)
+    if dtypes[1] is not None:  # last, because only the backward pass needs it
+        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, dim).rows)
     return Rows(lse, nll, None, metrics), state
 
 
@@ -174,16 +173,17 @@ def backward(
         factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, of_lse)
         end = None
     last = slice(first, n_rows)
-    w = w[: n_rows - first, : c.shape[0]]
+    w = _corner(w, n_rows - first, c.shape[0])
 
     def finish_e(part: slice) -> None:
         if part.start == part.stop:
             return
-        parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
+        parts = _of(part, grad_e)[None] if parts_e is None else parts_e[:, part]
         block_d = min(256, power_of_2(dim))
         hidden_kernel[(cdiv(part.stop - part.start, 16), cdiv(dim, block_d))](
-            parts, None if lost_e is None else lost_e[part], c, columns[part], factor[part], coefficient[part], end,
-            grad_e[part], c.stride(0), parts.stride(0), parts.shape[1], dim, parts.shape[0], 16, block_d,
+            parts, None if lost_e is None else lost_e[part], c, _of(part, columns), _of(part, factor),
+            _of(part, coefficient), end, _of(part, grad_e), c.stride(0), parts.stride(0), parts.shape[1], dim,
+            parts.shape[0], 16, block_d,
         )  # fmt: skip
         if finished is not None:
             finished(part)
@@ -192,21 +192,23 @@ def backward(
     terms_c = TargetTerms(keys, order, bounds, coefficient, e)
     lent = None
     if first == 0 and main_grad_c is None and grad_c is not None and grad_c.dtype == e.dtype:
-        lent = lent_rows(n_rows, dim, len(c))
-    scaled = None if grad_c is None else _scaled(e[last], factor[last], None if lent is None else grad_c[lent])
+        lent = lent_rows(n_rows, dim, c.shape[0])
+    scaled = None
+    if grad_c is not None:
+        scaled = _scaled(_of(last, e), _of(last, factor), None if lent is None else grad_c[lent])
     if grad_e is not None:
         if finished is not None:
             finish_e(slice(0, first))
         if parts_e is None:
-            terms = RowTerms(factor[last], coefficient[last], columns[last], c)
-            product(w, c, grad_e[last], scale=end, row_terms=terms)
+            terms = RowTerms(_of(last, factor), _of(last, coefficient), _of(last, columns), c)
+            product(w, c, _of(last, grad_e), scale=end, row_terms=terms)
         else:
             product(w, c, parts_e[:, last])
     if grad_c is not None:
         assert scaled is not None
         own = grad_c if lent is None else grad_c[: lent.start]
         product(
-            w[:, : len(own)], scaled, own, lost_c,
+            _corner(w, w.shape[0], own.shape[0]), scaled, own, lost_c,
             transpose_a=True, read=first > 0, scale=end, into=main_grad_c, beside=grad_e is not None,
             target_terms=terms_c,
         )  # fmt: skip
@@ -236,7 +238,7 @@ def empty_state(
 
     w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
     (2, N) if log-sum-exps may get gradients, see `Gradient`. keys, order: (N,) the rows sorted by target. bounds:
-    (tiles of dC + 1,), see `tile_bounds`. parts: (splits, N, D) fp32, parts of w C. Then value and rounding error
+    (tiles of dC + 1,), see `order_by_target`. parts: (splits, N, D) fp32, parts of w C. Then value and rounding error
     (`lost`) of dE's and of dC's sum.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
@@ -272,6 +274,17 @@ def _scaled(e: Tensor, factor: Tensor, lent: Tensor | None = None) -> Tensor:
     if lent is None:
         lent = e.new_empty(e.shape[0], cdiv(e.shape[1], 64) * 64)[:, : e.shape[1]]
     return torch.mul(e, factor[:, None], out=lent)
+
+
+# A slice takes some µs on the host, also one that covers everything.
+def _of(part: slice, x: Tensor) -> Tensor:
+    """The rows `part` of x."""
+    return x if part.start == 0 and part.stop == x.shape[0] else x[part]
+
+
+def _corner(x: Tensor, rows: int, cols: int) -> Tensor:
+    """The first rows and columns of x."""
+    return x if x.shape[0] == rows and x.shape[1] == cols else x[:rows, :cols]
 
 
 def _present(state: list[Tensor]) -> list:

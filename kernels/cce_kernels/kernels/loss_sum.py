@@ -1,0 +1,58 @@
+"""The sum or the mean of the row losses in one launch; row_math.reduce_loss takes five for the mean.
+
+One program adds the rows up in one order. So two calls give the same bits.
+
+Cost: reads 12 N bytes, in one program: about 20 µs for 131,072 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..row_math import IGNORED
+from ..runtime.launch import quick
+from ..runtime.tiles import power_of_2
+
+BLOCK = 8192  # rows that the program reads at a time
+
+
+@quick
+@triton.jit(do_not_specialize=["N"])
+def loss_sum_kernel(
+    rows_ptr,  # (N,) fp32, the row losses
+    columns_ptr,  # (N,) int64, each row's target column (row_math.py)
+    loss_ptr,  # () fp32, written
+    counted_ptr,  # () int64, the mean's divisor, written; or None: the sum
+    N,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of the row losses, or their mean over the rows that are not ignored (0 if all are ignored)."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    counted = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, N, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        total += tl.load(rows_ptr + rows, mask=rows < N, other=0.0)
+        if counted_ptr is not None:
+            column = tl.load(columns_ptr + rows, mask=rows < N, other=IGNORED)
+            counted += (column != IGNORED).to(tl.int32)
+    loss = tl.sum(total, axis=0)
+    if counted_ptr is not None:
+        divisor = tl.maximum(tl.sum(counted, axis=0), 1)
+        loss = tl.div_rn(loss, divisor.to(tl.float32))
+        tl.store(counted_ptr, divisor.to(tl.int64))
+    tl.store(loss_ptr, loss)
+
+
+def reduce_loss(rows: Tensor, columns: Tensor, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """The same as `row_math.reduce_loss`."""
+    if reduction == "none":
+        return rows, None
+    loss = rows.new_empty(())
+    counted = columns.new_empty(()) if reduction == "mean" else None
+    block = min(BLOCK, max(1024, power_of_2(rows.shape[0])))
+    loss_sum_kernel[(1,)](rows, columns, loss, counted, rows.shape[0], IGNORED, block, num_warps=16)
+    return loss, counted
