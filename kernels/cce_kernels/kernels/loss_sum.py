@@ -7,7 +7,6 @@ Cost: reads 12 N bytes, in one program: about 20 µs for 131,072 rows.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
