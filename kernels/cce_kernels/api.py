@@ -156,9 +156,8 @@ def linear_cross_entropy(
     needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     if flat.numel():
         loss, lse, metrics = cross_entropy(
-            e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
-            reduction, return_lse, return_metrics,
-            needs, *options.values(),
+            e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index,
+            product_dtype(e, c), reduction, return_lse, return_metrics, needs, *options.values(),
         )  # fmt: skip
     else:  # no rows: zeros that still depend on every input, so that autograd gives each one a gradient
         lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)

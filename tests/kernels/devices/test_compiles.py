@@ -72,6 +72,7 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         "rows_kernel",
         "product_kernel",
         "hidden_kernel",
+        "target_order_kernel",
     }
     assert names == expected
     for name, kernel in compiled:
@@ -90,7 +91,13 @@ def test_rows_with_gradients_of_their_own_compile_for_hopper(compiled, dim):
 def test_targets_apart_compile_for_hopper(compiled, dtype_e):
     launch_all(Case("apart", dtype=BF16, **PLAIN), dtypes=(dtype_e, FP32, None))
     targets = {name: kernel for name, kernel in compiled if "target" in name}
-    assert set(targets) == {"target_logits_kernel", "target_rows_kernel", "targets_kernel", "spilled_targets_kernel"}
+    assert set(targets) == {
+        "target_logits_kernel",
+        "target_rows_kernel",
+        "targets_kernel",
+        "spilled_targets_kernel",
+        "target_order_kernel",
+    }
     for name, kernel in targets.items():
         check_resources(name, kernel, BF16)
 
