@@ -221,6 +221,7 @@ def _finish_stored(
     sums: list[Tensor],
     main_grad_c: Tensor | None,
     stats: Tensor | None,
+    *options: Any,
 ) -> None:
     """Finish the sums of both gradients in place, times scale () or (N,).
 
@@ -230,7 +231,7 @@ def _finish_stored(
     """
     with kernels_on(e):
         backend_of(e).three_products.backward(
-            e, c, columns, scale, rows, [*held, *sums], main_grad_c, grad_lse=grad_lse
+            e, c, columns, scale, rows, [*held, *sums], main_grad_c, options_of(*options), grad_lse=grad_lse
         )
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
@@ -241,7 +242,7 @@ _finish_stored_op = torch.library.custom_op(
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
     schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, int rows, Tensor[] held, "
-    "Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats) -> ()",
+    f"Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, {OPTIONS}) -> ()",
 )
 
 
@@ -265,7 +266,9 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
             ctx.finished, state = True, used_up(state)
         stored = backend_of(e).three_products
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
-        finish_stored(grad_rows, grad_lse, e, c, columns, plan.rows, held, sums, main_grad_c, stats)
+        finish_stored(
+            grad_rows, grad_lse, e, c, columns, plan.rows, held, sums, main_grad_c, stats, *options
+        )  # fmt: skip
         return state[stored.GRAD_E], state[stored.GRAD_C], None
     if plan.capacity:
         return *gather(

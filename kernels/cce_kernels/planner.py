@@ -95,6 +95,7 @@ class Problem(NamedTuple):
     main_grad: whether dC is added to the caller's fp32 buffer.
     uniform: whether all row losses have the same upstream gradient, and the log-sum-exps none. Otherwise three products
         take one chunk: the forward pass multiplies every chunk but the last, before upstream gradients are known.
+    sharded: whether C is one rank's part of the vocabulary.
     """
 
     n_rows: int
@@ -106,6 +107,7 @@ class Problem(NamedTuple):
     main_grad: bool
     uniform: bool
     has_bias: bool
+    sharded: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -157,7 +159,10 @@ def most_splits(row_tiles: int, programs: int) -> int:
 
 
 def _storable(p: Problem, o: Options) -> bool:
-    plain = not p.has_bias and o.filter_eps is None and not o.label_smoothing
+    # Without a softcap, label smoothing has rank one (kernels/smoothing.py). Stand-in targets of shards would take a
+    # share.
+    smoothed = o.label_smoothing > 0 and (o.softcap is not None or p.sharded)
+    plain = not p.has_bias and o.filter_eps is None and not smoothed
     # fp16 has too narrow a range for exponentials that no row maximum scales, and for gradients that hold their sums.
     held = (p.grad_e, None if p.main_grad else p.grad_c)
     return plain and p.dtype == torch.bfloat16 and torch.float16 not in held

@@ -277,7 +277,7 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     buffer = torch.randn(c.shape, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
     result, state = three_products.forward(e, c, targets, rows, dtypes, True, o)
-    three_products.backward(e, c, targets, scale, rows, state, buffer)
+    three_products.backward(e, c, targets, scale, rows, state, buffer, o)
     grad_e, grad_c = state[three_products.GRAD_E].to(dtype), state[three_products.GRAD_C].to(dtype)
     if buffer is not None and before is not None:
         grad_c = buffer - before

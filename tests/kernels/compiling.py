@@ -77,7 +77,7 @@ def launch_all(
         stored = with_triton.three_products
         state = stored.forward(e, c, columns, rows, dtypes[:2], with_metrics, options, with_lse=with_lse)[1]
         upstream = (ones, ones) if with_lse else (ones[0], None)
-        stored.backward(e, c, targets, upstream[0], rows, state, None, grad_lse=upstream[1])
+        stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1])
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])

@@ -36,6 +36,11 @@ STORED_OPTIONS = [
     Stored("lse", {"reduction": "sum"}, lse=True),
     Stored("row_losses-lse", {"reduction": "none", "z_loss": 1e-3, "logit_scale": 1.4}, lse=True),
     Stored("row_losses-lse-softcap", {"reduction": "none", "softcap": 30.0}, lse=True),
+    Stored("smoothed", {"label_smoothing": 0.1}),
+    Stored("smoothed-chunks", {"label_smoothing": 0.1, "reduction": "sum"}, rows=128),
+    Stored("smoothed-chunks-fp32", {"label_smoothing": 0.3}, FP32, rows=128),
+    Stored("smoothed-main_grad", {"label_smoothing": 1.0, "logit_scale": 0.5}, rows=128, main_grad=True),
+    Stored("smoothed-row_losses-lse", {"label_smoothing": 0.1, "reduction": "none", "logit_scale": 1.4}, lse=True),
 ]
 
 

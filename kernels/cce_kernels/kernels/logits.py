@@ -220,8 +220,9 @@ def _target_logits(
 class Sums:
     """Partial sums over the vocabulary, fp32, one for each split.
 
-    w: (splits, N) sums of w. z: (splits, N) sums of the logits, for label smoothing; else None. metrics: (2, splits, N)
-    the largest logit except the target's, and the sum of w (z − z_target); None unless metrics are wanted.
+    w: (splits, N) sums of w. z: (splits, N) sums of the logits, for label smoothing with a softcap; else None. metrics:
+    (2, splits, N) the largest logit except the target's, and the sum of w (z − z_target); None unless metrics are
+    wanted.
     """
 
     w: Tensor
@@ -248,7 +249,7 @@ def exponentials(
         unread: () int32 or None; where 1, nothing reads w, and it need not be written.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    with_z = o.label_smoothing > 0
+    with_z = o.label_smoothing > 0 and o.softcap is not None  # else smoothing.py knows the mean
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
     tiles = hopper_tiles(dim) if on_hopper else logits_tiles(e)
     programs = multiprocessors(e) * tiles.resident

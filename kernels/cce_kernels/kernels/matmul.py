@@ -49,6 +49,13 @@ class TargetTerms(NamedTuple):
     e: Tensor  # (N, COLS) bf16
 
 
+class RankOne(NamedTuple):
+    """A matrix that is added to a product: out_ij += left_i right_j (smoothing.py)."""
+
+    left: Tensor | None  # (M,) fp32; None for ones
+    right: Tensor  # (COLS,) fp32
+
+
 _NO_ROW_TERMS, _NO_TARGET_TERMS = (None,) * 4, (None,) * 5
 
 
@@ -72,6 +79,8 @@ def product_kernel(
     bounds_ptr,
     coefficient_ptr,
     e_ptr,
+    left_ptr,  # this pointer and the next are RankOne, or None
+    right_ptr,
     c_stride,  # from one row of c to the next
     e_stride,  # from one row of e to the next
     M,
@@ -118,7 +127,7 @@ def product_kernel(
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time takes fewer registers, and less shared memory to reorder the values for the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
-        for_rows = (factor_ptr, row_coefficient_ptr, columns_ptr, c_ptr, c_stride)
+        for_rows = (factor_ptr, row_coefficient_ptr, columns_ptr, c_ptr, c_stride, left_ptr, right_ptr)
         _store(
             left, offsets, rows, M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows, HALF, READ,
             KEEP,
@@ -157,7 +166,7 @@ def _add_targets(
 @triton.jit
 def _finish_rows(total, rows, M, cols, COLS, for_rows):
     """factor · total + coefficient · C[column] of each row."""
-    factor_ptr, coefficient_ptr, columns_ptr, c_ptr, c_stride = for_rows
+    factor_ptr, coefficient_ptr, columns_ptr, c_ptr, c_stride, _left_ptr, _right_ptr = for_rows
     inside = rows < M
     factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
     coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
@@ -181,6 +190,11 @@ def _store(
         total *= tl.load(times_ptr)
     if for_rows[0] is not None:
         total = _finish_rows(total, rows, M, cols, COLS, for_rows)
+    if for_rows[6] is not None:
+        added = tl.load(for_rows[6] + cols, mask=cols < COLS, other=0.0)[None, :]
+        if for_rows[5] is not None:
+            added = tl.load(for_rows[5] + rows, mask=rows < M, other=0.0)[:, None] * added
+        total += added
     if READ:
         total += read_sum(out_ptr + offsets, lost_ptrs, mask)
     if scale_ptr is not None:
@@ -209,6 +223,7 @@ def product(
     active: Tensor | None = None,
     row_terms: RowTerms | None = None,
     target_terms: TargetTerms | None = None,
+    rank_one: RankOne | None = None,
 ) -> None:
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
 
@@ -222,10 +237,10 @@ def product(
         beside: whether this product may run beside the one launched just before it, on which it must not depend.
         active: () int32; where 0, the kernel does nothing. None: it always computes.
         row_terms: finish each row of a product that is not a sum over launches.
-        target_terms: are added to a product whose summed dimension is not split.
+        target_terms, rank_one: are added to a product whose summed dimension is not split.
     """
     assert row_terms is None or not read
-    assert target_terms is None or out.dim() == 2
+    assert (target_terms is None and rank_one is None) or out.dim() == 2
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
     tiles = tiles_for(a, cols)
@@ -235,7 +250,7 @@ def product(
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, scale, times, active,
-        *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS),
+        *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS), *(rank_one or (None, None)),
         0 if row_terms is None else row_terms.c.stride(0), 0 if target_terms is None else target_terms.e.stride(0),
         n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),

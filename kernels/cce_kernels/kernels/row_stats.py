@@ -27,6 +27,7 @@ from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, inner_of
 from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p
 from .logits import Sums, exponentials, target_logits
+from .smoothing import column_sum, mean_of_logits
 from .softcap import softcap_slope
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -61,6 +62,7 @@ def rows_kernel(
     logit_scale,
     softcap,
     z_loss,
+    label_smoothing,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,8 +160,9 @@ def rows_kernel(
         slope = 1.0
         if HAS_SOFTCAP:
             slope = softcap_slope(z_target, softcap)
+        of_target = of_lse * p_target - b * (rest - label_smoothing)
         tl.store(factor_ptr + rows, a / total, mask=inside)
-        tl.store(coefficient_ptr + rows, tl.where(apart, (of_lse * p_target - b * rest) * slope, 0.0), mask=inside)
+        tl.store(coefficient_ptr + rows, tl.where(apart, of_target * slope, 0.0), mask=inside)
         if of_lse_ptr is not None:
             tl.store(of_lse_ptr + rows, logit_scale / total, mask=inside)
             tl.store(of_lse_ptr + N + rows, tl.where(apart, logit_scale * p_target * slope, 0.0), mask=inside)
@@ -218,8 +221,8 @@ def finish_rows(
         e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
         factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
-        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), ROWS, ROWS, inner_of(e.dtype),
-        o.softcap is not None, num_warps=4,
+        float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,
+        inner_of(e.dtype), o.softcap is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -237,7 +240,11 @@ def forward(
     if z_target is None:
         z_target = target_logits(e, c, bias, columns, o)
     sums = exponentials(e, c, bias, columns, z_target, None, with_metrics, o)
-    z_above_mean = None if sums.z is None else z_target - sums.z.sum(dim=0) / c.shape[0]
+    z_above_mean = None
+    if sums.z is not None:
+        z_above_mean = z_target - sums.z.sum(dim=0) / c.shape[0]
+    elif o.label_smoothing:
+        z_above_mean = z_target - mean_of_logits(e, column_sum(c), bias, c.shape[0], o)
     largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
     metrics = empty_metrics(z_target, with_metrics)
     rows = Rows(torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, metrics, largest)

@@ -230,7 +230,7 @@ def _finish_stored(
             scale = same.or_nothing(scale)
         reduced, grad_e = Reduced(spread), state[stored.GRAD_E]
         stored.backward(
-            e, c, here, scale, chunk, state, main_grad_c, lambda part: reduced.add(grad_e, part), grad_lse
+            e, c, here, scale, chunk, state, main_grad_c, Options(), lambda part: reduced.add(grad_e, part), grad_lse
         )  # fmt: skip
         total = reduced.result() if grad_e.numel() else grad_e
         if same is not None:
@@ -422,6 +422,6 @@ def _plan(
     problem = Problem(
         int(e.shape[0]) * (len(shards) if own else 1), int(e.shape[1]), max(shards), dtype,
         torch.float32 if needs[0] else None, dtype_c if needs[1] else None, main_grad_c is not None, uniform,
-        bias is not None,
+        bias is not None, sharded=True,
     )  # fmt: skip
     return replace(backend_of(e).plan(problem, e, o), exact=exact)

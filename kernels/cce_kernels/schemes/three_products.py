@@ -18,8 +18,9 @@ both.
 Memory: 2 V bytes a row of a chunk, and 2 D bytes for its row of e times its factor. With several chunks, 1 byte an
 entry of dC and of dE, none where these are fp32. w C also takes `splits` fp32 copies where a chunk has too few tiles to
 occupy every multiprocessor (planner.splits_for).
-Serves bf16 operands without bias, filter or label smoothing. Rows with upstream gradients of their own, or log-sum-exps
-with gradients, take one chunk: its products come after these gradients are known.
+Label smoothing without a softcap adds terms of rank one (kernels/smoothing.py).
+Serves bf16 operands without bias, filter, or label smoothing with a softcap. Rows with upstream gradients of their own,
+or log-sum-exps with gradients, take one chunk: its products come after these gradients are known.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from torch import Tensor
 from ..accumulator import Accumulator
 from ..kernels.kahan import read_sum, write_sum
 from ..kernels.logits import exponentials, target_logits
-from ..kernels.matmul import RowTerms, TargetTerms, product
+from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
+from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
 from ..kernels.target_order import order_by_target
 from ..options import Options
 from ..planner import lent_rows, splits_for
@@ -54,6 +56,8 @@ def hidden_kernel(
     columns_ptr,  # (N,) int64, each row's target column, negative for none
     factor_ptr,  # (N,) fp32, what w C is multiplied by
     coefficient_ptr,  # (N,) fp32, what the target's row of C is multiplied by
+    left_ptr,  # (N,) fp32, and the next: `RankOne`; or both None
+    right_ptr,  # (D,) fp32
     scale_ptr,  # () fp32, dL/dloss; None if factor and coefficient hold it
     out_ptr,  # (N, D), written; the same memory as part_ptr's with one split
     c_stride,
@@ -64,7 +68,7 @@ def hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dE = scale · (factor · (w C) + coefficient · C_target)."""
+    """dE = scale · (factor · (w C) + coefficient · C_target + left · right)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
@@ -80,6 +84,9 @@ def hidden_kernel(
     c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
     factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
     total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
+    if right_ptr is not None:
+        left = tl.load(left_ptr + rows, mask=rows < N, other=0.0)
+        total += left[:, None] * tl.load(right_ptr + dims, mask=dims < D, other=0.0)[None, :]
     if scale_ptr is not None:
         total *= tl.load(scale_ptr)
     write_sum(total, out_ptr + offsets, None, mask)
@@ -125,7 +132,7 @@ def forward(
         sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
             state = empty_state(e, c, rows, dtypes, o, w, with_lse)
-            _, factor, coefficient, of_lse, *_ = _present(state)
+            _, factor, coefficient, of_lse, c_sum, *_ = _present(state)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
@@ -140,7 +147,11 @@ def forward(
             _add_products(w_i, e_i, c, state, chunk)
     if dtypes[1] is not None:  # last, because only the backward pass needs it
         order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, dim).rows)
-    return Rows(lse, nll, None, metrics), state
+    z_above_mean = None
+    if c_sum is not None:
+        assert z_target is not None
+        z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), None, c.shape[0], o)
+    return Rows(lse, nll, z_above_mean, metrics), state
 
 
 def backward(
@@ -151,6 +162,7 @@ def backward(
     rows: int,
     state: list[Tensor],
     main_grad_c: Tensor | None,
+    o: Options,
     finished: Callable[[slice], None] | None = None,
     grad_lse: Tensor | None = None,
 ) -> None:
@@ -160,11 +172,13 @@ def backward(
         e, c, columns, rows: as for `forward`.
         scale: () fp32, dL/dloss; or (N,), dL/d(row loss), with one chunk.
         state: from `forward`; overwritten.
+        o: as for `forward`.
         finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
             but the last, and comes before the last chunk's products.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
-    w, factor, coefficient, of_lse, keys, order, bounds, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, *sums = _present(state)
+    parts_e, grad_e, lost_e, grad_c, lost_c = sums
     n_rows, dim = e.shape
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
@@ -172,6 +186,10 @@ def backward(
         assert first == 0
         factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, of_lse)
         end = None
+    share = smooth_c = None
+    if c_sum is not None:
+        share = smoothed_share(scale if end is None else torch.ones_like(scale), columns, c.shape[0], o)
+        smooth_c = None if grad_c is None else RankOne(None, column_sum(e, share))
     last = slice(first, n_rows)
     w = _corner(w, n_rows - first, c.shape[0])
 
@@ -182,8 +200,8 @@ def backward(
         block_d = min(256, power_of_2(dim))
         hidden_kernel[(cdiv(part.stop - part.start, 16), cdiv(dim, block_d))](
             parts, None if lost_e is None else lost_e[part], c, _of(part, columns), _of(part, factor),
-            _of(part, coefficient), end, _of(part, grad_e), c.stride(0), parts.stride(0), parts.shape[1], dim,
-            parts.shape[0], 16, block_d,
+            _of(part, coefficient), None if share is None else share[part], c_sum, end, _of(part, grad_e),
+            c.stride(0), parts.stride(0), parts.shape[1], dim, parts.shape[0], 16, block_d,
         )  # fmt: skip
         if finished is not None:
             finished(part)
@@ -201,7 +219,8 @@ def backward(
             finish_e(slice(0, first))
         if parts_e is None:
             terms = RowTerms(_of(last, factor), _of(last, coefficient), _of(last, columns), c)
-            product(w, c, _of(last, grad_e), scale=end, row_terms=terms)
+            smooth_e = None if share is None else RankOne(share[last], c_sum)
+            product(w, c, _of(last, grad_e), scale=end, row_terms=terms, rank_one=smooth_e)
         else:
             product(w, c, parts_e[:, last])
     if grad_c is not None:
@@ -210,12 +229,15 @@ def backward(
         product(
             _corner(w, w.shape[0], own.shape[0]), scaled, own, lost_c,
             transpose_a=True, read=first > 0, scale=end, into=main_grad_c, beside=grad_e is not None,
-            target_terms=terms_c,
+            target_terms=terms_c, rank_one=smooth_c,
         )  # fmt: skip
         if lent is not None:  # those columns of w are done with: scaled e moves there, off the rows still to be written
             scaled = w[:, :dim].copy_(scaled)
             rest = TargetTerms(keys - lent.start, order, bounds[lent.start // tile :], coefficient, e)
-            product(w[:, lent.start :], scaled, grad_c[lent.start :], transpose_a=True, scale=end, target_terms=rest)
+            product(
+                w[:, lent.start :], scaled, grad_c[lent.start :], transpose_a=True, scale=end, target_terms=rest,
+                rank_one=smooth_c,
+            )  # fmt: skip
     if grad_e is not None:
         begin = 0 if finished is None else first
         if parts_e is None:  # the product has finished the last chunk's rows
@@ -227,7 +249,7 @@ def backward(
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
-KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C = 4, 5, 6, 7, 8, 10
+KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C = 5, 6, 7, 8, 9, 11
 
 
 def empty_state(
@@ -237,9 +259,9 @@ def empty_state(
     """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
 
     w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
-    (2, N) if log-sum-exps may get gradients, see `Gradient`. keys, order: (N,) the rows sorted by target. bounds:
-    (tiles of dC + 1,), see `order_by_target`. parts: (splits, N, D) fp32, parts of w C. Then value and rounding error
-    (`lost`) of dE's and of dC's sum.
+    (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
+    smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`. parts:
+    (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c = dtypes
@@ -249,6 +271,7 @@ def empty_state(
     w = _empty_exponentials(e, c, rows) if w is None else w
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
     of_lse = e.new_empty(2, n_rows, dtype=torch.float32) if with_lse else None
+    c_sum = e.new_empty(dim, dtype=torch.float32) if o.label_smoothing else None
     parts = sum_e = sum_c = keys = order = bounds = None
     if dtype_e is not None:
         splits = splits_for(height, dim, multiprocessors(e))
@@ -260,7 +283,9 @@ def empty_state(
         bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
-    return [e.new_empty(0) if x is None else x for x in (w, *row_numbers, of_lse, keys, order, bounds, parts, *sums)]
+    return [
+        e.new_empty(0) if x is None else x for x in (w, *row_numbers, of_lse, c_sum, keys, order, bounds, parts, *sums)
+    ]
 
 
 def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:

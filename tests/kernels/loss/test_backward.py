@@ -29,7 +29,8 @@ PASSES = {
     "stored_in_chunks": {"workspace_mib": 0.04},
     "stored_sum": {"reduction": "sum", "z_loss": 1e-3, "softcap": 20.0},
     "stored_fp32_sums": {"accumulate": "fp32"},
-    "recomputed": {"label_smoothing": 0.1},
+    "stored_smoothed": {"label_smoothing": 0.1},
+    "recomputed": {"label_smoothing": 0.1, "softcap": 20.0},
     "row_losses": {"reduction": "none"},
     "listed": {"filter_eps": 2.0**-10},
 }

@@ -117,6 +117,17 @@ def test_rows_with_gradients_of_their_own_take_three_products_where_one_chunk_fi
     assert found.rows == (-(-n_rows // ROW_MULTIPLE) * ROW_MULTIPLE if fits and not small else 0)
 
 
+def test_label_smoothing_takes_the_same_plan_unless_a_softcap_or_shards_forbid_it():
+    shape = SHAPES[2]
+    smoothed = chosen(shape, label_smoothing=0.1)
+    assert smoothed == chosen(shape)
+    assert smoothed.rows
+    assert not chosen(shape, label_smoothing=0.1, softcap=30.0).rows
+    problem = Problem(*shape, BF16, BF16, BF16, False, uniform=True, has_bias=False, sharded=True)
+    assert plan(problem, 132, Options()).rows
+    assert not plan(problem, 132, Options(label_smoothing=0.1)).rows
+
+
 @pytest.mark.parametrize("workspace_mib", [None, 600, 4096])
 def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_mib):
     """The second backward pass through a loss makes logits. 600 MiB hold less than 256 columns of a million rows."""
