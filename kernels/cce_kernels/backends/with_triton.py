@@ -11,7 +11,7 @@ from ..kernels.logits import find_targets
 from ..kernels.loss_sum import reduce_loss
 from ..kernels.row_coefficients import row_coefficients
 from ..kernels.row_stats import forward
-from ..kernels.target_columns import target_columns
+from ..kernels.targets.columns import target_columns
 from ..options import Options
 from ..parallel.combine import settle
 from ..planner import Plan, Problem

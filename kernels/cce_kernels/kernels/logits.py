@@ -43,7 +43,7 @@ from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, inner_of, logits_t
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .softcap import softcapped
-from .target_columns import columns_of
+from .targets.columns import columns_of
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
 ROWS = 64  # rows of a program of target_logits_kernel

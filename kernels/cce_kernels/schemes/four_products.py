@@ -10,7 +10,7 @@ products a chunk:
   * dC_chunk = dzᵀ E (kernels/matmul.py), complete after one product over all rows: fp32 in registers, rounded once.
 One program owns each output tile. So the result needs no locks or atomics and is deterministic.
 
-For an fp32 gradient, dz leaves out the targets' entries, and kernels/target_gradient.py adds them in fp32. Otherwise
+For an fp32 gradient, dz leaves out the targets' entries, and kernels/targets/gradient.py adds them in fp32. Otherwise
 p − 1 would be rounded to 16 bits, and a sum that holds p − 1 would round the tensor cores' later additions.
 
 A filter (filter_rule.py) makes dz hold only the kept entries. dz is computed twice if only one gradient is filtered.
@@ -33,7 +33,7 @@ from ..kernels.logit_gradient import Filter, gradient_of_chunk, parts
 from ..kernels.logits import target_logits
 from ..kernels.matmul import product
 from ..kernels.row_coefficients import Peak
-from ..kernels.target_gradient import add_by_target, target_rows
+from ..kernels.targets.gradient import add_by_target, target_rows
 from ..options import Options
 from ..runtime.tiles import cdiv
 

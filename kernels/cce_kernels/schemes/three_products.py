@@ -39,7 +39,7 @@ from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
 from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
-from ..kernels.target_order import order_by_target
+from ..kernels.targets.order import order_by_target
 from ..options import Options
 from ..planner import lent_rows, splits_for
 from ..row_math import Rows, empty_metrics

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cce_kernels import backends
-from cce_kernels.kernels import target_order
+from cce_kernels.kernels.targets import order as target_order
 from cce_kernels.row_math import reduce_loss
 from cce_kernels.runtime.interpreter import INTERPRETED
 from everywhere import devices

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..row_math import IGNORED, OUTSIDE
-from ..runtime.launch import quick
-from ..runtime.tiles import cdiv
+from ...row_math import IGNORED, OUTSIDE
+from ...runtime.launch import quick
+from ...runtime.tiles import cdiv
 
 BLOCK = 1024
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.launch import quick
-from ..runtime.tiles import cdiv, power_of_2
-from .kahan import read_sum, write_sum
-from .target_order import order_by_target
+from ...runtime.launch import quick
+from ...runtime.tiles import cdiv, power_of_2
+from ..kahan import read_sum, write_sum
+from .order import order_by_target
 
 PLACES = 16  # rows, sorted by target, that one program adds up
 

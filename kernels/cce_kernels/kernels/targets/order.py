@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.launch import quick
-from ..runtime.tiles import cdiv
+from ...runtime.launch import quick
+from ...runtime.tiles import cdiv
 
 MOST_COUNTED = 8192
 ROWS, BLOCK = 8, 512  # rows of a program; rows that it compares them with at a time
