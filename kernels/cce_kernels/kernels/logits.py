@@ -39,14 +39,16 @@ from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
 from ..runtime.launch import quick
 from ..runtime.tile_table import hopper_tiles
-from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, inner_of, logits_tiles, multiprocessors
+from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, logits_tiles, multiprocessors
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .softcap import softcapped
 from .targets.columns import columns_of
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
-ROWS = 64  # rows of a program of target_logits_kernel
+# target_logits_kernel: rows of a program, and what part of D it multiplies in one step, by bytes of a number. Few rows
+# and long steps, because a program waits for memory once a step.
+ROWS, INNER = 16, {2: 256, 4: 32}
 
 
 @quick
@@ -211,7 +213,8 @@ def _target_logits(
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
         e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
-        IGNORED, OUTSIDE, ROWS, inner_of(e.dtype), o.softcap is not None, skip, num_warps=4,
+        IGNORED, OUTSIDE, ROWS, INNER[e.itemsize], o.softcap is not None, skip,
+        num_warps=4, num_stages=4,
     )  # fmt: skip
     return z
 
