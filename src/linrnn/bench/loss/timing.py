@@ -54,7 +54,7 @@ def one_product(problem: Problem) -> Callable[[], None]:
     dtype = problem.compute_dtype
     weight_VD = problem.weight_VD.detach().to(dtype)
     blocks = problem.hidden_ND.detach().to(dtype).split(PRODUCT_ROWS)
-    logits = blocks[0].new_empty(len(blocks[0]), len(weight_VD))
+    logits = _aligned_logits(blocks[0], len(weight_VD))
 
     def run() -> None:
         for hidden in blocks:
@@ -70,7 +70,7 @@ def three_products(problem: Problem) -> Callable[[], None]:
     """
     dtype = problem.compute_dtype
     weight_VD, hidden_ND = (leaf.detach().to(dtype) for leaf in (problem.weight_VD, problem.hidden_ND))
-    logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD))
+    logits_NV = _aligned_logits(hidden_ND, len(weight_VD))
     grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), torch.empty_like(weight_VD)
 
     def run() -> None:
@@ -79,6 +79,13 @@ def three_products(problem: Problem) -> Callable[[], None]:
         torch.mm(logits_NV.T, hidden_ND, out=grad_weight_VD)
 
     return run
+
+
+def _aligned_logits(hidden_ND: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Memory for logits N x V whose rows begin at multiples of 128 bytes. cuBLAS takes a slow kernel where an odd V
+    would make them straddle."""
+    line = 128 // hidden_ND.itemsize
+    return hidden_ND.new_empty(len(hidden_ND), -(-vocab // line) * line)[:, :vocab]
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
