@@ -2,12 +2,14 @@
 
 from .api import PRESETS, linear_cross_entropy
 from .huggingface.patch import is_patched, patch, unpatch
+from .module import LinearCrossEntropyLoss
 from .options import WorkspaceTooSmall
 from .parallel.api import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 from .reference import reference_linear_cross_entropy
 
 __all__ = [
     "PRESETS",
+    "LinearCrossEntropyLoss",
     "WorkspaceTooSmall",
     "is_patched",
     "linear_cross_entropy",

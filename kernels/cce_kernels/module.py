@@ -1,0 +1,204 @@
+"""The loss as a torch.nn.Module, in three call orders: this package's, flash-linear-attention's and Liger's.
+
+None of the three has parameters: the head's weight is an argument of the call.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .api import linear_cross_entropy
+from .arguments import as_integer
+from .parallel.api import vocabulary_parallel_linear_cross_entropy
+
+# The keywords of linear_cross_entropy that are no tensors: what a module may store.
+OPTIONS = tuple(
+    p.name
+    for p in inspect.signature(linear_cross_entropy).parameters.values()
+    if p.kind is p.KEYWORD_ONLY and "Tensor" not in str(p.annotation)
+)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """`linear_cross_entropy` as a module: options at construction, tensors at the call.
+
+    It takes hidden states and the head's weight where torch.nn.CrossEntropyLoss takes logits.
+    """
+
+    def __init__(self, *, reduction: str = "mean", ignore_index: int = -100, **options: Any) -> None:
+        """Check and store the options.
+
+        Args:
+            reduction: "mean", "sum" or "none"; may be set on the module later, as FLA does.
+            ignore_index: targets with this value add nothing to the loss.
+            options: the other options of `linear_cross_entropy`, except tensors.
+
+        Raises:
+            TypeError: no option has this name, or a value has the wrong type.
+            ValueError: a value is out of range.
+        """
+        super().__init__()
+        for name in options:
+            if name not in OPTIONS:
+                near = difflib.get_close_matches(name, OPTIONS, n=1)
+                meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(OPTIONS)}"
+                raise TypeError(f"{name}: is no option of {type(self).__name__}{meant}")
+        self.reduction, self.ignore_index, self.options = reduction, ignore_index, options
+        row, target = torch.zeros(1, 8, device="cpu"), torch.zeros(1, device="cpu", dtype=torch.long)
+        tried = {**options, "reduction": reduction, "ignore_index": ignore_index, "shift": 0}
+        linear_cross_entropy(row, row, target, **tried)  # raises on a wrong option now, not at the first step
+        if as_integer("shift", options.get("shift", 0)) < 0:
+            raise ValueError(f"shift: must not be negative, got {options['shift']}")
+
+    def forward(self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, **tensors: Tensor) -> Any:
+        """The loss of hidden states e (..., D), weight c (V, D), targets (...) and bias (V,).
+
+        Args:
+            tensors: further tensors of `linear_cross_entropy`, such as main_grad_c.
+
+        Returns:
+            What `linear_cross_entropy` returns: the loss in fp32, or a tuple if an option return_… is set.
+        """
+        return linear_cross_entropy(
+            e, c, targets, bias=bias, **tensors, reduction=self.reduction, ignore_index=self.ignore_index,
+            **self.options,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        options = {"reduction": self.reduction, "ignore_index": self.ignore_index, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
+    """In place of `fla.modules.FusedLinearCrossEntropyLoss` (FLA 0.6.0): its options, and its order of arguments.
+
+    It fits `model.criterion` of FLA's models whose configuration says fuse_linear_cross_entropy=True.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        logit_softcapping: float | None = None,
+        num_chunks: int = 8,
+        reduction: str = "mean",
+        use_l2warp: bool = False,
+        l2_penalty_factor: float = 1e-4,
+        accumulate_grad_in_fp32: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        """Translate FLA's options; the signature is wide because FLA's is.
+
+        Args:
+            logit_scale: multiplies the product and the bias, as in FLA. logit_softcapping: `softcap`.
+            num_chunks, l2_penalty_factor: no value but FLA's default; `workspace_mib` bounds the memory here.
+            use_l2warp: must be False.
+            accumulate_grad_in_fp32: False for accumulate="bf16".
+            process_group: its ranks hold equal shards of weight and bias, and the same rows; None for one device.
+            options: further options of `linear_cross_entropy`.
+
+        The other arguments are those of `LinearCrossEntropyLoss`.
+
+        Raises:
+            TypeError, ValueError: as in `LinearCrossEntropyLoss`, or FLA's option is not supported here.
+        """
+        if use_l2warp:
+            raise ValueError("use_l2warp: must be False, this loss has no L2Warp penalty; keep FLA's loss for it")
+        _refuse("num_chunks", num_chunks, 8, "give workspace_mib, which bounds the memory here")
+        _refuse("l2_penalty_factor", l2_penalty_factor, 1e-4, "this loss has no L2Warp penalty")
+        if not accumulate_grad_in_fp32:
+            options = {"accumulate": "bf16", **options}
+        super().__init__(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
+            softcap=logit_softcapping, **options,
+        )  # fmt: skip
+        self.process_group = process_group
+
+    def forward(  # type: ignore[override]  # FLA's order
+        self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Any:
+        """The loss of x (..., D), target (...), weight (V, D) and bias (V,); with process_group the rank's V / ranks.
+
+        Returns:
+            The loss, fp32.
+        """
+        scale = self.options["logit_scale"]
+        if bias is not None and scale != 1:  # linear_cross_entropy scales the product alone
+            bias = bias.float() * scale
+        if self.process_group is None:
+            return super().forward(x, weight, target, bias)
+        return vocabulary_parallel_linear_cross_entropy(
+            x, weight, target, bias=bias, reduction=self.reduction, ignore_index=self.ignore_index,
+            shards=[weight.shape[0]] * dist.get_world_size(self.process_group), group=self.process_group,
+            **self.options,
+        )  # fmt: skip
+
+
+class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
+    """In place of `liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss` (Liger 0.8): its options and order."""
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        **options: Any,
+    ) -> None:
+        """Translate Liger's options; the signature is wide because Liger's is.
+
+        Args:
+            lse_square_scale: `z_loss`.
+            accum_dtype: None for this package's compensated sums, torch.float32 for accumulate="fp32".
+            ce_weight: must be None. use_token_scaling and return_…: must be False.
+            options: further options of `linear_cross_entropy`.
+
+        The other arguments are those of `LinearCrossEntropyLoss`.
+
+        Raises:
+            TypeError, ValueError: as in `LinearCrossEntropyLoss`, or Liger's option is not supported here.
+        """
+        _refuse("ce_weight", ce_weight, None, "this loss has no class weights; keep Liger's loss for them")
+        _refuse("use_token_scaling", use_token_scaling, False, "multiply the row losses of reduction='none' instead")
+        _refuse("return_z_loss", return_z_loss, False, "linear_cross_entropy(return_lse=True) gives the log-sum-exps")
+        _refuse("return_token_accuracy", return_token_accuracy, False, "linear_cross_entropy has return_metrics=True")
+        _refuse("return_predicted_tokens", return_predicted_tokens, False, "keep Liger's loss for them")
+        if accum_dtype is not None:
+            if accum_dtype != torch.float32:
+                raise ValueError(f"accum_dtype: must be None or torch.float32, got {accum_dtype}")
+            options = {"accumulate": "fp32", **options}
+        super().__init__(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+            z_loss=lse_square_scale, **options,
+        )  # fmt: skip
+
+    def forward(  # type: ignore[override]  # Liger's order
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Any:
+        """The loss of lin_weight (V, D), _input (..., D), target (...) and bias (V,).
+
+        Returns:
+            The loss, fp32; with reduction="none" the row losses (...).
+        """
+        return super().forward(_input, lin_weight, target, bias)
+
+
+def _refuse(name: str, value: Any, default: Any, remedy: str) -> None:
+    if value is not default and (isinstance(value, Tensor) or value != default):
+        got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}: must be {default!r} here, got {got}; {remedy}")

@@ -1,0 +1,188 @@
+"""The loss as a module: the function's own result, and FLA's and Liger's modules with their orders of arguments."""
+
+import copy
+import importlib
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case, draw, gradients
+from cce_kernels import LinearCrossEntropyLoss, linear_cross_entropy
+from cce_kernels.module import OPTIONS, FusedLinearCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from torch import distributed as dist
+
+BIASED = Case("module", shape=(30,), dim=24, bias=True, vocab=90)
+# The library's module, ours, how ours is called, and the options that both are tried with.
+THEIRS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
+    "fla.modules.FusedLinearCrossEntropyLoss": (
+        "xtwb",
+        FusedLinearCrossEntropyLoss,
+        [
+            {},
+            {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1},
+            {"logit_scale": 0.3, "accumulate_grad_in_fp32": False},
+            {"logit_scale": 0.3, "logit_softcapping": 2.0},
+        ],
+    ),
+    "liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss": (
+        "wxtb",
+        LigerFusedLinearCrossEntropyLoss,
+        [
+            {},
+            {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1, "lse_square_scale": 1e-2},
+            {"accum_dtype": torch.float32},
+            {"softcap": 2.0},
+        ],
+    ),
+}
+CALLS = [(name, options) for name, (_, _, tried) in THEIRS.items() for options in tried]
+CAPPED = [
+    call for call in CALLS if {"softcap", "logit_softcapping"} & call[1].keys()
+]  # Triton's interpreter has no tanh
+
+
+def library(name: str) -> Any:
+    module, kind = name.rsplit(".", 1)
+    return getattr(importlib.import_module(module), kind)
+
+
+def test_the_module_is_the_function_with_its_options_stored():
+    e, c, targets, bias = draw(BIASED, "cpu")
+    options = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": 5, "reduction": "none"}
+    module = LinearCrossEntropyLoss(**options)
+    want = linear_cross_entropy(e, c, targets.clamp_min(0), bias=bias, **options)
+    for made in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(made(e, c, targets.clamp_min(0), bias), want)
+    assert not module.state_dict()
+    assert repr(module) == (
+        "LinearCrossEntropyLoss(reduction='none', ignore_index=5, softcap=3.0, label_smoothing=0.1, z_loss=0.001)"
+    )
+    summed = torch.zeros_like(c)
+    loss, lse = LinearCrossEntropyLoss(return_lse=True, shift=1)(e, c, targets, main_grad_c=summed)
+    assert lse.shape == (len(e) - 1,)
+    loss.backward()
+    assert summed.any()
+    assert c.grad is None
+
+
+def test_the_module_compiles_in_one_graph():
+    e, c, targets, bias = draw(BIASED, "cpu")
+    module = LinearCrossEntropyLoss(label_smoothing=0.1)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for got, want in zip(
+        gradients(compiled(e, c, targets, bias), (e, c, bias)),
+        gradients(module(e, c, targets, bias), (e, c, bias)),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+
+
+def test_options_are_those_of_the_function_without_its_tensors():
+    assert {"bias", "main_grad_c"}.isdisjoint(OPTIONS)
+    assert {"shift", "softcap", "return_metrics", "preset", "workspace_mib"} <= {*OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"label_smothing": 0.1}, TypeError, r"label_smothing: is no option .*did you mean label_smoothing\?"),
+        ({"bias": None}, TypeError, r"bias: is no option of LinearCrossEntropyLoss"),
+        ({"weight": None}, TypeError, r"weight: is no option of LinearCrossEntropyLoss; there are reduction|shift"),
+        ({"reduction": "average"}, ValueError, "reduction: must be one of"),
+        ({"softcap": -1}, ValueError, "softcap: must be positive"),
+        ({"shift": -1}, ValueError, "shift: must not be negative"),
+        ({"shift": 1.0}, TypeError, "shift: must be an integer"),
+        ({"preset": "cce_best"}, ValueError, "preset: must be one of"),
+    ],
+)
+def test_wrong_options_fail_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        LinearCrossEntropyLoss(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (FusedLinearCrossEntropyLoss, {"use_l2warp": True}, "use_l2warp: must be False"),
+        (FusedLinearCrossEntropyLoss, {"num_chunks": 4}, "num_chunks: must be 8 here, got 4; give workspace_mib"),
+        (FusedLinearCrossEntropyLoss, {"l2_penalty_factor": 1.0}, "l2_penalty_factor: must be 0.0001"),
+        (LigerFusedLinearCrossEntropyLoss, {"ce_weight": torch.ones(3)}, "ce_weight: must be None here, got a Tensor"),
+        (
+            LigerFusedLinearCrossEntropyLoss,
+            {"accum_dtype": torch.float16},
+            "accum_dtype: must be None or torch.float32",
+        ),
+        (LigerFusedLinearCrossEntropyLoss, {"use_token_scaling": True}, "use_token_scaling: must be False"),
+        (LigerFusedLinearCrossEntropyLoss, {"return_z_loss": True}, "return_z_loss: must be False .*return_lse"),
+        (LigerFusedLinearCrossEntropyLoss, {"return_token_accuracy": True}, "accuracy: must be False .*return_metrics"),
+        (LigerFusedLinearCrossEntropyLoss, {"return_predicted_tokens": True}, "return_predicted_tokens: must be False"),
+    ],
+)
+def test_what_the_other_modules_cannot_do_is_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_signatures_are_the_librarys(name):
+    ours, theirs = THEIRS[name][1], library(name)
+    for function in ("__init__", "forward"):
+        [got, want] = [inspect.signature(getattr(kind, function)).parameters.values() for kind in (ours, theirs)]
+        described = [[(p.name, p.default, p.kind) for p in parameters] for parameters in (got, want)]
+        assert described[0][: len(described[1])] == described[1], f"{name}.{function}"
+
+
+def same_as_the_library(name: str, options: dict[str, Any], device: str, tolerance: float) -> None:
+    order, kind, _ = THEIRS[name]
+    x, w, t, b = draw(BIASED, device)
+    if options.get("ignore_index") == 3:
+        t = t.clamp_min(3)
+    leaves = {"x": x, "w": w, "t": t, "b": b}
+    results = []
+    for module in (kind(**options), library(name)(**options)):
+        loss = module(*(leaves[letter] for letter in order))
+        results.append([loss.detach(), *gradients(loss, (x, w, b))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want.to(got.dtype).reshape(got.shape), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("name", "options"), [call for call in CALLS if call not in CAPPED])
+def test_losses_and_gradients_are_the_librarys(name, options):
+    same_as_the_library(name, options, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize(("name", "options"), CAPPED)
+def test_a_capped_loss_is_the_formulas(name, options):
+    order, kind, _ = THEIRS[name]
+    x, w, t, b = draw(BIASED, "cpu")
+    leaves = {"x": x, "w": w, "t": t, "b": b}
+    logits = options.get("logit_scale", 1) * F.linear(x, w, b)
+    want = F.cross_entropy(2 * torch.tanh(logits / 2), t)
+    got = kind(**options)(*(leaves[letter] for letter in order))
+    for ours, theirs in zip([got, *gradients(got, (x, w, b))], [want, *gradients(want, (x, w, b))], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "options"), CALLS)
+def test_losses_and_gradients_are_the_librarys_on_a_gpu(name, options):
+    same_as_the_library(name, options, "cuda", 1e-4)
+
+
+def test_flas_process_group_is_a_vocabulary_over_its_ranks(tmp_path):
+    """One rank here: the group's way gives the loss of one device. Several ranks: tests/kernels/parallel."""
+    e, c, targets, bias = draw(BIASED, "cpu")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        got, want = [
+            FusedLinearCrossEntropyLoss(logit_scale=0.5, process_group=group)(e, targets, c, bias)
+            for group in (dist.group.WORLD, None)
+        ]
+        for ours, theirs in zip(gradients(got, (e, c, bias)), gradients(want, (e, c, bias)), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    finally:
+        dist.destroy_process_group()
