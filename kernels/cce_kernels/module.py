@@ -56,7 +56,7 @@ class LinearCrossEntropyLoss(nn.Module):
         if as_integer("shift", options.get("shift", 0)) < 0:
             raise ValueError(f"shift: must not be negative, got {options['shift']}")
 
-    def forward(self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, **tensors: Tensor) -> Any:
+    def forward(self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, **tensors: Any) -> Any:
         """The loss of hidden states e (..., D), weight c (V, D), targets (...) and bias (V,).
 
         Args:
