@@ -42,6 +42,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     shift: int = 0,
@@ -86,9 +87,14 @@ def linear_cross_entropy(
             or if 16-bit rows do not begin at lines of 128 bytes (D not a multiple of 64).
         targets: (...) integers in [0, V). Another value raises an error on the CPU and makes the loss NaN on a GPU.
         bias: (V,) or None.
+        token_weights: (...) like targets, bf16, fp16 or fp32, or None. Each row's loss, with label smoothing and
+            z_loss, is multiplied by the weight of its target; with a shift these are token_weights[..., shift:].
+            Weights may be negative. They get no gradient. Weights of ignored targets are not used. LSE and metrics
+            have no weights.
         ignore_index: targets with this value add nothing to the loss and the gradients.
         reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none" for the row losses
-            (...).
+            (...). With token_weights w the mean of losses l is Σ w l / Σ w, both sums over the targets that are not
+            ignored; it is 0 if Σ w is 0.
         shift: e at position t predicts the target at t + shift, along the last dimension of targets. Row losses and
             LSE then have the shape of targets[..., shift:].
         softcap: a positive number, or None for no softcap.
@@ -123,8 +129,8 @@ def linear_cross_entropy(
         main_grad_c: (V, D) fp32 buffer. c's gradient, if c requires one, is added to it unrounded; c.grad stays as it
             is.
         return_lse: also return each row's log-sum-exp of the logits, fp32, differentiable.
-        return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored. accuracy:
-            whether the target's logit is larger than every other. entropy: of the softmax, in nats.
+        return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored, each with
+            weight 1. accuracy: whether the target's logit is larger than every other. entropy: of the softmax, in nats.
         return_stats: also return a dict of 0-d device tensors, the filter's statistics (filter_rule.FilterStats):
             entries_kept, dropped_mass_mean, dropped_mass_p99, dropped_mass_max and exact. They are NaN until the
             backward pass fills them in. Under activation checkpointing they stay NaN, because backward belongs to a
@@ -148,6 +154,7 @@ def linear_cross_entropy(
         "workspace_mib": workspace_mib,
     })  # fmt: skip
     targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
+    weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
 
     if shift:  # moves the targets instead of e, which would need a copy of e
         targets = shifted(targets, shift, ignore_index)
@@ -156,8 +163,8 @@ def linear_cross_entropy(
     needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     if flat.numel():
         loss, lse, metrics = cross_entropy(
-            e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index,
-            product_dtype(e, c), reduction, return_lse, return_metrics, needs, *options.values(),
+            e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, weights,
+            ignore_index, product_dtype(e, c), reduction, return_lse, return_metrics, needs, *options.values(),
         )  # fmt: skip
     else:  # no rows: zeros that still depend on every input, so that autograd gives each one a gradient
         lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
@@ -300,6 +307,27 @@ def check_inputs(
 def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Targets (..., T) int64 moved `shift` places to the front; the last `shift` become ignore_index."""
     return torch.cat((targets[..., shift:], torch.full_like(targets[..., :shift], ignore_index)), dim=-1)
+
+
+def weights_of_rows(token_weights: Tensor | None, targets: Tensor, shift: int) -> Tensor | None:
+    """The weight of each row's loss, (N,) fp32 contiguous, checked; or None.
+
+    Raises:
+        TypeError, ValueError: token_weights is no tensor, or does not fit targets, or requires a gradient.
+    """
+    if token_weights is None:
+        return None
+    check_tensor("token_weights", token_weights)
+    if token_weights.dtype not in DTYPES:
+        raise ValueError(f"token_weights: must be bfloat16, float16 or float32, got {token_weights.dtype}")
+    if token_weights.shape != targets.shape:
+        raise ValueError(f"token_weights: must be {_sizes(targets)} like targets, got {_sizes(token_weights)}")
+    if token_weights.device != targets.device:
+        raise ValueError(f"token_weights: is on {token_weights.device}, targets on {targets.device}")
+    if token_weights.requires_grad:
+        raise ValueError("token_weights: requires a gradient, but gets none; give token_weights.detach()")
+    weights = token_weights.float()
+    return (shifted(weights, shift, 0) if shift else weights).reshape(-1).contiguous()
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Gives a custom operator its derivative, with torch.compile and without.
 
-operators.py and parallel/operators.py use it. Their operators take e, c, targets, bias, main_grad_c and stats first.
+operators.py and parallel/operators.py use it. Their operators take e, c, targets, bias, main_grad_c, stats and weights
+first.
 They return loss, LSE, metrics and the state of the backward pass.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from .backends import without_values
 
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
-STATS = 5  # index of stats among the inputs
+STATS, WEIGHTS = 5, 6  # indices among the inputs
 
 
 class Final(torch.autograd.Function):
@@ -44,8 +45,8 @@ def differentiable(
             than a small problem.
         keep: called with (ctx, inputs); stores on ctx `needs`, and what else `gradients` needs besides tensors.
         gradients: called with (ctx, grad_loss, grad_lse); returns the gradients of e, c and bias, computed by custom
-            operators. `ctx.saved_tensors` holds e, c, bias, lse and the state, `ctx.written` main_grad_c and stats,
-            `ctx.dtypes` the gradients' dtypes (None if not wanted). The first backward pass through a loss may
+            operators. `ctx.saved_tensors` holds e, c, bias, weights, lse and the state, `ctx.written` main_grad_c and
+            stats, `ctx.dtypes` the gradients' dtypes (None if not wanted). The first backward pass through a loss may
             overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
 
@@ -55,6 +56,7 @@ def differentiable(
 
     def setup_context(ctx, inputs, output) -> None:
         e, c, _, bias, *ctx.written = inputs[:6]
+        weights = inputs[WEIGHTS]
         keep(ctx, inputs)
         ctx.dtypes = [
             None if x is None or not need else x.dtype for x, need in zip((e, c, bias), ctx.needs, strict=True)
@@ -65,7 +67,7 @@ def differentiable(
         _, lse, _, state = output
         ctx.set_materialize_grads(False)
         # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass.
-        ctx.save_for_backward(e, c, bias, lse, *state)
+        ctx.save_for_backward(e, c, bias, weights, lse, *state)
 
     def setup_op_context(ctx, inputs, output) -> None:
         ctx.mark_non_differentiable(output[2], *output[3])

@@ -28,11 +28,12 @@ OPTIONS = (
 )
 # e: (N, D). c: (V, D). targets: (N,) int64. bias: (V,). main_grad_c: (V, D) fp32, dC is added to it.
 # stats: (5,) fp32, written (filter_rule.FilterStats). dtype: of the products. reduction: of the row losses.
+# weights: (N,) fp32, what each row's loss is multiplied by. reduction "mean" divides by their sum.
 # with_lse: whether log-sum-exps are wanted; if not, those of ignored rows are undefined.
 # needs: whether gradients of e, c and bias are wanted.
 INPUTS = (
-    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
-    "ScalarType dtype, str reduction, bool with_lse, bool with_metrics, bool[] needs"
+    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, Tensor? weights, "
+    "int ignore_index, ScalarType dtype, str reduction, bool with_lse, bool with_metrics, bool[] needs"
 )
 
 
@@ -43,6 +44,7 @@ def _cross_entropy(
     bias: Tensor | None,
     main_grad_c: Tensor | None,
     stats: Tensor | None,
+    weights: Tensor | None,
     ignore_index: int,
     dtype: torch.dtype,
     reduction: str,
@@ -68,13 +70,14 @@ def _cross_entropy(
         if plan is not None and plan.rows:
             dtypes = stored_dtypes(e.dtype, c, main_grad_c, needs)
             rows, state = backend.three_products.forward(
-                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse
-            )
+                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
+                weights=weights,
+            )  # fmt: skip
         elif plan is not None and plan.capacity:
             rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
         else:
             rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
-        loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction)
+        loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction, weights)
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
         return loss, rows.lse, metrics, []
@@ -93,7 +96,10 @@ _cross_entropy_op = torch.library.custom_op(
 
 
 @_cross_entropy_op.register_fake
-def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, with_lse, with_metrics, needs, *options):
+def _(
+    e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, reduction, with_lse, with_metrics, needs,
+    *options,
+):  # fmt: skip
     o = options_of(*options)
     plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
     lse = e.new_empty(e.shape[0], dtype=torch.float32)
@@ -114,7 +120,9 @@ def _(e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, reduction, w
         )  # fmt: skip
     elif plan.capacity:
         state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
-    counted = targets.new_empty(() if reduction == "mean" else 0)
+    counted = targets.new_empty(0)
+    if reduction == "mean":
+        counted = (targets if weights is None else lse).new_empty(())
     return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state]
 
 
@@ -136,7 +144,7 @@ def _recompute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
 
-    grad_rows: () or (N,), dL/d(row loss).
+    grad_rows: () or (N,), dL/d(row loss), with the row's weight.
     """
     o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
@@ -216,6 +224,7 @@ def _finish_stored(
     e: Tensor,
     c: Tensor,
     columns: Tensor,
+    weights: Tensor | None,
     rows: int,
     held: list[Tensor],
     sums: list[Tensor],
@@ -231,8 +240,9 @@ def _finish_stored(
     """
     with kernels_on(e):
         backend_of(e).three_products.backward(
-            e, c, columns, scale, rows, [*held, *sums], main_grad_c, options_of(*options), grad_lse=grad_lse
-        )
+            e, c, columns, scale, rows, [*held, *sums], main_grad_c, options_of(*options), grad_lse=grad_lse,
+            weights=weights,
+        )  # fmt: skip
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
 
@@ -241,19 +251,19 @@ _finish_stored_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_backward_stored",
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
-    schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, int rows, Tensor[] held, "
-    f"Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, {OPTIONS}) -> ()",
+    schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, Tensor? weights, int rows, "
+    f"Tensor[] held, Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, {OPTIONS}) -> ()",
 )
 
 
 def _keep(ctx, inputs) -> None:
-    _, ctx.dtype, reduction, with_lse, _, ctx.needs = inputs[6:12]
+    _, ctx.dtype, reduction, with_lse, _, ctx.needs = inputs[7:13]
     ctx.uniform = _uniform(reduction, with_lse)
-    ctx.options = inputs[12:]
+    ctx.options = inputs[13:]
 
 
 def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
-    e, c, bias, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
+    e, c, bias, weights, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
     main_grad_c, stats = ctx.written
     o = options_of(*ctx.options)
     plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
@@ -267,9 +277,11 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
         stored = backend_of(e).three_products
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
         finish_stored(
-            grad_rows, grad_lse, e, c, columns, plan.rows, held, sums, main_grad_c, stats, *options
+            grad_rows, grad_lse, e, c, columns, weights, plan.rows, held, sums, main_grad_c, stats, *options
         )  # fmt: skip
         return state[stored.GRAD_E], state[stored.GRAD_C], None
+    if weights is not None:
+        grad_rows = grad_rows * weights
     if plan.capacity:
         return *gather(
             grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *ctx.dtypes[:2],

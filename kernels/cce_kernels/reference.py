@@ -4,7 +4,8 @@ With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_
 
     LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
 
-A filter changes gradients alone. It weights the entries of dL/dz as filter_rule.py says, and keeps the target's entry.
+times the row's weight. A filter changes gradients alone. It weights the entries of dL/dz as filter_rule.py says, and
+keeps the target's entry.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def reference_linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     shift: int = 0,
@@ -32,7 +34,7 @@ def reference_linear_cross_entropy(
     """Loss and log-sum-exp as `cce_kernels.linear_cross_entropy` defines them, in `dtype`, with N × V memory.
 
     Args:
-        e: (..., D). c: (V, D). targets: (...), integers. bias: (V,) or None.
+        e: (..., D). c: (V, D). targets: (...), integers. bias: (V,) or None. token_weights: (...) or None.
         dtype: the dtype of all computation. Gradients have the inputs' own dtypes.
         options: the fields of `Options`.
 
@@ -42,6 +44,7 @@ def reference_linear_cross_entropy(
     o = Options(**options)
     if shift:
         e, targets = e[..., :-shift, :], targets[..., shift:]
+        token_weights = None if token_weights is None else token_weights[..., shift:]
     shape = targets.shape
     e, targets = e.reshape(-1, e.shape[-1]).to(dtype), targets.reshape(-1).long()
     c = c.to(dtype)
@@ -75,7 +78,8 @@ def reference_linear_cross_entropy(
     precise = torch.logaddexp(others - z_target.detach(), torch.zeros_like(others))
     nll = where_it_counts(loss + (precise - loss.detach()), columns)
     rows = assemble_loss(Rows(lse, nll, z_target - z.mean(dim=1)), columns, o)
-    loss, _ = reduce_loss(rows, columns, reduction)
+    of_rows = None if token_weights is None else token_weights.reshape(-1).to(dtype)
+    loss, _ = reduce_loss(rows, columns, reduction, of_rows)
     return loss.reshape(shape if reduction == "none" else ()), lse.reshape(shape)
 
 

@@ -57,6 +57,16 @@ def assemble_loss(rows: Rows, columns: Tensor, o: Options) -> Tensor:
     return loss
 
 
+def weighted(x: Tensor, columns: Tensor, weights: Tensor | None) -> Tensor:
+    """x (N,) times weights (N,), which count as 0 for ignored rows. x if weights is None."""
+    return x if weights is None else x * weights.masked_fill(columns == IGNORED, 0.0)
+
+
+def nonzero_divisor(total: Tensor) -> Tensor:
+    """A weighted mean's divisor () from the sum of the weights (): infinity for 0, so that loss and gradients are 0."""
+    return total.masked_fill(total == 0, torch.inf)
+
+
 def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[str, Tensor]:
     """Mean accuracy and entropy over the rows that are not ignored, 0-d; 0 if all rows are ignored."""
     counts = targets != ignore_index
@@ -64,16 +74,25 @@ def mean_metrics(metrics: Tensor, targets: Tensor, ignore_index: int) -> dict[st
     return {"accuracy": accuracy, "entropy": entropy}
 
 
-def reduce_loss(rows: Tensor, columns: Tensor, reduction: str) -> tuple[Tensor, Tensor | None]:
+def reduce_loss(
+    rows: Tensor, columns: Tensor, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The row losses (N,), their sum, or their mean over the rows that are not ignored (0 if all are ignored).
 
-    columns: (N,) int64, each row's target column. The second value is the mean's divisor, () int64, or None.
+    columns: (N,) int64, each row's target column. weights: (N,) fp32 or None, what each row's loss is multiplied by. A
+    weighted mean is divided by the sum of the weights (`nonzero_divisor`).
+
+    The second value is the mean's divisor, () int64, or fp32 with weights; or None.
     """
+    rows = weighted(rows, columns, weights)
     if reduction == "none":
         return rows, None
     if reduction == "sum":
         return rows.sum(), None
-    counted = (columns != IGNORED).sum().clamp_(min=1)
+    if weights is None:
+        counted = (columns != IGNORED).sum().clamp_(min=1)
+    else:
+        counted = nonzero_divisor(weights.masked_fill(columns == IGNORED, 0.0).sum())
     return rows.sum() / counted, counted
 
 

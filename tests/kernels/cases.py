@@ -38,6 +38,7 @@ class Case:
     targets_below: int | None = None  # targets are drawn from the entries before this one
     peak: float = 0.0  # how much each row's target logit exceeds the others, as in a trained model
     strided: bool = False
+    weights: bool = False  # token_weights, of both signs unless the loss is their mean
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -66,14 +67,16 @@ def _variants() -> list[Case]:
         Case("logit_scale", options={"logit_scale": 0.3}),
         Case("label_smoothing", options={"label_smoothing": 0.1}),
         Case("z_loss", options={"z_loss": 1e-2}),
+        Case("weights", weights=True, options={"z_loss": 1e-2, "label_smoothing": 0.1}),
+        Case("weights_shift", shape=(3, 21), weights=True, options={"shift": 1, "reduction": "sum"}),
         Case(
-            "everything", shape=(4, 33), peak=6, bias=True, strided=True,
+            "everything", shape=(4, 33), peak=6, bias=True, strided=True, weights=True,
             options={
                 "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
                 "reduction": "none",
             },
         ),
-        Case("many_chunks_kahan", vocab=1300, options={"workspace_mib": 0.5}),
+        Case("many_chunks_kahan", vocab=1300, weights=True, options={"workspace_mib": 0.5}),
         Case("many_chunks_fp32", vocab=1300, options={"workspace_mib": 0.5, "accumulate": "fp32"}),
     ]  # fmt: skip
     typed = [replace(case, name=f"{case.name}-{str(dtype)[6:]}", dtype=dtype) for dtype in (FP32, BF16, FP16)
@@ -113,14 +116,25 @@ def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     return e, c, targets, bias
 
 
+def weights_of(case: Case, targets: Tensor) -> dict[str, Tensor]:
+    """The option token_weights of a case, for the targets of `draw`. Those of ignored targets are NaN."""
+    if not case.weights:
+        return {}
+    weights = torch.randn(case.shape, generator=torch.Generator().manual_seed(2))
+    if case.options.get("reduction", "mean") == "mean":
+        weights = weights.abs() + 0.1
+    return {"token_weights": weights.to(targets.device).masked_fill_(targets == IGNORE, torch.nan)}
+
+
 def torch_path(
     e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, *, reduction: str = "mean", shift: int = 0,
     softcap: float | None = None, logit_scale: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    **_: Any,
+    token_weights: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """The loss as usually written in torch: logits in e's dtype, then fp32."""
+    weights = torch.ones_like(targets) if token_weights is None else token_weights
     if shift:
-        e, targets = e[..., :-shift, :], targets[..., shift:]
+        e, targets, weights = e[..., :-shift, :], targets[..., shift:], weights[..., shift:]
     common = torch.promote_types(e.dtype, c.dtype)
     z = F.linear(e.to(common), c.to(common), None if logit_scale != 1 or bias is None else bias.to(common))
     z = z.float() * logit_scale
@@ -130,10 +144,11 @@ def torch_path(
         z = softcap * torch.tanh(z / softcap)
     z, flat = z.flatten(0, -2), targets.flatten()
     rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing)
-    rows = rows + (flat != IGNORE) * z_loss * z.logsumexp(dim=-1).square()
+    weights = weights.flatten().masked_fill(flat == IGNORE, 0)
+    rows = weights * (rows + (flat != IGNORE) * z_loss * z.logsumexp(dim=-1).square())
     if reduction == "none":
         return rows.reshape(targets.shape)
-    return rows.sum() if reduction == "sum" else rows.sum() / (flat != IGNORE).sum().clamp(min=1)
+    return rows.sum() if reduction == "sum" else rows.sum() / weights.sum().clamp(min=1e-9)
 
 
 def gradients(loss: Tensor, inputs: tuple[Tensor | None, ...], seed: int = 1) -> list[Tensor]:
@@ -160,12 +175,13 @@ def check(case: Case, device: str, floor: float = 1e-6) -> None:
     e, c, targets, bias = draw(case, device)
     multiplied = (e, c) if case.autocast is None else (e.to(case.autocast), c.to(case.autocast))
     e64, c64, bias64 = in_fp64(*multiplied, bias)
-    truth, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **_truth_options(case))
+    weights = weights_of(case, targets)
+    truth, _ = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **_truth_options(case), **weights)
     truth_grads = gradients(truth, (e64, c64, bias64))
 
     with torch.autocast(e.device.type, case.autocast, enabled=case.autocast is not None):
-        baseline = torch_path(e, c, targets, bias, **case.options)
-        loss = linear_cross_entropy(e, c, targets, bias=bias, **case.options)
+        baseline = torch_path(e, c, targets, bias, **case.options, **weights)
+        loss = linear_cross_entropy(e, c, targets, bias=bias, **case.options, **weights)
     baseline_grads = gradients(baseline, (e, c, bias))
     grads = gradients(loss, (e, c, bias))
 
@@ -194,16 +210,20 @@ def _rounded_terms(
     terms in the gradients. This is a large share if p is near 1 or the terms cancel.
     """
     shift, e_at = case.options.get("shift", 0), e64
+    weights = weights_of(case, targets).get("token_weights", torch.ones_like(targets))
     if shift:
-        e_at, targets = e64[..., :-shift, :], targets[..., shift:]
+        e_at, targets, weights = e64[..., :-shift, :], targets[..., shift:], weights[..., shift:]
     kept, columns = targets != IGNORE, targets.clamp(min=0)
+    weights = weights.masked_fill(~kept, 0)
     z = case.options.get("logit_scale", 1.0) * (e_at * c64[columns]).sum(dim=-1)
     if bias64 is not None:
         z = z + bias64[columns]
 
     def reduced(rows: Tensor) -> Tensor:
-        rows, reduction = 2**-21 * torch.where(kept, rows, 0), case.options.get("reduction", "mean")
-        return rows if reduction == "none" else rows.sum() / (1 if reduction == "sum" else kept.sum().clamp(min=1))
+        rows, reduction = 2**-21 * weights * torch.where(kept, rows, 0), case.options.get("reduction", "mean")
+        return (
+            rows if reduction == "none" else rows.sum() / (1 if reduction == "sum" else weights.sum().clamp(min=1e-9))
+        )
 
     return reduced(kept.double()), gradients(reduced(z), (e64, c64, bias64))
 

@@ -54,10 +54,12 @@ def compile_only(
 
 
 def launch_all(
-    case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False, with_lse: bool = False
+    case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False, with_lse: bool = False,
+    weighted: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernels of a case's forward and backward pass, with stored exponentials of `rows` per chunk if given.
 
+    weighted: the rows' losses have weights. Needs `rows`.
     with_lse: each row has gradients of its own, also its log-sum-exp. Needs `rows`, one chunk.
 
     Nothing runs, so the tensors' values are meaningless.
@@ -75,9 +77,13 @@ def launch_all(
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
         stored = with_triton.three_products
-        state = stored.forward(e, c, columns, rows, dtypes[:2], with_metrics, options, with_lse=with_lse)[1]
+        weights = ones if weighted else None
+        state = stored.forward(
+            e, c, columns, rows, dtypes[:2], with_metrics, options, with_lse=with_lse, weights=weights
+        )[1]  # fmt: skip
         upstream = (ones, ones) if with_lse else (ones[0], None)
-        stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1])
+        stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1], weights=weights)
+        with_triton.reduce_loss(ones, columns, "mean", weights)
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])

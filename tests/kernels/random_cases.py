@@ -26,5 +26,6 @@ random_cases = st.builds(
     ignored=st.sampled_from([0, 0.5, 1]),
     peak=st.sampled_from([0.0, 5.0]),
     strided=st.booleans(),
+    weights=st.booleans(),
     options=options,
 )

@@ -24,6 +24,7 @@ class Stored:
     lse: bool = False  # whether log-sum-exps get gradients
     rows: int = 384  # per chunk, of 300
     main_grad: bool = False
+    weights: bool = False  # token_weights
 
     def __str__(self) -> str:
         return self.name
@@ -41,6 +42,11 @@ STORED_OPTIONS = [
     Stored("smoothed-chunks-fp32", {"label_smoothing": 0.3}, FP32, rows=128),
     Stored("smoothed-main_grad", {"label_smoothing": 1.0, "logit_scale": 0.5}, rows=128, main_grad=True),
     Stored("smoothed-row_losses-lse", {"label_smoothing": 0.1, "reduction": "none", "logit_scale": 1.4}, lse=True),
+    Stored("weights", weights=True),
+    Stored("weights-chunks-fp32", {"reduction": "sum", "z_loss": 1e-3}, FP32, rows=128, weights=True),
+    Stored("weights-main_grad-softcap", {"softcap": 30.0}, rows=128, main_grad=True, weights=True),
+    Stored("weights-smoothed-chunks", {"label_smoothing": 0.3}, rows=128, weights=True),
+    Stored("weights-row_losses-lse", {"label_smoothing": 0.1, "reduction": "none"}, lse=True, weights=True),
 ]
 
 
@@ -86,6 +92,17 @@ def draw(case: Stored, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return e, c, targets.to(device)
 
 
+def weights_of(case: Stored, targets: Tensor) -> dict[str, Tensor]:
+    """The option token_weights. Those of ignored targets are NaN."""
+    if not case.weights:
+        return {}
+    weights = torch.rand(len(targets), generator=torch.Generator().manual_seed(2)) + 0.1
+    if case.options.get("reduction") in ("sum", "none"):
+        weights[::2] *= -1
+    weights[HUGE] = 1  # as in `upstream`
+    return {"token_weights": weights.to(targets.device).masked_fill_(targets == IGNORE, torch.nan)}
+
+
 def upstream(case: Stored, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of loss and LSE, with another gradient for each row."""
     g = torch.Generator().manual_seed(1)
@@ -108,15 +125,16 @@ def check(case: Stored, device: str) -> None:
     e, c, targets = draw(case, device)
     total = upstream(case, device)
     wide = in_fp64(e, c)
-    truth, truth_lse = reference_linear_cross_entropy(*wide, targets, **case.options)
+    options = case.options | weights_of(case, targets)
+    truth, truth_lse = reference_linear_cross_entropy(*wide, targets, **options)
     want = gradients(total(truth, truth_lse), wide)
     with rounded_logit_gradients():
-        rounded = gradients(total(*reference_linear_cross_entropy(*wide, targets, **case.options)), wide)
+        rounded = gradients(total(*reference_linear_cross_entropy(*wide, targets, **options)), wide)
     buffer = torch.zeros(c.shape, device=device) if case.main_grad else None
     with three_products(case.rows):
         with torch.autocast(e.device.type, BF16):
             found = linear_cross_entropy(
-                e, c, targets, return_lse=case.lse, main_grad_c=buffer, **case.options
+                e, c, targets, return_lse=case.lse, main_grad_c=buffer, **options
             )  # fmt: skip
         loss, lse = found if case.lse else (found, truth_lse)
         total(loss, lse).backward()

@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from cases import BF16, FP32, IGNORE, Case, draw
+from cases import BF16, FP32, IGNORE, Case, draw, weights_of
 from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
@@ -63,6 +63,7 @@ def cases(ranks: int) -> list[Spread]:
         "z_loss": {"z_loss": 1e-2},
         "shift": {"shift": 1, "reduction": "none"},
         "many_chunks": {"workspace_mib": 0.5},
+        "weights": {"z_loss": 1e-2},
         "everything": {
             "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
             "reduction": "none",
@@ -75,8 +76,10 @@ def cases(ranks: int) -> list[Spread]:
                 case = Case(
                     f"{name}-{str(dtype)[6:]}", shape=(ranks, 43), vocab=777, dtype=dtype, options=options,
                     bias=name in ("bias", "everything"), peak=12 if name == "softcap" else 0,
+                    weights=name in ("weights", "everything"),
                 )  # fmt: skip
-                found.append(Spread(case, rows, extras=EXTRAS if name in ("plain", "everything") else {}))
+                extras = {"plain": EXTRAS, "everything": EXTRAS, "weights": {"return_metrics": True}}
+                found.append(Spread(case, rows, extras=extras.get(name, {})))
     uneven = (700, *[1] * (ranks - 2), 77 - (ranks - 2))
     found += [
         Spread(Case("uneven-bf16", shape=(ranks, 43), vocab=777, dtype=BF16, peak=6), shards=uneven, main_grad=True),
@@ -92,6 +95,15 @@ def cases(ranks: int) -> list[Spread]:
         )
         for rows in ("same", "own")
     ]  # fmt: skip
+    found += [
+        Spread(
+            Case(
+                "stored_weights-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, weights=True, options=options
+            ),
+            rows, stored_rows=64, extras={"return_metrics": True},
+        )
+        for rows, options in (("same", {"z_loss": 1e-3}), ("own", {"reduction": "sum"}))
+    ]  # fmt: skip
     of_rows = {"z_loss": 1e-3, "reduction": "none"}
     found += [  # each row's own gradient: one chunk
         Spread(
@@ -103,7 +115,9 @@ def cases(ranks: int) -> list[Spread]:
     found.append(
         Spread(Case("stored_softcap-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, options=softcap), stored_rows=64)
     )
-    everything = Case("compiled-fp32", shape=(ranks, 43), vocab=777, options=plain["everything"], bias=True)
+    everything = Case(
+        "compiled-fp32", shape=(ranks, 43), vocab=777, options=plain["everything"], bias=True, weights=True
+    )  # fmt: skip
     found += [Spread(everything, rows, extras=EXTRAS, compiled=True) for rows in ("same", "own")]
     found.append(Spread(Case("compiled_mean-bf16", shape=(ranks, 43), vocab=777, dtype=BF16), "own", compiled=True))
     found += [
@@ -194,6 +208,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
     e, targets = whole[0].detach()[mine].requires_grad_(), whole[2][mine]
     c = whole[1].detach()[here].requires_grad_()
     bias = None if whole[3] is None else whole[3].detach()[here].requires_grad_()
+    weights = {name: x[mine] for name, x in weights_of(case, whole[2]).items()}
     function = vocabulary_parallel_linear_cross_entropy
     if spread.compiled:
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -202,7 +217,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
         loss, *extras = _as_tuple(
             function(
                 e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
-                **spread.extras,
+                **spread.extras, **weights,
             )
         )  # fmt: skip
     upstream = None

@@ -43,6 +43,7 @@ def rows_kernel(
     w_ptr,  # (N, V) or None, rows w_stride apart: the exponentials; rewritten where a row overflowed
     bias_ptr,  # (V,) or None
     columns_ptr,  # (N,) int64, each row's target column: -1 where ignored, -2 where outside the vocabulary
+    weights_ptr,  # (N,) fp32 or None: what each row's loss is multiplied by; not in nll
     z_target_ptr,  # (N,) fp32, the target's logit
     sum_ptr,  # (splits, N) fp32, sums of w without the target
     partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
@@ -155,6 +156,8 @@ def rows_kernel(
 
     if factor_ptr is not None:
         b = counts * logit_scale
+        if weights_ptr is not None:
+            b *= tl.load(weights_ptr + rows, mask=inside & (column != -1), other=0.0)
         of_lse = b * (2 * z_loss * lse)
         a = b + of_lse
         slope = 1.0
@@ -193,12 +196,14 @@ class Gradient:
     factor: (N,) fp32, the factor from a row of w to dL/d(e · c).
     coefficient: (N,) fp32, dL/d(e · c) of the row's target.
     of_lse: (2, N) fp32 or None, the same two numbers of a sum of the log-sum-exps.
+    weights: (N,) fp32 or None, what each row's loss is multiplied by; read.
     """
 
     w: Tensor
     factor: Tensor
     coefficient: Tensor
     of_lse: Tensor | None = None
+    weights: Tensor | None = None
 
 
 def finish_rows(
@@ -214,11 +219,12 @@ def finish_rows(
 ) -> None:
     """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    w = factor = coefficient = of_lse = None
+    w = factor = coefficient = of_lse = weights = None
     if gradient is not None:
         w, factor, coefficient, of_lse = gradient.w, gradient.factor, gradient.coefficient, gradient.of_lse
+        weights = gradient.weights
     rows_kernel[(cdiv(n_rows, ROWS),)](
-        e, c, w, bias, columns, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
+        e, c, w, bias, columns, weights, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
         factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,

@@ -97,9 +97,12 @@ def mean_of_logits(e: Tensor, c_sum: Tensor, bias: Tensor | None, vocab: int, o:
     return out if bias is None else out.add_(bias.float().mean())
 
 
-def smoothed_share(grad_loss: Tensor, columns: Tensor, vocab: int, o: Options) -> Tensor:
+def smoothed_share(
+    grad_loss: Tensor, columns: Tensor, weights: Tensor | None, vocab: int, o: Options
+) -> Tensor:  # fmt: skip
     """−scale · b_i s / V (N,) fp32: what label smoothing adds to dL/d(e · c) in every column.
 
-    grad_loss: dL/d(row loss), () or (N,).
+    grad_loss: dL/d(row loss), () or (N,). weights: (N,) fp32 or None, what each row's loss is multiplied by.
     """
-    return where_it_counts(grad_loss.float(), columns).mul_(-o.logit_scale * o.label_smoothing / vocab)
+    grad_loss = grad_loss.float() if weights is None else grad_loss.float() * weights
+    return where_it_counts(grad_loss, columns).mul_(-o.logit_scale * o.label_smoothing / vocab)

@@ -27,6 +27,7 @@ Not overlapped:
 Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all:
 
     for                                                   bytes
+    token_weights, three products and rows="own"          4 N
     the two numbers of a row                              8 N
     label smoothing; metrics                              4 N; 8 N
     dE                                                    4 N D
@@ -46,10 +47,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..api import check_inputs, gradients_wanted, make_options, product_dtype, shifted
+from ..api import check_inputs, gradients_wanted, make_options, product_dtype, shifted, weights_of_rows
 from ..arguments import check_tensor
 from ..filter_rule import FilterStats
 from ..options import Options
+from ..row_math import nonzero_divisor
 from .agreement import agree
 from .operators import total, vocabulary_parallel
 from .sharding import name_of, vocabulary_shards
@@ -67,6 +69,7 @@ def vocabulary_parallel_linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     rows: str = "same",
     bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     shift: int = 0,
@@ -101,6 +104,8 @@ def vocabulary_parallel_linear_cross_entropy(
               on all ranks, so that the ranks' losses add up to the mean. Metrics are those of all ranks' rows. The
               upstream gradient of a "sum" or "mean" must be the same number on all ranks.
         bias: (shards[rank],), the rank's entries, or None.
+        token_weights: (...), the same or the rank's own, like targets; or None. As in `linear_cross_entropy`. Each rank
+            gives token_weights, or none does.
         main_grad_c: (shards[rank], D) fp32, the rank's rows, or None; as in `linear_cross_entropy`.
         options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
             filter_c, filter_if_faster, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass
@@ -124,7 +129,7 @@ def vocabulary_parallel_linear_cross_entropy(
     check_tensor("e", e)
     options_of_call = {"returned": (return_lse, return_metrics, return_stats), "rows": rows, "reduction": reduction}
 
-    def check() -> tuple[Options, Tensor, int]:
+    def check() -> tuple[Options, Tensor, int, Tensor | None]:
         o = make_options(preset, options)
         _check_place(shards, rows, group)
         found = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
@@ -133,10 +138,10 @@ def vocabulary_parallel_linear_cross_entropy(
             raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
         if not targets.numel():
             raise ValueError("targets: must not be empty; give at least one row, whose target may be ignore_index")
-        return o, *found
+        return o, *found, weights_of_rows(token_weights, targets, shift)
 
-    def describe(o: Options, _targets: Tensor, ignore_index: int) -> str:
-        tensors = {"e": e, "c": c, "bias": bias, "main_grad_c": main_grad_c}
+    def describe(o: Options, _targets: Tensor, ignore_index: int, _weights: Tensor | None) -> str:
+        tensors = {"e": e, "c": c, "bias": bias, "token_weights": token_weights, "main_grad_c": main_grad_c}
         dtypes = {name: (x.dtype, x.requires_grad) for name, x in tensors.items() if x is not None}
         return (
             f"e {tuple(e.shape)}, dtypes and whether they require gradients {dtypes}, gradients enabled "
@@ -152,16 +157,16 @@ def vocabulary_parallel_linear_cross_entropy(
         name = name_of(group)
     capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or capturing or dist.get_world_size(group) == 1:
-        o, targets, ignore_index = check()
+        o, targets, ignore_index, weights = check()
     else:
-        o, targets, ignore_index = agree(check, describe, group, e.device)
+        o, targets, ignore_index, weights = agree(check, describe, group, e.device)
     if shift:
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)
     stats = FilterStats.empty(e.device) if return_stats else None
     needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
     row_losses, lse, metrics = vocabulary_parallel(
-        e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, ignore_index, product_dtype(e, c),
+        e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, weights, ignore_index, product_dtype(e, c),
         reduction != "none" and not return_lse, return_metrics, needs,
         name, list(shards), rows == "own", *o.values(),
     )  # fmt: skip
@@ -170,14 +175,14 @@ def vocabulary_parallel_linear_cross_entropy(
     loss = row_losses.reshape(shape)[..., :last] if reduction == "none" else row_losses.sum()
     if reduction == "mean" or return_metrics:
         kept = flat != ignore_index
-        sums = [torch.where(kept, x, 0).sum(dtype=torch.float64) for x in (kept, *metrics.T)]
-        of_rows = torch.stack(sums)
-        n_kept, *sums = (total(of_rows, name) if rows == "own" else of_rows).float()
+        of_rows = (kept, *metrics.T) if weights is None else (kept, *metrics.T, weights)
+        stacked = torch.stack([torch.where(kept, x, 0).sum(dtype=torch.float64) for x in of_rows])
+        n_kept, *sums = (total(stacked, name) if rows == "own" else stacked).float()
         if reduction == "mean":
-            loss = loss / n_kept.clamp(min=1)
+            loss = loss / (n_kept.clamp(min=1) if weights is None else nonzero_divisor(sums[-1]))
     extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
     if return_metrics:
-        accuracy, entropy = (x / n_kept.clamp(min=1) for x in sums)
+        accuracy, entropy = (x / n_kept.clamp(min=1) for x in sums[:2])
         extras = (*extras, {"accuracy": accuracy, "entropy": entropy})
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))

@@ -28,6 +28,7 @@ def settle_kernel(
     every_ptr,  # (WORLD, PARTS, N) fp32: every rank's LSE and −log p; with metrics Σ p z and the largest other logit
     ends_ptr,  # (WORLD,) int64: the end of each rank's columns
     columns_ptr,  # (N,) int64, target column in the whole vocabulary: -1 where ignored, -2 where outside
+    weights_ptr,  # (N,) fp32 or None: what each row's loss is multiplied by; not in nll
     lse_ptr,  # (N,) fp32: LSE over the shard; the whole vocabulary's is written
     nll_ptr,  # (N,) fp32: −log p over the shard of the target or its stand-in; the whole vocabulary's is written
     metrics_ptr,  # (2, N) fp32 or None: accuracy (1 or 0) and entropy, written
@@ -85,7 +86,10 @@ def settle_kernel(
     z = lse_here - tl.load(nll_ptr + rows, mask=inside, other=0.0)
     counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
     is_here = (column >= 0) & (owner == rank)
-    a = counts * (1 + 2 * z_loss * lse)
+    b = counts
+    if weights_ptr is not None:
+        b *= tl.load(weights_ptr + rows, mask=inside & (column != -1), other=0.0)
+    a = b * (1 + 2 * z_loss * lse)
     p = tl.exp2(tl.where(is_here, -nll, z - lse) * LOG2E)
     slope = 1.0
     if HAS_SOFTCAP:
@@ -93,7 +97,7 @@ def settle_kernel(
     share = tl.exp2((lse_here - lse) * LOG2E)
     factor = tl.load(factor_ptr + rows, mask=inside, other=0.0) * a * share
     tl.store(factor_ptr + rows, factor, mask=inside)
-    coefficient = logit_scale * (a * p - tl.where(is_here, counts, 0.0)) * slope
+    coefficient = logit_scale * (a * p - tl.where(is_here, b, 0.0)) * slope
     tl.store(coefficient_ptr + rows, coefficient, mask=inside)
     if of_lse_ptr is not None:
         tl.store(of_lse_ptr + rows, tl.load(of_lse_ptr + rows, mask=inside, other=0.0) * share, mask=inside)
@@ -112,7 +116,8 @@ def settle(every: Tensor, ends: Tensor, rank: int, columns: Tensor, rows: Rows, 
     """
     world, parts, n_rows = every.shape
     settle_kernel[(cdiv(n_rows, ROWS),)](
-        every, ends, columns, rows.lse, rows.nll, rows.metrics, gradient.factor, gradient.coefficient, gradient.of_lse,
+        every, ends, columns, gradient.weights, rows.lse, rows.nll, rows.metrics,
+        gradient.factor, gradient.coefficient, gradient.of_lse,
         n_rows, rank, float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), world, parts, ROWS,
         o.softcap is not None,
     )  # fmt: skip

@@ -21,15 +21,15 @@ from ..filter_rule import FilterStats, Rule
 from ..operators import OPTIONS
 from ..options import Options, options_of
 from ..planner import Plan, Problem
-from ..row_math import IGNORED, Rows, assemble_loss, where_it_counts
+from ..row_math import IGNORED, Rows, assemble_loss, weighted, where_it_counts
 from ..runtime.devices import kernels_on
 from .sharding import Gathered, Reduced, Same, Spread, chunk_rows, process_group
 
 # The inputs of ../operators.py, but without a reduction: these operators return row losses, which api.py sums.
 # uniform: whether all row losses have one upstream gradient, and the log-sum-exps none.
 INPUTS = (
-    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, int ignore_index, "
-    "ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
+    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, Tensor? weights, "
+    "int ignore_index, ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
 )
 PLACE = "str group, int[] shards, bool own"
 DIFFERENT = (
@@ -46,6 +46,7 @@ def _forward(
     bias: Tensor | None,
     main_grad_c: Tensor | None,
     stats: Tensor | None,
+    weights: Tensor | None,
     ignore_index: int,
     dtype: torch.dtype,
     uniform: bool,
@@ -76,8 +77,11 @@ def _forward(
         state: list[Tensor] = []
         if plan.rows:
             here = standing
+            every_weight = None if weights is None else Gathered(spread, weights).all()
 
             def settle(chunk: slice, rows: Rows, gradient: Any) -> None:
+                if every_weight is not None:
+                    gradient = replace(gradient, weights=every_weight[chunk])
                 _settle(e_as[chunk], rows, gradient, columns[chunk], spread, o)
 
             rows, state = backend.three_products.forward(
@@ -87,14 +91,14 @@ def _forward(
         else:
             bias = None if bias is None else bias.contiguous()
             rows = _whole(backend.forward(e_as, c_as, bias, standing, with_metrics, o), columns, spread, o)
-        losses = assemble_loss(rows, columns, o)
+        losses = weighted(spread.mine(assemble_loss(rows, columns, o)), spread.mine(columns), weights)
     metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
     if not any(needs):
-        return spread.mine(losses), spread.mine(rows.lse), metrics, []
+        return losses, spread.mine(rows.lse), metrics, []
     # A custom operator must not return an input, nor one tensor twice.
     copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
     lse = rows.lse if own else losses.new_empty(0)
-    return spread.mine(losses), spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state]
+    return losses, spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state]
 
 
 _forward_op = torch.library.custom_op(
@@ -107,8 +111,8 @@ _forward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(
-    e, c, targets, bias, main_grad_c, stats, ignore_index, dtype, uniform, with_metrics, needs, group, shards, own,
-    *options,
+    e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, uniform, with_metrics, needs, group, shards,
+    own, *options,
 ):  # fmt: skip
     o, backend = options_of(*options), backend_of(e)
     plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
@@ -333,12 +337,12 @@ def _(
 
 
 def _keep(ctx, inputs) -> None:
-    _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[6:11]
-    ctx.place, ctx.options = inputs[11:14], inputs[14:]
+    _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[7:12]
+    ctx.place, ctx.options = inputs[12:15], inputs[15:]
 
 
 def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
-    e, c, bias, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
+    e, c, bias, weights, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
     (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
     o = options_of(*ctx.options)
     plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
@@ -356,6 +360,8 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
             *upstream, e, c, columns, here, held, sums, main_grad_c, stats, chunk, *ctx.place
         )  # fmt: skip
         return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
+    if weights is not None:
+        grad_rows = grad_rows * weights
     return recompute(
         grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
         *ctx.dtypes, *ctx.place, *plan.options(o).values(),

@@ -104,6 +104,7 @@ def forward(
     arrive: Callable[[slice], None] | None = None,
     z_target: Tensor | None = None,
     with_lse: bool = False,
+    weights: Tensor | None = None,
 ) -> tuple[Rows, list[Tensor]]:
     """The rows' statistics for the loss, and the state for `backward`.
 
@@ -116,6 +117,7 @@ def forward(
         arrive: called before a chunk of e is read; makes its rows readable.
         z_target: (N,) fp32, the targets' logits, if they are known already.
         with_lse: whether the log-sum-exps may get gradients. The rows then take one chunk.
+        weights: (N,) fp32, what each row's loss is multiplied by, or None. The gradients hold them; `Rows` does not.
     """
     n_rows, dim = e.shape
     if z_target is None and arrive is None:
@@ -137,7 +139,8 @@ def forward(
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
         part = Rows(_of(chunk, lse), _of(chunk, nll), None, empty_metrics(z_i, with_metrics), largest)
-        gradient = Gradient(w_i, _of(chunk, factor), _of(chunk, coefficient), of_lse)
+        weights_i = None if weights is None else _of(chunk, weights)
+        gradient = Gradient(w_i, _of(chunk, factor), _of(chunk, coefficient), of_lse, weights_i)
         finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
@@ -165,6 +168,7 @@ def backward(
     o: Options,
     finished: Callable[[slice], None] | None = None,
     grad_lse: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> None:
     """Finish the gradients of e and c in place, in state[GRAD_E] and state[GRAD_C]; main_grad_c, if given, gets dC.
 
@@ -175,6 +179,7 @@ def backward(
         o: as for `forward`.
         finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
             but the last, and comes before the last chunk's products.
+        weights: as for `forward`.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
     w, factor, coefficient, of_lse, c_sum, keys, order, bounds, *sums = _present(state)
@@ -188,7 +193,8 @@ def backward(
         end = None
     share = smooth_c = None
     if c_sum is not None:
-        share = smoothed_share(scale if end is None else torch.ones_like(scale), columns, c.shape[0], o)
+        grad_loss = scale if end is None else torch.ones_like(scale)
+        share = smoothed_share(grad_loss, columns, weights, c.shape[0], o)
         smooth_c = None if grad_c is None else RankOne(None, column_sum(e, share))
     last = slice(first, n_rows)
     w = _corner(w, n_rows - first, c.shape[0])

@@ -72,6 +72,7 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         "rows_kernel",
         "product_kernel",
         "hidden_kernel",
+        "loss_sum_kernel",
         "target_order_kernel",
     }
     assert names == expected
@@ -82,7 +83,8 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
 @pytest.mark.parametrize("dim", [512, 2048])  # dE's product in parts, and whole
 def test_rows_with_gradients_of_their_own_compile_for_hopper(compiled, dim):
     smoothed = {"label_smoothing": 0.1}
-    launch_all(Case("rows", dtype=BF16, **PLAIN | {"dim": dim}, options=smoothed), rows=256, with_lse=True)
+    case = Case("rows", dtype=BF16, **PLAIN | {"dim": dim}, options=smoothed)
+    launch_all(case, rows=256, with_lse=True, weighted=True)
     names = {name for name, _ in compiled}
     assert {"row_factors_kernel", "column_sum_kernel", "row_products_kernel", "hopper_exponentials_kernel"} <= names
     for name, kernel in compiled:
@@ -114,7 +116,7 @@ def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
 
     x, metrics = torch.ones(256), torch.ones(2, 256) if with_metrics else None
     every, columns = torch.ones(4, 4 if with_metrics else 2, 256), torch.ones(256, dtype=torch.int64)
-    rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x)
+    rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x, weights=x if softcap else None)
     with_triton.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
     [(name, kernel)] = compiled
     check_resources(name, kernel, BF16)

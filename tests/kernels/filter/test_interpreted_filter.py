@@ -65,7 +65,8 @@ def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, op
 def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     e, c, targets, _ = drawn(Filtered("operator", shape=(20, 16, 300)), BF16, "cpu")
     o = Options(filter_eps=2.0**-6, filter_unbiased=True)
-    arguments = (e, c, targets, None, None, None, -100, BF16, "mean", True, False, [True, True, False], *o.values())
+    needs = [True, True, False]
+    arguments = (e, c, targets, None, None, None, None, -100, BF16, "mean", True, False, needs, *o.values())
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments, test_utils=checks)
 

@@ -12,7 +12,7 @@ E, C, TARGETS = torch.randn(6, 8), torch.randn(11, 8), torch.arange(6)
 WRONG_TYPES = [
     *((name, value, "must be a tensor") for name in ("e", "c", "targets") for value in ([1.0], None, 3, E.numpy())),
     *((name, nn.Linear(8, 11), "must be a tensor, got Linear; give its weight") for name in ("e", "c", "bias")),
-    *((name, [1.0], "must be a tensor, got list") for name in ("bias", "main_grad_c")),
+    *((name, [1.0], "must be a tensor, got list") for name in ("bias", "main_grad_c", "token_weights")),
     *((name, value, "must be an integer") for name in ("ignore_index", "shift") for value in (None, 2.0, "1", True)),
     *(
         (name, value, "must be a number or None, got")

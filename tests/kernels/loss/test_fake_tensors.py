@@ -16,6 +16,7 @@ OPTIONS = {
     "statistics": {"preset": "cce_filter", "return_stats": True, "return_metrics": True},
     "filtered": PRESETS["cce_filter"] | {"filter_if_faster": False, "return_stats": True},
     "main_grad": {"main_grad_c": True},
+    "weights": {"token_weights": True},
 }
 
 
@@ -29,6 +30,8 @@ def test_shapes_of_losses_and_gradients(options, kind):
         targets = torch.empty(6, 40, device=device, dtype=torch.int64)
         if "main_grad_c" in options:
             options = options | {"main_grad_c": torch.empty(1000, 64, device=device)}
+        if "token_weights" in options:
+            options = options | {"token_weights": torch.empty(6, 40, device=device)}
         loss, *extras = as_tuple(linear_cross_entropy(e, c, targets, **options))
         loss.sum().backward()
     assert loss.shape == ((6, 39) if options.get("reduction") == "none" else ())
@@ -63,8 +66,9 @@ def test_a_gpu_that_is_not_here_filters_where_that_is_faster(rows, filtered):
             targets = torch.empty(rows, device="cuda", dtype=torch.int64)
             o = make_options(preset, {})
             *_, state = torch.ops.cce_kernels.cross_entropy(
-                e, c, targets, None, None, None, -100, e.dtype, "mean", False, False, [True, True, False], *o.values()
-            )
+                e, c, targets, None, None, None, None, -100, e.dtype, "mean", False, False, [True, True, False],
+                *o.values(),
+            )  # fmt: skip
         states.append([(x.shape, x.dtype) for x in state])
     assert (states[0] != states[1]) == filtered
 

@@ -48,7 +48,7 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
     targets[2], targets[4] = c.shape[0], -1
     nothing = (False, False, False)
     rows, lse, _ = cross_entropy(
-        e, c, targets, None, None, None, -100, e.dtype, "none", False, False, nothing, *astuple(Options())
+        e, c, targets, None, None, None, None, -100, e.dtype, "none", False, False, nothing, *astuple(Options())
     )
     assert rows.isnan().tolist() == [False, False, True, False, True, False]
     assert lse.isfinite().all()

@@ -309,8 +309,9 @@ def test_main_grad_is_added_to_in_place_of_a_gradient(filter_eps):
 def test_the_custom_operator_keeps_to_pytorchs_rules(options):
     """Schema, fake kernel, autograd registration and a trace through AOTAutograd, as torch.library checks them."""
     e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
+    weights = torch.linspace(-1, 1, 20) if options else None
     arguments = (
-        e, c, targets, bias, None, None, IGNORE, FP32, "mean", True, True, [True, True, True],
+        e, c, targets, bias, None, None, weights, IGNORE, FP32, "mean", True, True, [True, True, True],
         *astuple(Options(**options)),
     )  # fmt: skip
     torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
@@ -336,6 +337,12 @@ REFUSED = {
     "targets: must be integers": {"targets": T.float()},
     "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
     "bias": {"bias": torch.zeros(10)},
+    "token_weights: must be bfloat16": {"token_weights": torch.ones(6, dtype=torch.int64)},
+    "token_weights: must be (6,) like targets".replace("(", r"\(").replace(")", r"\)"): {
+        "token_weights": torch.ones(5)
+    },
+    "token_weights: requires a gradient": {"token_weights": torch.ones(6, requires_grad=True)},
+    "token_weights: is on meta": {"token_weights": torch.ones(6, device="meta")},
     "main_grad_c": {"main_grad_c": torch.zeros(11, 8, dtype=torch.bfloat16)},
     "reduction": {"reduction": "average"},
     "shift": {"shift": -1},

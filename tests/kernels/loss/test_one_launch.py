@@ -36,19 +36,25 @@ def test_rows_are_ordered_by_target_as_torch_sorts_them(sizes, device, monkeypat
 
 
 @devices
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("n_rows", [1, 1000, 9000])  # one step and two of the kernel's one program
-def test_the_loss_of_a_call_is_torchs_sum_and_mean(reduction, n_rows, device):
+def test_the_loss_of_a_call_is_torchs_sum_and_mean(reduction, n_rows, weighted, device):
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(n_rows, generator=g)
     columns = torch.randint(-2, 3, (n_rows,), generator=g)
     rows[columns == -1] = 0.0
-    expected, counted = reduce_loss(rows.double(), columns, reduction)
+    weights = None
+    if weighted:
+        weights = torch.rand(n_rows, generator=g).masked_fill_(columns == -1, torch.nan)
+    expected, counted = reduce_loss(rows.double(), columns, reduction, weights)
     backend = backends.backend_of(rows.to(device))
-    loss, divisor = backend.reduce_loss(rows.to(device), columns.to(device), reduction)
+    weights = None if weights is None else weights.to(device)
+    loss, divisor = backend.reduce_loss(rows.to(device), columns.to(device), reduction, weights)
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-6, atol=1e-6)
     assert (divisor is None) == (counted is None)
-    assert divisor is None or divisor.item() == counted.item()
+    assert divisor is None or divisor.item() == pytest.approx(counted.item(), rel=1e-6)
+    assert weighted or divisor is None or divisor.item() == counted.item()
 
 
 @devices

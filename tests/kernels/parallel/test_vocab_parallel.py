@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
+from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path, weights_of
 from cce_kernels import (
     linear_cross_entropy,
     reference_linear_cross_entropy,
@@ -26,6 +26,7 @@ ALL = [(ranks, spread) for ranks, spreads in SPREADS.items() for spread in sprea
 ON_GPUS = (
     "plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
     "stored_rows-bf16-same", "stored_rows-bf16-own", "stored_softcap-bf16-same", "improbable-bf16-same",
+    "stored_weights-bf16-same", "stored_weights-bf16-own",
 )  # fmt: skip
 INTERPRETED = (*ON_GPUS, "exact-fp32-same")
 
@@ -103,11 +104,14 @@ def check(spread: Spread, ranks: list[dict[str, torch.Tensor]], floor: float = 1
     options = {k: v for k, v in case.options.items() if k not in ("workspace_mib", "accumulate")}
     if options.get("filter_if_faster"):  # over shards a filter never is, nor on a CPU
         options = {k: v for k, v in options.items() if not k.startswith("filter")}
+    weights = weights_of(case, targets)
+    options |= weights
     e64, c64, bias64 = in_fp64(e, c, bias)
     truth, lse = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **options)
     want = dict(zip(("e", "c", "bias"), gradients(truth, (e64, c64, bias64)), strict=False))
     allowed = _errors(torch_path(e, c, targets, bias, **options), truth, want, (e, c, bias))
-    alone = _errors(linear_cross_entropy(e, c, targets, bias=bias, **case.options), truth, want, (e, c, bias))
+    one_device = linear_cross_entropy(e, c, targets, bias=bias, **case.options, **weights)
+    alone = _errors(one_device, truth, want, (e, c, bias))
     whole = _assembled(spread, ranks)
     assert whole["loss"].shape == truth.shape
     assert whole["loss"].dtype == torch.float32
@@ -118,7 +122,7 @@ def check(spread: Spread, ranks: list[dict[str, torch.Tensor]], floor: float = 1
         if x is not None:
             assert whole[name].dtype == (torch.float32 if spread.main_grad and name == "c" else x.dtype)
     if spread.extras:
-        loss, *extras = linear_cross_entropy(e, c, targets, bias=bias, **spread.extras, **case.options)
+        loss, *extras = linear_cross_entropy(e, c, targets, bias=bias, **spread.extras, **case.options, **weights)
         loss.sum().backward()
         if "return_lse" in spread.extras:
             assert error(whole["lse"], lse) < 1e-5
@@ -198,7 +202,8 @@ def test_the_custom_operator_keeps_to_pytorchs_rules(options, rows, alone):
     """As in test_linear_cross_entropy."""
     e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
     place = dist.group.WORLD.group_name, [30], rows == "own"
-    inputs = (e, c, targets, bias, None, None, IGNORE, FP32, True, True, [True] * 3)
+    weights = torch.linspace(-1, 1, 20) if options else None
+    inputs = (e, c, targets, bias, None, None, weights, IGNORE, FP32, True, True, [True] * 3)
     torch.library.opcheck(torch.ops.cce_kernels.vocab_parallel.default, (*inputs, *place, *Options(**options).values()))
 
 

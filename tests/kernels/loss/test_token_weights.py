@@ -1,0 +1,157 @@
+"""`token_weights`: a number that each row's loss is multiplied by."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BF16, IGNORE, Case, draw, error, gradients, in_fp64
+from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
+from everywhere import devices
+from stored_cases import Stored, three_products
+from stored_cases import draw as draw_stored
+
+SMALL = Case("weights", shape=(50,), dim=24, vocab=300)
+PATHS = {"recomputed": {}, "filter": {"filter_eps": 2.0**-6}, "tail": {"filter_eps": 2.0**-6, "filter_unbiased": True}}
+
+
+def weights_like(targets: torch.Tensor) -> torch.Tensor:
+    return torch.randn(targets.shape, generator=torch.Generator().manual_seed(3)).to(targets.device)
+
+
+@devices
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_are_those_of_torch(reduction, device):
+    e, c, targets, _ = draw(SMALL, device)
+    of_class = (torch.rand(300, generator=torch.Generator().manual_seed(1)) + 0.1).to(device)
+    loss = linear_cross_entropy(
+        e, c, targets, token_weights=of_class[targets.clamp(min=0)], reduction=reduction
+    )  # fmt: skip
+    e64, c64 = in_fp64(e, c)
+    want = F.cross_entropy(e64 @ c64.T, targets, weight=of_class.double(), ignore_index=IGNORE, reduction=reduction)
+    assert error(loss, want) < 1e-6
+    for grad, wanted in zip(gradients(loss, (e, c)), gradients(want, (e64, c64)), strict=True):
+        assert error(grad, wanted) < 2e-6
+
+
+@devices
+@pytest.mark.parametrize("options", PATHS.values(), ids=PATHS)
+def test_weights_are_upstream_gradients_of_row_losses(options, device):
+    e, c, targets, _ = draw(SMALL, device)
+    weights = weights_like(targets)
+    rows = linear_cross_entropy(e, c, targets, reduction="none", **options)
+    want = gradients((weights * rows).sum(), (e, c))
+    loss = linear_cross_entropy(e, c, targets, reduction="sum", token_weights=weights, **options)
+    assert error(loss, (weights * rows).sum()) < 1e-6
+    for grad, wanted in zip(gradients(loss, (e, c)), want, strict=True):
+        assert error(grad, wanted) < 1e-6
+    weighted = linear_cross_entropy(e, c, targets, reduction="none", token_weights=weights, **options)
+    assert torch.equal(weighted, torch.where(targets == IGNORE, 0, weights * rows))
+
+
+@devices
+@pytest.mark.parametrize("rows", [0, 128, 384])  # four products; three in several chunks and in one
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
+def test_weights_of_1_and_calls_again_give_the_same_bits(options, rows, device):
+    from cce_kernels.runtime.interpreter import INTERPRETED
+
+    if rows and device == "cpu" and not INTERPRETED:
+        rows = 0  # blockwise torch has one scheme
+    e, c, targets = draw_stored(Stored("ones"), device)
+
+    def results(**weights):
+        if not rows:
+            loss = linear_cross_entropy(e, c, targets, **options, **weights)
+            return [loss, *gradients(loss, (e, c))]
+        with three_products(rows):
+            loss = linear_cross_entropy(e, c, targets, **options, **weights)
+            return [loss, *gradients(loss, (e, c))]
+
+    plain, ones, again, twos = (
+        results(**{} if x is None else {"token_weights": torch.full(targets.shape, x, device=device)})
+        for x in (None, 1.0, 1.0, 2.0)
+    )
+    for a, b, once_more, of_twos in zip(plain, ones, again, twos, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, once_more)
+        assert torch.equal(of_twos, b)  # a mean
+
+
+@devices
+def test_weights_that_sum_to_0_give_no_mean_and_no_gradients(device):
+    e, c, targets, _ = draw(SMALL, device)
+    weights = torch.where(torch.arange(50, device=device) % 2 == 0, 1.0, -1.0)
+    targets[:] = targets.clamp(min=0)
+    for given in (torch.zeros(50, device=device), weights):
+        loss, metrics = linear_cross_entropy(e, c, targets, token_weights=given, return_metrics=True)
+        assert loss == 0
+        assert not any(grad.any() for grad in gradients(loss, (e, c)))
+        assert metrics["entropy"] > 0  # metrics have no weights
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bits_with_any_strides(dtype, device):
+    e, c, targets, _ = draw(Case("strided", shape=(5, 9), dim=24, vocab=300), device)
+    weights = weights_like(targets).to(dtype)
+    want = linear_cross_entropy(e, c, targets, token_weights=weights.float(), shift=1, reduction="sum")
+    for given in (weights, weights.T.contiguous().T):
+        assert torch.equal(linear_cross_entropy(e, c, targets, token_weights=given, shift=1, reduction="sum"), want)
+    of_columns = linear_cross_entropy(e, c, targets, token_weights=weights[:1].expand(5, 9), reduction="none")
+    rows = linear_cross_entropy(e, c, targets, reduction="none")
+    assert torch.equal(of_columns, torch.where(targets == IGNORE, 0, rows * weights[:1].float()))
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_second_backward_pass_and_a_buffer_get_the_same_gradient(dtype, device):
+    e, c, targets, _ = draw(Case("again", shape=(50,), dim=24, vocab=300, dtype=dtype), device)
+    buffer = torch.zeros(c.shape, device=device)
+    weights = weights_like(targets)
+    loss = linear_cross_entropy(e, c, targets, token_weights=weights, reduction="sum", main_grad_c=buffer)
+    first = torch.autograd.grad(loss, e, retain_graph=True)[0]
+    once = buffer.clone()
+    second = torch.autograd.grad(loss, e)[0]
+    e64, c64 = in_fp64(e, c)
+    truth = reference_linear_cross_entropy(e64, c64, targets, token_weights=weights, reduction="sum")[0]
+    want = gradients(truth, (e64, c64))
+    limit = 1e-2 if dtype == BF16 else 1e-5
+    assert error(first, want[0]) < limit
+    assert error(second, want[0]) < limit
+    assert error(once, want[1]) < limit
+    assert error(buffer, 2 * want[1]) < limit
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_inside_a_compiled_program(reduction):
+    e, c, targets, _ = draw(Case("compiled", shape=(5, 9)), "cpu")
+    weights = weights_like(targets).abs()
+
+    def program(e, c, weights):
+        loss = linear_cross_entropy(
+            e * 2, c, targets, token_weights=2 * weights, shift=1, label_smoothing=0.1, reduction=reduction
+        )  # fmt: skip
+        return 3 * loss.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)(e, c, weights)
+    torch.testing.assert_close(compiled, program(e, c, weights))
+    for a, b in zip(gradients(compiled, (e, c)), gradients(program(e, c, weights), (e, c)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@devices
+def test_a_target_outside_the_vocabulary_makes_the_loss_nan_at_any_weight(device):
+    from cce_kernels.operators import cross_entropy
+    from cce_kernels.options import Options
+
+    e, c, targets, _ = draw(Case("outside", shape=(6,), ignored=0), device)
+    targets[2], targets[4], targets[5] = c.shape[0], -1, IGNORE
+    weights = torch.tensor([1.0, -1.0, 0.0, 2.0, 3.0, torch.nan], device=device)
+    rows, _, _ = cross_entropy(
+        e, c, targets, None, None, None, weights, IGNORE, e.dtype, "none", False, False, [True, True, False],
+        *Options().values(),
+    )  # fmt: skip
+    assert rows.isnan().tolist() == [False, False, True, False, True, False]
+    assert rows[5] == 0
+    grad_e, _ = torch.autograd.grad(rows.nansum(), (e, c))
+    assert not grad_e[5].any()
+    assert grad_e[[0, 1, 3]].isfinite().all()
