@@ -55,6 +55,7 @@ class Kind:
     launches_are_free: bool  # then the planner stores exponentials even for problems as small as these
     main_grad: bool
     wanted: str  # inputs that need gradients
+    weights: str | None  # dtype of token_weights
 
 
 @dataclass
@@ -121,6 +122,7 @@ def draw_kind(seed: int) -> Kind:
         launches_are_free=r.random() < 0.7,
         main_grad=r.random() < 0.15,
         wanted=r.choice(("ec", "ec", "ec", "e", "c")),
+        weights=r.choice((None, None, *DTYPES)),
     )
 
 
@@ -163,11 +165,22 @@ def data(call: Call, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None
     return e, c, targets, None if bias is None else bias.requires_grad_()
 
 
+def weights_of(call: Call, targets: Tensor) -> Tensor:
+    """token_weights for these targets, ones where the call has none; of both signs unless the loss is their mean."""
+    if call.kind.weights is None:
+        return torch.ones_like(targets, dtype=torch.float32)
+    g = torch.Generator(targets.device).manual_seed(call.seed + 2)
+    weights = torch.randn(targets.shape, generator=g, device=targets.device)
+    weights = weights.abs() + 0.1 if call.kind.reduction == "mean" else weights
+    return weights.to(DTYPES[call.kind.weights])
+
+
 def torch_path(call: Call, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Loss and LSE as usually written in torch: logits in the products' dtype, then fp32."""
     o, scale = call.kind.options, call.kind.options.get("logit_scale", 1.0)
+    weights = weights_of(call, targets)
     if call.shift:
-        e, targets = e[:, : -call.shift], targets[:, call.shift :]
+        e, targets, weights = e[:, : -call.shift], targets[:, call.shift :], weights[:, call.shift :]
     common = torch.promote_types(e.dtype, c.dtype)
     z = F.linear(e.to(common), c.to(common)).float() * scale
     z = z if bias is None else z + bias
@@ -178,13 +191,21 @@ def torch_path(call: Call, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor |
     lse = z.logsumexp(dim=-1)
     rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
     rows = rows + (flat != IGNORE) * o.get("z_loss", 0.0) * lse.square()
-    return reduced(call, rows, flat).reshape(targets.shape if call.kind.reduction == "none" else ()), lse
+    return reduced(call, rows, flat, weights.flatten()).reshape(targets.shape if call.kind.reduction == "none" else ()), lse
 
 
-def reduced(call: Call, rows: Tensor, targets: Tensor) -> Tensor:
+def reduced(call: Call, rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The row losses times their weights, and their sum or mean."""
+    rows = rows * weights
     if call.kind.reduction == "none":
         return rows
-    return rows.sum() / (1 if call.kind.reduction == "sum" else (targets != IGNORE).sum().clamp(min=1))
+    return rows.sum() / (1 if call.kind.reduction == "sum" else divisor(targets, weights))
+
+
+def divisor(targets: Tensor, weights: Tensor) -> Tensor:
+    """The mean's divisor: the sum of the weights of the targets that are not ignored; 1 if all are."""
+    total = torch.where(targets == IGNORE, 0, weights.float()).sum()
+    return torch.where(total == 0, 1, total)
 
 
 def multiplied_in(call: Call) -> torch.dtype:
@@ -201,6 +222,8 @@ def run(call: Call) -> dict[str, Tensor]:
     main_grad = torch.randn(c.shape, generator=g, device=device) if kind.main_grad else None
     before = None if main_grad is None else main_grad.clone()
     options = {**kind.options, "shift": call.shift, "reduction": kind.reduction}
+    if kind.weights is not None:
+        options["token_weights"] = weights_of(call, targets)
     inputs = [x for x in (e, c, bias) if x is not None and x.requires_grad]
     names = [n for n, x in (("e", e), ("c", c), ("bias", bias)) if x is not None and x.requires_grad]
 
@@ -264,16 +287,18 @@ def rounded_terms(
     therefore right to 2^-20 + 2^-22 · size of the row's largest logit. The same holds for its factor in the gradients:
     what arrives from the loss, from z_loss and from the LSE, without cancellation between them or between rows.
     """
-    o, kept = call.kind.options, targets != IGNORE
+    o, weights = call.kind.options, weights_of(call, targets)
     if call.shift:
-        e, targets, kept = e[:, : -call.shift], targets[:, call.shift :], kept[:, call.shift :]
+        e, targets, weights = e[:, : -call.shift], targets[:, call.shift :], weights[:, call.shift :]
+    kept = targets != IGNORE
     with torch.no_grad():
         size = e.norm(dim=-1) * c.norm(dim=-1).amax() * abs(o.get("logit_scale", 1.0)) + 1
         if bias is not None:
             size = size + bias.abs().amax()
         arrives = (upstream if upstream.dim() else upstream.expand(targets.shape)).double().abs() * kept
+        arrives = arrives * weights.double().abs()
         if call.kind.reduction == "mean":
-            arrives = arrives / kept.sum().clamp(min=1)
+            arrives = arrives / divisor(targets, weights)
         arrives = arrives * (1 + 2 * o.get("z_loss", 0.0) * lse.abs())
         if of_lse is not None:
             arrives = arrives + of_lse.abs()
@@ -295,7 +320,7 @@ def rounded_terms(
         parts = (1 - p.clamp(max=1)) * size + o.get("label_smoothing", 0.0) * size
         parts = parts + o.get("z_loss", 0.0) * lse.abs() * (lse.abs() + size)
         rows = torch.where(kept, 2**-21 * parts + SMALLEST, 0)
-        terms = EXACT_LOSS * loss.abs() + reduced(call, rows, targets)
+        terms = EXACT_LOSS * loss.abs() + reduced(call, rows, targets, weights.double().abs())
         return terms, of_terms
 
 
