@@ -1,6 +1,7 @@
 """Cross-entropy of a linear layer without its logits in memory: exact and deterministic, on GPUs and CPUs."""
 
 from .api import PRESETS, linear_cross_entropy
+from .huggingface.fla_backend import register_in_fla
 from .huggingface.patch import is_patched, patch, unpatch
 from .module import LinearCrossEntropyLoss
 from .options import WorkspaceTooSmall
@@ -15,6 +16,7 @@ __all__ = [
     "linear_cross_entropy",
     "patch",
     "reference_linear_cross_entropy",
+    "register_in_fla",
     "unpatch",
     "vocabulary_parallel_linear_cross_entropy",
     "vocabulary_shards",
