@@ -175,11 +175,24 @@ def execute(notebook: Any, results: Path, kernel: Any = None) -> None:
     del notebook.cells[0]
     for number, cell in enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), start=1):
         cell.execution_count = number
+        cell.outputs = _joined(cell.outputs)
         for output in cell.outputs:
             if "execution_count" in output:
                 output["execution_count"] = number
             if "image/png" in output.get("data", {}):
                 output["data"]["image/png"] = _light(output["data"]["image/png"])
+
+
+def _joined(outputs: Sequence[Any]) -> list[Any]:
+    """The outputs with neighbouring pieces of a stream joined: the kernel cuts printed text by time, even in a line."""
+    joined: list[Any] = []
+    for output in outputs:
+        before = joined[-1] if joined else {}
+        if output["output_type"] == "stream" and before.get("name") == output["name"]:
+            before["text"] += output["text"]
+        else:
+            joined.append(output)
+    return joined
 
 
 def _light(png: str) -> str:
