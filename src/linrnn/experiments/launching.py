@@ -20,29 +20,27 @@ _INSTALL = "pip install 'linrnn[slurm]' for submitit_slurm and submitit_local; t
 
 
 class Job:
-    """A call of a function. Slurm may interrupt it and queue it again with the same arguments."""
+    """A call of a function. Slurm may interrupt it and queue it again with the same argument."""
 
-    def __init__(self, function: Callable[[list[str]], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
 
-    def __call__(self, overrides: list[str]) -> Any:
-        return self._function(overrides)
+    def __call__(self, job: Any) -> Any:
+        return self._function(job)
 
-    def checkpoint(self, overrides: list[str]) -> Any:
+    def checkpoint(self, job: Any) -> Any:
         """The call that submitit queues in place of an interrupted job. The run continues from its own checkpoint."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(self, overrides)
+        return DelayedSubmission(self, job)
 
 
-def launch(
-    function: Callable[[list[str]], Any], jobs: Sequence[Sequence[str]], overrides: Sequence[str], directory: Path
-) -> None:
-    """Call `function(overrides of train.py)` once per job on the cluster that `overrides` choose; wait for all jobs.
+def launch(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequence[str], directory: Path) -> None:
+    """Call `function(job)` once per job on the cluster that `overrides` choose; wait for all jobs.
 
     Args:
         function: importable by name on the machines of the cluster.
-        jobs: every job's overrides of train.py.
+        jobs: every job's argument, which must be picklable.
         overrides: `hydra/launcher=submitit_slurm` or `submitit_local`, and resources: `hydra.launcher.KEY=VALUE`.
         directory: for submitit's own files, visible to all machines.
 
@@ -62,7 +60,7 @@ def launch(
         raise ConfigError("submitit is not installed", _INSTALL) from error
     except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:  # submitit rejects a resource
         raise ConfigError(" ".join(str(error).split("\n")[0].split()), _INSTALL) from error
-    started = executor.map_array(Job(function), [list(job) for job in jobs])
+    started = executor.map_array(Job(function), list(jobs))
     problems = [problem for job in started if (problem := job.exception()) is not None]
     if problems:
         raise problems[0]

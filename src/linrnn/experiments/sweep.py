@@ -288,9 +288,9 @@ def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def run_alone(overrides: Sequence[str]) -> str:
+def run_alone(point: Point) -> str:
     """Run one point in a fresh process, as a cluster's job, and wait for it. Returns its status."""
-    process = Process(in_another_process(foresee, [overrides])[0], {})
+    process = Process(point, {})
     process.wait()
     return str(process.conclude()["status"])
 
@@ -301,7 +301,7 @@ def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
     say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
     problem = "the job left no summary"
     try:
-        launch(run_alone, [list(point.overrides) for point in points], launcher, directory.absolute())
+        launch(run_alone, points, launcher, directory.absolute())
     except ConfigError:
         raise
     except Exception as error:  # submitit raises when a job was lost; the others have run
