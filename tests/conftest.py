@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from forked import ROOT, run_elsewhere, start
 from hydra.core.config_store import ConfigStore
 from interpreted import ON, Interpreter
@@ -107,6 +106,8 @@ def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) ->
 
     With a GPU the process is new instead: CUDA does not survive a fork.
     """
+    import torch
+
     if torch.cuda.is_available():
         return fresh_command
 

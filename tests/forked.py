@@ -54,7 +54,12 @@ def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | N
 def run_elsewhere(
     environment: dict[str, str], cwd: Path, script: str, arguments: list[str], stdout: Path, stderr: Path
 ) -> None:
-    """As :func:`run_script`, with its own environment and working directory."""
+    """As :func:`run_script`, with its own environment and working directory.
+
+    Where the command asks for a new interpreter by `spawn`, this process forks: it has imported everything already.
+    """
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -1,10 +1,5 @@
 """The doctor lists everything, tells the truth about it, and never prints keys."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,21 +9,13 @@ from linrnn.experiments import doctor
 from linrnn.experiments.doctor import Finding, attempt, diagnose, free_bytes, losses, models, table
 from linrnn.losses import apple_variants, check_loss, loss_names
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
-def test_the_command_prints_every_loss_and_model_exits_zero_and_never_shows_the_key(tmp_path):
+def test_the_command_prints_every_loss_and_model_exits_zero_and_never_shows_the_key(tmp_path, command):
     key = "0123456789abcdef0123456789abcdef01234567"
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "doctor.py", "device=cpu"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-        timeout=120,
-        check=False,
-    )
+    url = "http://127.0.0.1:9"
+    done = command("scripts/doctor.py", "device=cpu", cwd=tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL=url)
     assert done.returncode == 0, done.stderr
     for name in (*loss_names(), "gla", "gated_deltanet", "kda", "transformer", "torch", "triton", "disk"):
         assert name in done.stdout

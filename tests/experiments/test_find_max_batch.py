@@ -10,22 +10,23 @@ import pytest
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
 from linrnn.core.errors import ConfigError
-from linrnn.experiments import max_batch
 from linrnn.experiments.max_batch import Answer, find_max_batch
 
 Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_probes_are_training_runs_and_are_not_made_again(
-    small: Small, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quick_points")
+def test_probes_are_training_runs_and_are_not_made_again(small: Small, command: Command, tmp_path: Path) -> None:
     own = ["memory_budget_gib=0.05", "max_probes=1", "probe_steps=3", "warmup_steps=1"]
     overrides = [o for o in small("model=transformer", "loss=standard") if not o.startswith("trainer.max_steps")]
-    done = command("scripts/find_max_batch.py", *overrides, *own)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "do not fit" in done.stdout, "Python and torch alone take more than 50 MiB"
-    assert "resident set" in done.stdout
+
+    def search() -> Answer:
+        """The command in this process."""
+        own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
+        return find_max_batch(load_config(own_keys, "find_max_batch"), runs, print)
+
+    search()
     (path,) = (tmp_path / "results/max_batch/answers").glob("*/max_batch.json")
     answer = json.loads(path.read_text())
     (probe,) = answer["probes"]
@@ -35,15 +36,14 @@ def test_probes_are_training_runs_and_are_not_made_again(
     assert summary["peak_memory_bytes"] == probe["peak_bytes"] > 0.05 * 2**30
     assert (answer["max_sequences"], answer["model"], answer["loss"]) == (0, "transformer", "standard")
 
-    def search() -> Answer:
-        """The same command in this process, which may use the CPU itself."""
-        own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
-        return find_max_batch(load_config(own_keys, "find_max_batch"), runs, print)
-
-    monkeypatch.setattr(max_batch, "in_another_process", lambda function, *arguments: function(*arguments))
     written = run.stat().st_mtime_ns
-    again = search()
-    assert [(p.batch, p.fits, p.peak_bytes) for p in again.probes] == [(probe["batch"], False, probe["peak_bytes"])]
+    done = command("scripts/find_max_batch.py", *overrides, *own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "do not fit" in done.stdout, "Python and torch alone take more than 50 MiB"
+    assert "resident set" in done.stdout
+    again = json.loads(path.read_text())
+    keys = ("batch", "fits", "peak_bytes")
+    assert [[p[key] for key in keys] for p in again["probes"]] == [[probe["batch"], False, probe["peak_bytes"]]]
     assert run.stat().st_mtime_ns == written
     assert answer["vocab_size"] == summary["vocab_size"] == 512, "the data's, where the size has none"
 

@@ -15,9 +15,8 @@ Small = Callable[..., list[str]]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_a_sweep_is_listed_run_and_not_run_again(
-    small: Small, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quick_points")
+def test_a_sweep_is_listed_run_and_not_run_again(small: Small, command: Command, tmp_path: Path) -> None:
     points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
     points += ["report_every_seconds=1"]
@@ -25,16 +24,15 @@ def test_a_sweep_is_listed_run_and_not_run_again(
     assert foreseen.returncode == 0, foreseen.stdout + foreseen.stderr
     assert "2 points: 1 to run, 1 unsupported" in foreseen.stdout
     assert not (tmp_path / "results").exists()
-    said_by_sweep(monkeypatch, *points)
+    said_by_sweep(*points)
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "results/checkpointing").glob("*/summary.json")]
     assert {s["loss"]: s["status"] for s in summaries} == {"standard": "finished", "liger": "unsupported"}
     assert len({frozenset(s) for s in summaries}) == 1, "a summary has the same keys whatever became of the run"
-    assert any("2 points, 0 to run" in line for line in said_by_sweep(monkeypatch, *points))
+    assert any("2 points, 0 to run" in line for line in said_by_sweep(*points))
 
 
-def said_by_sweep(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
-    """The command's output. The command runs in this process, which may use the CPU; its points run in their own."""
-    monkeypatch.setattr(sweep, "in_another_process", lambda function, *arguments: function(*arguments))
+def said_by_sweep(*overrides: str) -> list[str]:
+    """The command's output. The command runs in this process; its points run in their own."""
     own, launcher, runs = split_overrides(overrides, "run_sweep")
     said: list[str] = []
     sweep.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)

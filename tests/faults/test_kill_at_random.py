@@ -10,15 +10,14 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from forked import ROOT, run_elsewhere, start
 from killed_run import start_run
-from rank_process import ROOT
 from safetensors.torch import load_file
 
 from linrnn.training.checkpoint import found
@@ -124,7 +123,10 @@ def test_a_run_killed_at_random_moments(small: Callable[..., list[str]], tmp_pat
     print(f"\n{hit.total()} kills of {number} runs: " + ", ".join(f"{n} {what}" for what, n in hit.items()))
 
 
-def test_a_sweep_killed_at_random_moments(small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_sweep_killed_at_random_moments(
+    small: Callable[..., list[str]], tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """The sweep starts at once, its points in new interpreters."""
     draw = random.Random(SEED)
     common = small("model=transformer", "loss=standard", "size=smoke", "trainer.max_steps=30")
     common += ["trainer.checkpoint_every=2", "memory_budget_gib=null"]
@@ -135,24 +137,24 @@ def test_a_sweep_killed_at_random_moments(small: Callable[..., list[str]], tmp_p
     assert len(expected) == len(modes)
     for number in range(max(KILLS // 10, 1)):
         group = f"sweep{number}"
-        command = [sys.executable, "scripts/sweep.py", "sweep=checkpointing", "experiment=null", *common]
-        command += [f"trainer.activation_checkpointing={','.join(modes)}", f"group={group}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the runs above
-        sweep = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        assert sweep.stdout is not None
-        started = (line for line in sweep.stdout if "started" in line)
-        for _ in range(draw.randint(1, len(modes))):
-            next(started)
+        overrides = ["sweep=checkpointing", "experiment=null", *common, f"group={group}"]
+        overrides += [f"trainer.activation_checkpointing={','.join(modes)}"]
+        environment = {"OMP_NUM_THREADS": "1"}  # as the runs above
+        log = tmp_path / f"{group}.log"
+        sweep = start(run_elsewhere, {**os.environ, **environment}, ROOT, "scripts/sweep.py", overrides, log, log)
+        points = draw.randint(1, len(modes))
+        while sweep.is_alive() and not (log.exists() and log.read_text().count("started") >= points):
+            time.sleep(0.01)
         if draw.random() < 0.7:  # as it comes up
             time.sleep(draw.uniform(0, 3))
         else:  # in its steps
             while not list((tmp_path / "results" / group).glob("*/metrics.jsonl")):
                 time.sleep(0.01)
             time.sleep(draw.uniform(0, 1))
-        assert sweep.poll() is None, "the sweep was over before it was killed"
+        assert sweep.is_alive(), f"the sweep was over before it was killed: {log.read_text()}"
         sweep.kill()
-        sweep.wait()
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        sweep.join()
+        done = command("scripts/sweep.py", *overrides, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         assert finals(tmp_path / "results" / group) == expected
 
