@@ -129,11 +129,12 @@ def used_up(state: list[Tensor]) -> list[Tensor]:
 
 
 def stored_dtypes(
-    dtype_e: torch.dtype, c: Tensor, main_grad_c: Tensor | None, needs: list[bool]
-) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Dtypes for which the three-product scheme sums the gradients of e and c; None for those not wanted.
+    dtype_e: torch.dtype, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None, needs: list[bool]
+) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]:
+    """Dtypes for which the three-product scheme sums the gradients of e, c and bias; None for those not wanted.
 
     dC is summed in bf16 if main_grad_c takes it.
     """
     dtype_c = torch.bfloat16 if main_grad_c is not None else c.dtype
-    return dtype_e if needs[0] else None, dtype_c if needs[1] else None
+    dtype_bias = None if bias is None or not needs[2] else bias.dtype
+    return dtype_e if needs[0] else None, dtype_c if needs[1] else None, dtype_bias

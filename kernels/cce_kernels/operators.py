@@ -68,10 +68,10 @@ def _cross_entropy(
         columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
         state: list[Tensor] = []
         if plan is not None and plan.rows:
-            dtypes = stored_dtypes(e.dtype, c, main_grad_c, needs)
+            dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
             rows, state = backend.three_products.forward(
                 e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
-                weights=weights,
+                weights=weights, bias=bias,
             )  # fmt: skip
         elif plan is not None and plan.capacity:
             rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
@@ -115,7 +115,7 @@ def _(
     state = []
     if plan.rows:
         state = backend.three_products.empty_state(
-            copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, main_grad_c, needs), o,
+            copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, bias, main_grad_c, needs), o,
             with_lse=with_lse,
         )  # fmt: skip
     elif plan.capacity:
@@ -232,7 +232,7 @@ def _finish_stored(
     stats: Tensor | None,
     *options: Any,
 ) -> None:
-    """Finish the sums of both gradients in place, times scale () or (N,).
+    """Finish the sums of all gradients in place, times scale () or (N,).
 
     grad_lse: (N,), dL/dLSE, or None. held: the state of three_products.py up to its index SUMS, read only. sums: the
     state from SUMS on, written. They are separate because torch.compile copies every tensor that an operator may write
@@ -279,7 +279,7 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
         finish_stored(
             grad_rows, grad_lse, e, c, columns, weights, plan.rows, held, sums, main_grad_c, stats, *options
         )  # fmt: skip
-        return state[stored.GRAD_E], state[stored.GRAD_C], None
+        return state[stored.GRAD_E], state[stored.GRAD_C], state[stored.GRAD_BIAS]
     if weights is not None:
         grad_rows = grad_rows * weights
     if plan.capacity:

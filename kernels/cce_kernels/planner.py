@@ -162,7 +162,8 @@ def _storable(p: Problem, o: Options) -> bool:
     # Without a softcap, label smoothing has rank one (kernels/smoothing.py). Stand-in targets of shards would take a
     # share.
     smoothed = o.label_smoothing > 0 and (o.softcap is not None or p.sharded)
-    plain = not p.has_bias and o.filter_eps is None and not smoothed
+    # A bias's gradient is divided by logit_scale (kernels/targets/bias.py).
+    plain = o.filter_eps is None and not smoothed and not (p.has_bias and o.logit_scale == 0)
     # fp16 has too narrow a range for exponentials that no row maximum scales, and for gradients that hold their sums.
     held = (p.grad_e, None if p.main_grad else p.grad_c)
     return plain and p.dtype == torch.bfloat16 and torch.float16 not in held
@@ -231,6 +232,8 @@ def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int,
         beside += p.vocab * p.dim * (3 if summed else 2)
     elif summed:
         beside += p.vocab * p.dim * scratch_bytes(p.grad_c, o.accumulate)
+    if p.has_bias:
+        beside += 4 * p.vocab
     return rows * 2 * p.vocab, beside
 
 

@@ -191,7 +191,9 @@ def torch_path(call: Call, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor |
     lse = z.logsumexp(dim=-1)
     rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
     rows = rows + (flat != IGNORE) * o.get("z_loss", 0.0) * lse.square()
-    return reduced(call, rows, flat, weights.flatten()).reshape(targets.shape if call.kind.reduction == "none" else ()), lse
+    return reduced(call, rows, flat, weights.flatten()).reshape(
+        targets.shape if call.kind.reduction == "none" else ()
+    ), lse
 
 
 def reduced(call: Call, rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

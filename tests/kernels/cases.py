@@ -293,7 +293,7 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     e, c, targets = aligned(e.to(device, BF16)), aligned(c.to(device, BF16)), targets.to(device)
     o = Options(accumulate=accumulate, **options)
     scale = torch.tensor(0.3, device=device)
-    dtypes = (dtype, BF16 if main_grad else dtype)
+    dtypes = (dtype, BF16 if main_grad else dtype, None)
     buffer = torch.randn(c.shape, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
     result, state = three_products.forward(e, c, targets, rows, dtypes, True, o)

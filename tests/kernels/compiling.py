@@ -79,7 +79,7 @@ def launch_all(
         stored = with_triton.three_products
         weights = ones if weighted else None
         state = stored.forward(
-            e, c, columns, rows, dtypes[:2], with_metrics, options, with_lse=with_lse, weights=weights
+            e, c, columns, rows, dtypes, with_metrics, options, with_lse=with_lse, weights=weights, bias=bias
         )[1]  # fmt: skip
         upstream = (ones, ones) if with_lse else (ones[0], None)
         stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1], weights=weights)

@@ -25,6 +25,7 @@ class Stored:
     rows: int = 384  # per chunk, of 300
     main_grad: bool = False
     weights: bool = False  # token_weights
+    bias: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -47,6 +48,12 @@ STORED_OPTIONS = [
     Stored("weights-main_grad-softcap", {"softcap": 30.0}, rows=128, main_grad=True, weights=True),
     Stored("weights-smoothed-chunks", {"label_smoothing": 0.3}, rows=128, weights=True),
     Stored("weights-row_losses-lse", {"label_smoothing": 0.1, "reduction": "none"}, lse=True, weights=True),
+    Stored("bias", {"z_loss": 1e-3}, bias=True),
+    Stored("bias-chunks-fp32", {"reduction": "sum", "logit_scale": 1.4}, FP32, rows=128, bias=True, weights=True),
+    Stored("bias-softcap-main_grad", {"softcap": 30.0}, rows=128, main_grad=True, bias=True),
+    Stored("bias-smoothed-chunks", {"label_smoothing": 0.3, "logit_scale": 0.5}, rows=128, bias=True),
+    Stored("bias-row_losses-lse", {"reduction": "none", "z_loss": 1e-3}, lse=True, bias=True),
+    Stored("bias-smoothed-row_losses", {"label_smoothing": 0.1, "reduction": "none"}, FP32, bias=True, weights=True),
 ]
 
 
@@ -92,6 +99,15 @@ def draw(case: Stored, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return e, c, targets.to(device)
 
 
+def bias_of(case: Stored, device: str) -> Tensor | None:
+    """The bias of a case. Two of its entries nearly rule out tokens that are no target."""
+    if not case.bias:
+        return None
+    bias = torch.randn(391, generator=torch.Generator().manual_seed(4))
+    bias[[3, 380]] = -300.0
+    return bias.to(BF16).to(device, case.dtype).requires_grad_()
+
+
 def weights_of(case: Stored, targets: Tensor) -> dict[str, Tensor]:
     """The option token_weights. Those of ignored targets are NaN."""
     if not case.weights:
@@ -118,28 +134,33 @@ def upstream(case: Stored, device: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def check(case: Stored, device: str) -> None:
-    """Loss and gradients of both inputs.
+    """Loss and gradients of all inputs.
 
     Gradients are within 1.05 of the error of exact logits whose gradient is rounded to bf16.
     """
     e, c, targets = draw(case, device)
     total = upstream(case, device)
-    wide = in_fp64(e, c)
+    bias = bias_of(case, device)
+    if bias is not None:
+        targets = targets.masked_fill((targets == 3) | (targets == 380), 5)
+    wide = in_fp64(e, c, bias)
     options = case.options | weights_of(case, targets)
-    truth, truth_lse = reference_linear_cross_entropy(*wide, targets, **options)
+    truth, truth_lse = reference_linear_cross_entropy(*wide[:2], targets, bias=wide[2], **options)
     want = gradients(total(truth, truth_lse), wide)
     with rounded_logit_gradients():
-        rounded = gradients(total(*reference_linear_cross_entropy(*wide, targets, **options)), wide)
+        found = reference_linear_cross_entropy(*wide[:2], targets, bias=wide[2], **options)
+        rounded = gradients(total(*found), wide)
     buffer = torch.zeros(c.shape, device=device) if case.main_grad else None
     with three_products(case.rows):
         with torch.autocast(e.device.type, BF16):
             found = linear_cross_entropy(
-                e, c, targets, return_lse=case.lse, main_grad_c=buffer, **options
+                e, c, targets, bias=bias, return_lse=case.lse, main_grad_c=buffer, **options
             )  # fmt: skip
         loss, lse = found if case.lse else (found, truth_lse)
         total(loss, lse).backward()
     assert error(loss, truth) < 1e-5
     assert error(lse, truth_lse) < 1e-5
-    for got, base, true in zip((e.grad, c.grad if buffer is None else buffer), rounded, want, strict=True):
+    grads = [e.grad, c.grad if buffer is None else buffer, *([] if bias is None else [bias.grad])]
+    for got, base, true in zip(grads, rounded, want, strict=True):
         assert torch.isfinite(got).all()
         assert error(got, true) <= 1.05 * error(base.to(got.dtype), true) + 1e-7

@@ -104,6 +104,16 @@ def cases(ranks: int) -> list[Spread]:
         )
         for rows, options in (("same", {"z_loss": 1e-3}), ("own", {"reduction": "sum"}))
     ]  # fmt: skip
+    found += [
+        Spread(
+            Case(
+                "stored_bias-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, bias=True,
+                options={"logit_scale": 1.4, "z_loss": 1e-3},
+            ),
+            rows, stored_rows=64, extras={"return_metrics": True}, compiled=rows == "own",
+        )
+        for rows in ("same", "own")
+    ]  # fmt: skip
     of_rows = {"z_loss": 1e-3, "reduction": "none"}
     found += [  # each row's own gradient: one chunk
         Spread(

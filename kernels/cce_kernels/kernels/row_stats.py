@@ -129,13 +129,14 @@ def rows_kernel(
         online = highest + tl.log2(exp_sum) * LN2
         entropy = tl.where(overflowed, online - z_sum / exp_sum, entropy)
         if w_ptr is not None:
+            online_anchor = tl.where(online == float("-inf"), 0.0, online)  # a bias of −inf can mask the whole row
             for col in range(0, V, BLOCK_V):
                 cols = col + tl.arange(0, BLOCK_V)
                 z = _logits(
                     e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
                     BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
                 )  # fmt: skip
-                w = tl.exp2((z - online[:, None]) * LOG2E)
+                w = tl.exp2((z - online_anchor[:, None]) * LOG2E)
                 if HAS_SOFTCAP:
                     w *= softcap_slope(z, softcap)
                 w = tl.where(cols[None, :] == column[:, None], 0.0, w)
@@ -158,7 +159,7 @@ def rows_kernel(
         b = counts * logit_scale
         if weights_ptr is not None:
             b *= tl.load(weights_ptr + rows, mask=inside & (column != -1), other=0.0)
-        of_lse = b * (2 * z_loss * lse)
+        of_lse = tl.where(z_loss == 0, 0.0, b * (2 * z_loss * lse))  # the LSE of a masked row is −inf
         a = b + of_lse
         slope = 1.0
         if HAS_SOFTCAP:

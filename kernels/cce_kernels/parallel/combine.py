@@ -84,6 +84,7 @@ def settle_kernel(
 
     lse_here = tl.load(lse_ptr + rows, mask=inside, other=0.0)
     z = lse_here - tl.load(nll_ptr + rows, mask=inside, other=0.0)
+    z = tl.where(lse_here == float("-inf"), float("-inf"), z)  # a bias of −inf masks the whole shard
     counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
     is_here = (column >= 0) & (owner == rank)
     b = counts

@@ -68,6 +68,7 @@ def _forward(
         spread = Spread.of(group, shards, own).by_chunks(plan.rows)
         columns = backend.target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
         here = spread.columns(columns)
+        bias = None if bias is None else bias.contiguous()
         gathered = Gathered(spread, e.to(dtype))
         e_as, c_as = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
         if e_as is not gathered.whole or not plan.rows:  # prepare copies all rows, or the scheme reads all at once
@@ -85,11 +86,11 @@ def _forward(
                 _settle(e_as[chunk], rows, gradient, columns[chunk], spread, o)
 
             rows, state = backend.three_products.forward(
-                e_as, c_as, standing, spread.chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), with_metrics,
-                replace(o, z_loss=0.0), settle, gathered.wait if own else None, with_lse=not uniform,
+                e_as, c_as, standing, spread.chunk, stored_dtypes(torch.float32, c, bias, main_grad_c, needs),
+                with_metrics, replace(o, z_loss=0.0), settle, gathered.wait if own else None, with_lse=not uniform,
+                bias=bias,
             )  # fmt: skip
         else:
-            bias = None if bias is None else bias.contiguous()
             rows = _whole(backend.forward(e_as, c_as, bias, standing, with_metrics, o), columns, spread, o)
         losses = weighted(spread.mine(assemble_loss(rows, columns, o)), spread.mine(columns), weights)
     metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
@@ -128,7 +129,7 @@ def _(
     if plan.rows:
         chunk = chunk_rows(plan.rows, len(shards), own)
         state = backend.three_products.empty_state(
-            e_as, c, chunk, stored_dtypes(torch.float32, c, main_grad_c, needs), o, with_lse=not uniform
+            e_as, c, chunk, stored_dtypes(torch.float32, c, bias, main_grad_c, needs), o, with_lse=not uniform
         )
     columns = targets.new_empty(n_rows)
     return (
@@ -213,11 +214,12 @@ def _finish_stored(
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     chunk: int,
+    logit_scale: float,
     group: str,
     shards: list[int],
     own: bool,
 ) -> Tensor:
-    """Finish the sums of both gradients in place, times scale () or (rows of this rank,).
+    """Finish the sums of all gradients in place, times scale () or (rows of this rank,).
 
     grad_lse: dL/dLSE of this rank's rows, or None. held, sums: the parts of the state, as in ../operators.py.
 
@@ -234,7 +236,8 @@ def _finish_stored(
             scale = same.or_nothing(scale)
         reduced, grad_e = Reduced(spread), state[stored.GRAD_E]
         stored.backward(
-            e, c, here, scale, chunk, state, main_grad_c, Options(), lambda part: reduced.add(grad_e, part), grad_lse
+            e, c, here, scale, chunk, state, main_grad_c, Options(logit_scale=logit_scale),
+            lambda part: reduced.add(grad_e, part), grad_lse,
         )  # fmt: skip
         total = reduced.result() if grad_e.numel() else grad_e
         if same is not None:
@@ -249,12 +252,12 @@ _finish_stored_op = torch.library.custom_op(
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
     schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor[] held, "
-    f"Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, {PLACE}) -> Tensor",
+    f"Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, int chunk, float logit_scale, {PLACE}) -> Tensor",
 )
 
 
 @_finish_stored_op.register_fake
-def _(scale, grad_lse, e, c, columns, here, held, sums, main_grad_c, stats, chunk, group, shards, own):
+def _(scale, grad_lse, e, c, columns, here, held, sums, main_grad_c, stats, chunk, logit_scale, group, shards, own):
     stored = backend_of(e).three_products
     wanted = own and sums[stored.GRAD_E - stored.SUMS].numel()
     return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
@@ -357,9 +360,9 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
         upstream = (grad_rows[0].float(), None) if ctx.uniform else (grad_rows, grad_lse)
         total = finish_stored(
-            *upstream, e, c, columns, here, held, sums, main_grad_c, stats, chunk, *ctx.place
+            *upstream, e, c, columns, here, held, sums, main_grad_c, stats, chunk, o.logit_scale, *ctx.place
         )  # fmt: skip
-        return total if own else state[stored.GRAD_E], state[stored.GRAD_C], None
+        return total if own else state[stored.GRAD_E], state[stored.GRAD_C], state[stored.GRAD_BIAS]
     if weights is not None:
         grad_rows = grad_rows * weights
     return recompute(

@@ -19,8 +19,10 @@ Memory: 2 V bytes a row of a chunk, and 2 D bytes for its row of e times its fac
 entry of dC and of dE, none where these are fp32. w C also takes `splits` fp32 copies where a chunk has too few tiles to
 occupy every multiprocessor (planner.splits_for).
 Label smoothing without a softcap adds terms of rank one (kernels/smoothing.py).
-Serves bf16 operands without bias, filter, or label smoothing with a softcap. Rows with upstream gradients of their own,
-or log-sum-exps with gradients, take one chunk: its products come after these gradients are known.
+A bias takes one pass over w for its gradient (kernels/targets/bias.py), and 4 V bytes.
+Serves bf16 operands without filter, or label smoothing with a softcap, or a bias at a logit_scale of 0. Rows with
+upstream gradients of their own, or log-sum-exps with gradients, take one chunk: its products come after these
+gradients are known.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
 from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
+from ..kernels.targets.bias import finish_bias_gradient
 from ..kernels.targets.order import order_by_target
 from ..options import Options
 from ..planner import lent_rows, splits_for
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, multiprocessors, power_of_2, tiles_for
+
+Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
 
 
 @quick
@@ -97,7 +102,7 @@ def forward(
     c: Tensor,
     columns: Tensor,
     rows: int,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    dtypes: Dtypes,
     with_metrics: bool,
     o: Options,
     settle: Callable[[slice, Rows, Gradient], None] | None = None,
@@ -105,6 +110,7 @@ def forward(
     z_target: Tensor | None = None,
     with_lse: bool = False,
     weights: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Rows, list[Tensor]]:
     """The rows' statistics for the loss, and the state for `backward`.
 
@@ -112,16 +118,17 @@ def forward(
         e: (N, D) and c: (V, D), bf16 and `aligned`.
         columns: (N,) int64, each row's target column (row_math.py).
         rows: token rows per chunk.
-        dtypes: dtypes of the gradients of e and c; None for a gradient that is not wanted.
+        dtypes: dtypes of the gradients of e, c and bias; None for a gradient that is not wanted.
         settle: called with each chunk's statistics before its products; may change them in place.
         arrive: called before a chunk of e is read; makes its rows readable.
         z_target: (N,) fp32, the targets' logits, if they are known already.
         with_lse: whether the log-sum-exps may get gradients. The rows then take one chunk.
         weights: (N,) fp32, what each row's loss is multiplied by, or None. The gradients hold them; `Rows` does not.
+        bias: (V,) contiguous or None.
     """
     n_rows, dim = e.shape
     if z_target is None and arrive is None:
-        z_target = target_logits(e, c, None, columns, o)
+        z_target = target_logits(e, c, bias, columns, o)
     w = _empty_exponentials(e, c, rows)
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
@@ -129,9 +136,9 @@ def forward(
         if arrive is not None:
             arrive(chunk)
         e_i, columns_i = _of(chunk, e), _of(chunk, columns)
-        z_i = target_logits(e_i, c, None, columns_i, o) if z_target is None else _of(chunk, z_target)
+        z_i = target_logits(e_i, c, bias, columns_i, o) if z_target is None else _of(chunk, z_target)
         w_i = _corner(w, height, c.shape[0])
-        sums = exponentials(e_i, c, None, columns_i, z_i, w_i, with_metrics, o)
+        sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
             state = empty_state(e, c, rows, dtypes, o, w, with_lse)
             _, factor, coefficient, of_lse, c_sum, *_ = _present(state)
@@ -141,19 +148,19 @@ def forward(
         part = Rows(_of(chunk, lse), _of(chunk, nll), None, empty_metrics(z_i, with_metrics), largest)
         weights_i = None if weights is None else _of(chunk, weights)
         gradient = Gradient(w_i, _of(chunk, factor), _of(chunk, coefficient), of_lse, weights_i)
-        finish_rows(e_i, c, None, columns_i, z_i, sums, part, o, gradient)
+        finish_rows(e_i, c, bias, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, state, chunk)
-    if dtypes[1] is not None:  # last, because only the backward pass needs it
+    if state[KEYS].numel():  # last, because only the backward pass needs it
         order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, dim).rows)
     z_above_mean = None
     if c_sum is not None:
         assert z_target is not None
-        z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), None, c.shape[0], o)
+        z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), bias, c.shape[0], o)
     return Rows(lse, nll, z_above_mean, metrics), state
 
 
@@ -170,7 +177,9 @@ def backward(
     grad_lse: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    """Finish the gradients of e and c in place, in state[GRAD_E] and state[GRAD_C]; main_grad_c, if given, gets dC.
+    """Finish the gradients of e, c and bias in place, in state[GRAD_E], state[GRAD_C] and state[GRAD_BIAS].
+
+    main_grad_c, if given, gets dC.
 
     Args:
         e, c, columns, rows: as for `forward`.
@@ -183,7 +192,7 @@ def backward(
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
     w, factor, coefficient, of_lse, c_sum, keys, order, bounds, *sums = _present(state)
-    parts_e, grad_e, lost_e, grad_c, lost_c = sums
+    parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = sums
     n_rows, dim = e.shape
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
@@ -213,6 +222,10 @@ def backward(
             finished(part)
 
     tile = tiles_for(e, dim).rows
+    if grad_bias is not None:
+        _add_to_bias(grad_bias, w, _of(last, factor), first)
+        everywhere = None if share is None else share.sum()
+        finish_bias_gradient(grad_bias, keys, order, bounds, tile, coefficient, everywhere, end, o)
     terms_c = TargetTerms(keys, order, bounds, coefficient, e)
     lent = None
     if first == 0 and main_grad_c is None and grad_c is not None and grad_c.dtype == e.dtype:
@@ -255,11 +268,11 @@ def backward(
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
-KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C = 5, 6, 7, 8, 9, 11
+KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 8, 9, 11, 13
 
 
 def empty_state(
-    e: Tensor, c: Tensor, rows: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], o: Options,
+    e: Tensor, c: Tensor, rows: int, dtypes: Dtypes, o: Options,
     w: Tensor | None = None, with_lse: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
@@ -267,10 +280,11 @@ def empty_state(
     w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
     (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
     smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`. parts:
-    (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum.
+    (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum. sum_bias: (V,)
+    fp32, dbias.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    dtype_e, dtype_c = dtypes
+    dtype_e, dtype_c, dtype_bias = dtypes
     height = min(rows, n_rows)
     first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
     accumulate = o.accumulate if first else "bf16"  # one chunk: nothing is summed
@@ -284,13 +298,16 @@ def empty_state(
         if splits > 1:
             parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
         sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, first if parts is None else 0)
-    if dtype_c is not None:
+    if dtype_c is not None or dtype_bias is not None:
         keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
         bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
+    if dtype_c is not None:
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
+    sum_bias = None if dtype_bias is None else e.new_empty(vocab, dtype=torch.float32)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
     return [
-        e.new_empty(0) if x is None else x for x in (w, *row_numbers, of_lse, c_sum, keys, order, bounds, parts, *sums)
+        e.new_empty(0) if x is None else x
+        for x in (w, *row_numbers, of_lse, c_sum, keys, order, bounds, parts, *sums, sum_bias)
     ]
 
 
@@ -323,9 +340,23 @@ def _present(state: list[Tensor]) -> list:
     return [x if x.numel() else None for x in state]
 
 
+def _add_to_bias(total: Tensor, w: Tensor, factor: Tensor, first: int) -> None:
+    """Add Σ factor_i w_iv of the chunk of rows that begins with `first` to total (V,)."""
+    part = column_sum(w, factor)
+    if first == 0:
+        total.copy_(part)
+    else:
+        total += part
+
+
 def _add_products(w: Tensor, e: Tensor, c: Tensor, state: list[Tensor], chunk: slice) -> None:
-    """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries."""
-    _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c = _present(state)
+    """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries.
+
+    The same for the bias: add the columns' sums of w times its factors.
+    """
+    _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = _present(state)
+    if grad_bias is not None:
+        _add_to_bias(grad_bias, w, factor[chunk], chunk.start)
     scaled = None if grad_c is None else _scaled(e, factor[chunk])
     if grad_e is not None:
         if parts_e is not None:

@@ -91,6 +91,15 @@ def test_rows_with_gradients_of_their_own_compile_for_hopper(compiled, dim):
         check_resources(name, kernel, BF16)
 
 
+@pytest.mark.parametrize("rows", [128, 256])  # two chunks and one
+def test_a_bias_with_stored_exponentials_compiles_for_hopper(compiled, rows):
+    launch_all(Case("bias", dtype=BF16, bias=True, **PLAIN, options={"label_smoothing": 0.1}), rows=rows)
+    names = {name for name, _ in compiled}
+    assert {"bias_gradient_kernel", "column_sum_kernel", "exponentials_kernel"} <= names
+    for name, kernel in compiled:
+        check_resources(name, kernel, BF16)
+
+
 @pytest.mark.parametrize("dtype_e", [BF16, FP32])
 def test_targets_apart_compile_for_hopper(compiled, dtype_e):
     launch_all(Case("apart", dtype=BF16, **PLAIN), dtypes=(dtype_e, FP32, None))

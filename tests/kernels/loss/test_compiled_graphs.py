@@ -80,4 +80,4 @@ def test_a_buffer_of_the_callers_is_the_only_other_thing_written_to(backward_gra
 
 def sizes():
     e, c, *_ = draw(Case("compiled", shape=(150,), dim=64, vocab=VOCAB, dtype=BF16), "cpu")
-    return e, c, ROWS, (BF16, BF16), Options()
+    return e, c, ROWS, (BF16, BF16, None), Options()

@@ -26,7 +26,7 @@ ALL = [(ranks, spread) for ranks, spreads in SPREADS.items() for spread in sprea
 ON_GPUS = (
     "plain-bfloat16-own", "everything-bfloat16-same", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
     "stored_rows-bf16-same", "stored_rows-bf16-own", "stored_softcap-bf16-same", "improbable-bf16-same",
-    "stored_weights-bf16-same", "stored_weights-bf16-own",
+    "stored_weights-bf16-same", "stored_weights-bf16-own", "stored_bias-bf16-same", "stored_bias-bf16-own",
 )  # fmt: skip
 INTERPRETED = (*ON_GPUS, "exact-fp32-same")
 
