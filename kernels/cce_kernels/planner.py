@@ -220,7 +220,7 @@ def lent_rows(n_rows: int, dim: int, vocab: int) -> slice | None:
 
 
 def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
-    """Bytes of (a chunk's exponentials, everything else that three products hold beside the gradients)."""
+    """Bytes of (a chunk's exponentials, everything else that three products hold beside the gradients of e and c)."""
     rows, summed = min(rows, p.n_rows), rows < p.n_rows
     splits = splits_for(rows, p.dim, programs)
     lends = not summed and not p.main_grad and p.grad_c == p.dtype and lent_rows(p.n_rows, p.dim, p.vocab)

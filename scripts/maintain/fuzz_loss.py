@@ -113,7 +113,7 @@ def draw_kind(seed: int) -> Kind:
     return Kind(
         e=e,
         c=e if r.random() < 0.5 else r.choice(list(DTYPES)),
-        bias=None if plain or r.random() < 0.5 else r.choice(list(DTYPES)),
+        bias=None if r.random() < (0.7 if plain else 0.5) else r.choice(list(DTYPES)),
         autocast=r.choice((None, None, "bf16", "fp16")),
         dim=r.choice((1, 8, 24, 37, 64, 200, 256)),
         options=options,

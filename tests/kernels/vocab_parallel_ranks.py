@@ -221,6 +221,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
     weights = {name: x[mine] for name, x in weights_of(case, whole[2]).items()}
     function = vocabulary_parallel_linear_cross_entropy
     if spread.compiled:
+        torch._dynamo.reset()  # otherwise the cases add up to its limit of recompilations
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
     with stored(spread.stored_rows), traced() as trace:

@@ -29,9 +29,10 @@ SHAPES = [
 
 
 def chosen(
-    shape: tuple[int, int, int], grad_e=BF16, grad_c=BF16, main_grad=False, dtype=BF16, uniform=True, **options
-) -> Plan:
-    problem = Problem(*shape, dtype, grad_e, grad_c, main_grad, uniform, has_bias=False)
+    shape: tuple[int, int, int], grad_e=BF16, grad_c=BF16, main_grad=False, dtype=BF16, uniform=True, bias=False,
+    **options,
+) -> Plan:  # fmt: skip
+    problem = Problem(*shape, dtype, grad_e, grad_c, main_grad, uniform, has_bias=bias)
     return plan(problem, 132, Options(**options))
 
 
@@ -126,6 +127,19 @@ def test_label_smoothing_takes_the_same_plan_unless_a_softcap_or_shards_forbid_i
     problem = Problem(*shape, BF16, BF16, BF16, False, uniform=True, has_bias=False, sharded=True)
     assert plan(problem, 132, Options()).rows
     assert not plan(problem, 132, Options(label_smoothing=0.1)).rows
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_bias_takes_three_products_too_and_memory_for_its_sum(shape):
+    found = chosen(shape, bias=True)
+    assert bool(found.rows) == bool(chosen(shape).rows)
+    assert not chosen(shape, bias=True, logit_scale=0.0).rows  # its gradient is divided by the scale
+    assert not chosen(shape, bias=True, dtype=FP32).rows
+    with_bias, without = (
+        stored_bytes(Problem(*shape, BF16, BF16, BF16, False, True, has_bias=bias), 1024, 132, Options())
+        for bias in (True, False)
+    )
+    assert with_bias == (without[0], without[1] + 4 * shape[2])
 
 
 @pytest.mark.parametrize("workspace_mib", [None, 600, 4096])
