@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -137,11 +139,23 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
 
 @functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s; a report asks for the same three hundreds of times
 def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> DictConfig:
+    """As `hydra.compose`, which would also put together Hydra's own node, in as much time again, and remove it."""
     register_schemas()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
-            return compose(config_name, overrides=list(options))
+            loader = GlobalHydra.instance().config_loader()
+            assert isinstance(loader, ConfigLoaderImpl)
+            loader.ensure_main_config_source_available()
+            files, parsed = (
+                CachingConfigRepository(loader.repository),
+                OverridesParser.create().parse_overrides([*options]),
+            )
+            found = create_defaults_list(files, config_name, parsed, prepend_hydra=False, skip_missing=False)
+            composed = loader._compose_config_from_defaults_list(found.defaults, files)
+            OmegaConf.set_struct(composed, True)
+            loader._apply_overrides_to_config(found.config_overrides, composed)
+            return composed
     finally:
         GlobalHydra.instance().clear()
 
