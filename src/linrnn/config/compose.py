@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -137,6 +137,13 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         ) from error
 
 
+class _Files(CachingConfigRepository):
+    """Hydra's files, each read once. Hydra would copy all schemas first, because its search path may change."""
+
+    def __init__(self, repository: IConfigRepository) -> None:
+        self.delegate, self.cache = repository, {}
+
+
 @functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s; a report asks for the same three hundreds of times
 def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> DictConfig:
     """As `hydra.compose`, which would also put together Hydra's own node, in as much time again, and remove it."""
@@ -147,11 +154,8 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> D
             loader = GlobalHydra.instance().config_loader()
             assert isinstance(loader, ConfigLoaderImpl)
             loader.ensure_main_config_source_available()
-            files, parsed = (
-                CachingConfigRepository(loader.repository),
-                OverridesParser.create().parse_overrides([*options]),
-            )
-            found = create_defaults_list(files, config_name, parsed, prepend_hydra=False, skip_missing=False)
+            files, overrides = _Files(loader.repository), OverridesParser.create().parse_overrides([*options])
+            found = create_defaults_list(files, config_name, overrides, prepend_hydra=False, skip_missing=False)
             composed = loader._compose_config_from_defaults_list(found.defaults, files)
             OmegaConf.set_struct(composed, True)
             loader._apply_overrides_to_config(found.config_overrides, composed)
@@ -285,7 +289,7 @@ def read_config(path: Path) -> Config:
 
 def to_yaml(config: Any) -> str:
     """The configuration as YAML, keys in schema order."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def _added(config: Any, prefix: str = "") -> Iterator[str]:

@@ -86,7 +86,7 @@ class BuiltRun:
 
     @functools.cached_property
     def config_yaml(self) -> str:
-        """The configuration, as every checkpoint holds it."""
+        """The configuration, as the run's directory and every checkpoint hold it."""
         return to_yaml(self.config)  # takes some tens of milliseconds
 
     def epochs(self, step: int) -> float:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from linrnn.config import identity, run_name, to_yaml
+from linrnn.config import identity, run_name
 from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
 from linrnn.core.output import say
@@ -67,11 +67,11 @@ class Session:
             say(line)
         return summary
 
-    def begin(self, closing: contextlib.ExitStack, state: RunState, data: PreparedData) -> None:
+    def begin(self, closing: contextlib.ExitStack, state: RunState, data: PreparedData, config_yaml: str) -> None:
         """Write this process's first files, and open those that it keeps writing."""
         if not self._ranks.is_first:
             return
-        self.directory.begin(to_yaml(self._config))
+        self.directory.begin(config_yaml)
         self.directory.begin_process(describe_process(self._config, state.step, state.continues))
         for name, text in (data.tokenizer.files() if data.tokenizer else {}).items():
             self.directory.write_text(name, text)

@@ -60,7 +60,7 @@ class Trainer(BuiltRun):
         """Restore the run's state, open its files, and print what it will do."""
         where_it_begins = self.resume()
         notes = self.notes()
-        self.session.begin(closing, self.state, self.data)
+        self.session.begin(closing, self.state, self.data, self.config_yaml)
         if where_it_begins:
             self.session.console.line(where_it_begins)
         self.session.mirror_to_wandb()
