@@ -31,13 +31,13 @@ from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 MOST_DEFAULT_MIB = 2048  # limit of a chunk's exponentials, without a workspace_mib
 SLOWER = 1.04  # the default may take this multiple of the fastest chunks' time, in order to save memory
 LEAST_ROWS = 512  # in a chunk of three products
-LEAST_LENT = 2**24  # bytes of e, see lent_rows
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1600.0
 LAUNCH_SECONDS = 40e-6
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
 MOST_SPLITS = 4
+MOST_PARTS = 2**23  # numbers of all splits of one chunk's w C, fp32
 MAX_SPLITS = 32  # splits of the vocabulary, each with partial sums of its own
 # The filter's lists (filter/select.py).
 SEGMENTS = 8  # segments of a row; one warp lists the kept entries of one segment
@@ -142,15 +142,36 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     return Plan(0, columns)
 
 
-def splits_for(rows: int, cols: int, programs: int) -> int:
-    """Number of parts that dE's product, with an output of rows × cols, cuts its summed dimension into.
+def splits_beside(rows: int, cols: int, programs: int) -> int:
+    """Parts that dE's product, with an output of rows × cols, cuts its summed dimension into, beside dC's product.
 
-    Each part has an fp32 output of its own. dE's product runs beside dC's, which takes as long (kernels/matmul.py).
-    So one part is enough once dE's tiles fill half of the multiprocessors. A tenth less than half is also accepted,
-    because another part's memory costs more than that tenth saves.
+    Each part has an fp32 output of its own. Several chunks run dE's product beside dC's, which takes as long
+    (kernels/matmul.py). So one part is enough once dE's tiles fill half of the multiprocessors. A tenth less than half
+    is also accepted, because another part's memory costs more than that tenth saves.
     """
-    tiles = math.ceil(rows / TILE_ROWS) * math.ceil(cols / TILE_COLS)
-    return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * tiles))))
+    return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * _tiles(rows, cols)))))
+
+
+def splits_alone(rows: int, cols: int, programs: int) -> int:
+    """The same for one chunk, whose products run one after the other.
+
+    Another part must occupy the multiprocessors better by a tenth. All parts take at most MOST_PARTS numbers.
+    """
+
+    def busy(splits: int) -> float:
+        units = _tiles(rows, cols) * splits
+        return units / (math.ceil(units / programs) * programs)
+
+    best = 1
+    for splits in range(2, MOST_SPLITS + 1):
+        if splits * rows * cols <= MOST_PARTS and busy(splits) > 1.1 * busy(best):
+            best = splits
+    return best
+
+
+def _tiles(rows: int, cols: int) -> int:
+    """Tiles of a product's output."""
+    return math.ceil(rows / TILE_ROWS) * math.ceil(cols / TILE_COLS)
 
 
 def most_splits(row_tiles: int, programs: int) -> int:
@@ -207,34 +228,35 @@ def _launches(p: Problem, launches: int) -> float:
     return launches * LAUNCH_SECONDS * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
 
 
-def lent_rows(n_rows: int, dim: int, vocab: int) -> slice | None:
-    """The last rows of dC that hold one chunk's scaled e until they are written: whole tiles of TILE_ROWS.
+def fits_hidden(dim: int) -> bool:
+    """Whether dE's memory can hold e times its factors until dE is written: its rows begin at lines of 128 bytes."""
+    return dim % 64 == 0
 
-    None: they cannot hold it, or e is so small that its memory is not worth two more launches. Later the scaled e moves
-    to the first `dim` columns of the exponentials, which dC must not need any more.
-    """
-    start = (vocab - n_rows) // TILE_ROWS * TILE_ROWS
-    if dim % 64 or start < dim or 2 * n_rows * dim < LEAST_LENT:
-        return None
-    return slice(start, start + n_rows)
+
+def fits_vocab(n_rows: int, vocab: int, grad_c: torch.dtype, splits: int) -> bool:
+    """Whether dC's memory can hold the parts of w C, fp32, until dC is written."""
+    return 4 * splits * n_rows <= grad_c.itemsize * vocab
 
 
 def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int, int]:
     """Bytes of (a chunk's exponentials, everything else that three products hold beside the gradients of e and c)."""
     rows, summed = min(rows, p.n_rows), rows < p.n_rows
-    splits = splits_for(rows, p.dim, programs)
-    lends = not summed and not p.main_grad and p.grad_c == p.dtype and lent_rows(p.n_rows, p.dim, p.vocab)
-    hidden, beside = p.n_rows * p.dim, 0 if lends else rows * 2 * p.dim
+    hidden, beside = p.n_rows * p.dim, 0
+    scaled = 2 * rows * math.ceil(p.dim / 64) * 64
     if p.grad_e is not None:
-        beside += hidden * (4 * splits if splits > 1 else 0)
+        splits = splits_beside(rows, p.dim, programs) if summed else splits_alone(rows, p.dim, programs)
+        if splits > 1 and (summed or p.main_grad or not p.grad_c or not fits_vocab(rows, p.vocab, p.grad_c, splits)):
+            beside += 4 * splits * hidden
         beside += hidden * (scratch_bytes(p.grad_e, o.accumulate) if summed else 0)
+        if not summed and splits == 1 and fits_hidden(p.dim):
+            scaled = 0
     if p.main_grad:
         beside += p.vocab * p.dim * (3 if summed else 2)
     elif summed:
         beside += p.vocab * p.dim * scratch_bytes(p.grad_c, o.accumulate)
     if p.has_bias:
         beside += 4 * p.vocab
-    return rows * 2 * p.vocab, beside
+    return rows * 2 * p.vocab, beside + (scaled if p.grad_c is not None or p.main_grad else 0)
 
 
 def _rows(p: Problem, programs: int, o: Options) -> int:

@@ -424,23 +424,26 @@ def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch, chunk: in
 
 
 def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk of rows writes both gradients once. Scaled e may lie in rows of dC until they are written: the bits are
-    those with memory of its own, and the errors those of bf16."""
+    """One chunk of rows writes both gradients once. Their memory holds scaled e and the parts of w C until then: the
+    bits are those with memory of their own, and the errors those of bf16."""
     from cce_kernels import planner
     from cce_kernels.backends import with_triton
+    from cce_kernels.schemes import three_products
 
     monkeypatch.setattr(with_triton, "plan", lambda *_: planner.Plan(rows=128, columns=256))
     e, c, targets, _ = draw(Case("one chunk", shape=(100,), dim=128, vocab=700, dtype=BF16, peak=3), device)
-    found = {}
-    for least in (0, 2**40):
-        monkeypatch.setattr(planner, "LEAST_LENT", least)
-        assert (planner.lent_rows(*e.shape, len(c)) is None) == (least > 0)
-        found[least] = gradients(linear_cross_entropy(e, c, targets), (e, c))
     wide = in_fp64(e, c)
     truth = gradients(reference_linear_cross_entropy(*wide, targets)[0], wide)
-    for lent, own, true in zip(found[0], found[2**40], truth, strict=True):
-        assert torch.equal(lent, own)
-        assert error(lent, true) < 3e-3
+    for splits in (1, 3):
+        monkeypatch.setattr(three_products, "splits_alone", lambda *_, splits=splits: splits)
+        found = {}
+        for lent in (True, False):
+            monkeypatch.setattr(three_products, "fits_hidden", lambda *_, lent=lent: lent)
+            monkeypatch.setattr(three_products, "fits_vocab", lambda *_, lent=lent: lent)
+            found[lent] = gradients(linear_cross_entropy(e, c, targets), (e, c))
+        for lent, own, true in zip(found[True], found[False], truth, strict=True):
+            assert torch.equal(lent, own)
+            assert error(lent, true) < 3e-3
 
 
 DEFAULTED = {

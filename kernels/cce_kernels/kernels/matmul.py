@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from ..runtime.launch import quick
-from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, tiles_for
+from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, power_of_2, tiles_for
 from .kahan import read_sum, write_sum
 
-PLACES = tl.constexpr(32)  # tokens of a tile's targets that are added at a time
+MOST_PLACES = 64  # tokens of a tile's targets that are added at a time
 
 
 class RowTerms(NamedTuple):
@@ -60,7 +60,7 @@ _NO_ROW_TERMS, _NO_TARGET_TERMS = (None,) * 4, (None,) * 5
 
 
 @quick
-@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split", "c_stride", "e_stride"])
+@triton.jit(do_not_specialize=["M", "K", "splits", "split_rows", "steps_per_split"])
 def product_kernel(
     a_desc,  # A (M, K), or (K, M) with TRANSPOSE_A
     b_desc,  # B (K, COLS)
@@ -94,6 +94,7 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     TRANSPOSE_A: tl.constexpr,
+    PLACES: tl.constexpr,  # tokens of a tile's targets that are added at a time
     READ: tl.constexpr,  # whether to add what out and lost hold
     KEEP: tl.constexpr,  # whether to write lost
     OVERLAP: tl.constexpr,  # whether the next launch may begin before this one ends
@@ -122,7 +123,7 @@ def product_kernel(
         if keys_ptr is not None:
             acc = _add_targets(
                 acc, rows, col + tl.arange(0, BLOCK_N), row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr,
-                e_ptr, e_stride, COLS,
+                e_ptr, e_stride, COLS, PLACES,
             )  # fmt: skip
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time takes fewer registers, and less shared memory to reorder the values for the stores.
@@ -143,6 +144,7 @@ def product_kernel(
 @triton.jit
 def _add_targets(
     acc, rows, cols, row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr, e_ptr, e_stride, COLS,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
     """acc + the targets' terms of a tile: products of e with a matrix that holds each token's coefficient in its
     target's row, as the sum of two numbers of 16 bits."""
@@ -208,6 +210,14 @@ def _store(
         write_sum(total, out_ptr + offsets, None, mask)
 
 
+def _places(tile_rows: int, vocab: int, tokens: int) -> int:
+    """Tokens that a tile adds at a time: as many as have their target there if all entries are as frequent.
+
+    The frequent entries of a natural text share a few tiles, which then take many steps.
+    """
+    return min(MOST_PLACES, max(16, power_of_2(tokens * tile_rows // vocab)))
+
+
 def product(
     a: Tensor,
     b: Tensor,
@@ -254,6 +264,7 @@ def product(
         0 if row_terms is None else row_terms.c.stride(0), 0 if target_terms is None else target_terms.e.stride(0),
         n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
-        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, read, lost is not None and scale is None, overlap,
+        tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, _places(tiles.rows, n_rows, depth), read,
+        lost is not None and scale is None, overlap,
         **tiles.launch, **({"launch_pdl": True} if beside and overlap else {}),
     )  # fmt: skip

@@ -4,20 +4,21 @@
                                                                               + Σ_{i: t_i = v} (a_i p_it − b_i) e_i
 
 kernels/logits.py defines w and S. For each chunk of rows, `exponentials` stores w (rows × V, 16 bits) and the rows'
-sums. Both gradients are then plain products of w, side by side (kernels/matmul.py). The factor a_i / S_i goes into the
-rows of dE and of e, so nothing is recomputed and no pass over w is needed. The target's entry is left out of w: p − 1
-cancels there, and most of the gradient lies there. The last products add it in fp32.
+sums. Both gradients are then plain products of w (kernels/matmul.py). The factor a_i / S_i goes into the rows of dE and
+of e, so nothing is recomputed and no pass over w is needed. The target's entry is left out of w: p − 1 cancels there,
+and most of the gradient lies there. The last products add it in fp32.
 
-The forward pass multiplies every chunk but the last. The last chunk's w waits for the backward pass, which multiplies
-by dL/dloss before the final rounding. Until then the sums keep their rounding errors (accumulator.py). dC is a sum
-over chunks; each row of w C is complete after its own chunk. One chunk needs no sums: the backward pass writes both
-gradients once.
+One chunk needs no sums: the backward pass writes both gradients once, dC first. Several chunks sum dC. The forward pass
+then multiplies every chunk but the last. The last chunk's w waits for the backward pass, which multiplies by dL/dloss
+before the final rounding. Until then the sums keep their rounding errors (accumulator.py). Each row of w C is complete
+after its own chunk.
 
 Cost: 3 N D V multiply-adds. Each chunk but the first reads dC and its rounding error, and each but the last writes
 both.
-Memory: 2 V bytes a row of a chunk, and 2 D bytes for its row of e times its factor. With several chunks, 1 byte an
-entry of dC and of dE, none where these are fp32. w C also takes `splits` fp32 copies where a chunk has too few tiles to
-occupy every multiprocessor (planner.splits_for).
+Memory: 2 V bytes a row of a chunk. One chunk finds room for the rest in the gradients' memory before they are written
+(planner.stored_bytes). Several chunks take 2 D bytes a row for e times its factor, and 1 byte an entry of dC and of dE,
+none where these are fp32. w C also takes `splits` fp32 copies where it has too few tiles to occupy every multiprocessor
+(planner.splits_alone, planner.splits_beside).
 Label smoothing without a softcap adds terms of rank one (kernels/smoothing.py).
 A bias takes one pass over w for its gradient (kernels/targets/bias.py), and 4 V bytes.
 Serves bf16 operands without filter, or label smoothing with a softcap, or a bias at a logit_scale of 0. Rows with
@@ -27,7 +28,9 @@ gradients are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,11 +43,12 @@ from ..kernels.logits import exponentials, target_logits
 from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
+from ..kernels.scaled_rows import scaled_rows
 from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
 from ..kernels.targets.bias import finish_bias_gradient
 from ..kernels.targets.order import order_by_target
 from ..options import Options
-from ..planner import lent_rows, splits_for
+from ..planner import fits_hidden, fits_vocab, splits_alone, splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, multiprocessors, power_of_2, tiles_for
@@ -126,7 +130,7 @@ def forward(
         weights: (N,) fp32, what each row's loss is multiplied by, or None. The gradients hold them; `Rows` does not.
         bias: (V,) contiguous or None.
     """
-    n_rows, dim = e.shape
+    n_rows = e.shape[0]
     if z_target is None and arrive is None:
         z_target = target_logits(e, c, bias, columns, o)
     w = _empty_exponentials(e, c, rows)
@@ -156,7 +160,7 @@ def forward(
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, state, chunk)
     if state[KEYS].numel():  # last, because only the backward pass needs it
-        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, dim).rows)
+        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, e.shape[1]).rows)
     z_above_mean = None
     if c_sum is not None:
         assert z_target is not None
@@ -192,79 +196,122 @@ def backward(
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
     w, factor, coefficient, of_lse, c_sum, keys, order, bounds, *sums = _present(state)
-    parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = sums
-    n_rows, dim = e.shape
+    n_rows = e.shape[0]
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
     if scale.dim() or grad_lse is not None:
         assert first == 0
         factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, of_lse)
         end = None
-    share = smooth_c = None
+    smooth_e = smooth_c = None
     if c_sum is not None:
         grad_loss = scale if end is None else torch.ones_like(scale)
         share = smoothed_share(grad_loss, columns, weights, c.shape[0], o)
-        smooth_c = None if grad_c is None else RankOne(None, column_sum(e, share))
-    last = slice(first, n_rows)
-    w = _corner(w, n_rows - first, c.shape[0])
+        smooth_e = RankOne(share, c_sum)
+        smooth_c = None if sums[3] is None else RankOne(None, column_sum(e, share))
+    targets_c = None if keys is None else TargetTerms(keys, order, bounds, coefficient, e)
+    last = _Last(
+        e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, smooth_e, smooth_c, targets_c,
+        main_grad_c,
+    )  # fmt: skip
+    grad_bias = sums.pop()
+    if grad_bias is not None:
+        _add_to_bias(grad_bias, last.w, _of(slice(first, n_rows), factor), first)
+        everywhere = None if smooth_e is None else smooth_e.left.sum()
+        tile = tiles_for(e, e.shape[1]).rows
+        finish_bias_gradient(grad_bias, keys, order, bounds, tile, coefficient, everywhere, end, o)
+    if first:
+        _finish_several(last, slice(first, n_rows), sums, finished)
+    else:
+        _finish_one(last, sums[1], sums[3])
+        if finished is not None and sums[1] is not None:
+            finished(slice(0, n_rows))
+
+
+class _Last(NamedTuple):
+    """What the last chunk's products take: arguments of `backward`, and tensors of the state."""
+
+    e: Tensor
+    c: Tensor
+    columns: Tensor
+    w: Tensor  # (rows of the chunk, V)
+    factor: Tensor  # (N,) fp32
+    coefficient: Tensor  # (N,) fp32
+    end: Tensor | None  # () fp32, what the finished gradients are multiplied by
+    smooth_e: RankOne | None
+    smooth_c: RankOne | None
+    targets_c: TargetTerms | None
+    main_grad_c: Tensor | None
+
+
+def _finish_one(x: _Last, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
+    """Both gradients of one chunk. Temporary numbers lie in the gradients' memory, as far as it is still unwritten."""
+    n_rows, dim = x.e.shape
+    splits = 1 if grad_e is None else splits_alone(n_rows, dim, multiprocessors(x.e))
+    if grad_e is not None and splits > 1:
+        lent = grad_c if grad_c is not None and fits_vocab(n_rows, len(x.c), grad_c.dtype, splits) else None
+        parts = _memory(x.e, (splits, n_rows, dim), torch.float32, lent)
+        product(x.w, x.c, parts)
+        _finish_e(x, parts, None, grad_e, slice(0, n_rows))
+    if grad_c is not None:
+        home = grad_e if splits == 1 and fits_hidden(dim) else None
+        scaled = scaled_rows(x.e, x.factor, home)
+        product(
+            x.w, scaled, grad_c, transpose_a=True, scale=x.end, into=x.main_grad_c, target_terms=x.targets_c,
+            rank_one=x.smooth_c,
+        )  # fmt: skip
+    if grad_e is not None and splits == 1:
+        terms = RowTerms(x.factor, x.coefficient, x.columns, x.c)
+        product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e)
+
+
+def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: Callable[[slice], None] | None) -> None:
+    """Add the last chunk, the rows `last`, to the sums of both gradients, and finish them."""
+    parts_e, grad_e, lost_e, grad_c, lost_c = sums
 
     def finish_e(part: slice) -> None:
-        if part.start == part.stop:
-            return
-        parts = _of(part, grad_e)[None] if parts_e is None else parts_e[:, part]
-        block_d = min(256, power_of_2(dim))
-        hidden_kernel[(cdiv(part.stop - part.start, 16), cdiv(dim, block_d))](
-            parts, None if lost_e is None else lost_e[part], c, _of(part, columns), _of(part, factor),
-            _of(part, coefficient), None if share is None else share[part], c_sum, end, _of(part, grad_e),
-            c.stride(0), parts.stride(0), parts.shape[1], dim, parts.shape[0], 16, block_d,
-        )  # fmt: skip
+        assert grad_e is not None
+        parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
+        _finish_e(x, parts, None if lost_e is None else lost_e[part], grad_e, part)
         if finished is not None:
             finished(part)
 
-    tile = tiles_for(e, dim).rows
-    if grad_bias is not None:
-        _add_to_bias(grad_bias, w, _of(last, factor), first)
-        everywhere = None if share is None else share.sum()
-        finish_bias_gradient(grad_bias, keys, order, bounds, tile, coefficient, everywhere, end, o)
-    terms_c = TargetTerms(keys, order, bounds, coefficient, e)
-    lent = None
-    if first == 0 and main_grad_c is None and grad_c is not None and grad_c.dtype == e.dtype:
-        lent = lent_rows(n_rows, dim, c.shape[0])
-    scaled = None
-    if grad_c is not None:
-        scaled = _scaled(_of(last, e), _of(last, factor), None if lent is None else grad_c[lent])
+    scaled = None if grad_c is None else scaled_rows(x.e[last], x.factor[last])
     if grad_e is not None:
         if finished is not None:
-            finish_e(slice(0, first))
+            finish_e(slice(0, last.start))
         if parts_e is None:
-            terms = RowTerms(_of(last, factor), _of(last, coefficient), _of(last, columns), c)
-            smooth_e = None if share is None else RankOne(share[last], c_sum)
-            product(w, c, _of(last, grad_e), scale=end, row_terms=terms, rank_one=smooth_e)
+            terms = RowTerms(x.factor[last], x.coefficient[last], x.columns[last], x.c)
+            smooth = None if x.smooth_e is None else RankOne(x.smooth_e.left[last], x.smooth_e.right)
+            product(x.w, x.c, grad_e[last], scale=x.end, row_terms=terms, rank_one=smooth)
         else:
-            product(w, c, parts_e[:, last])
+            product(x.w, x.c, parts_e[:, last])
     if grad_c is not None:
         assert scaled is not None
-        own = grad_c if lent is None else grad_c[: lent.start]
         product(
-            _corner(w, w.shape[0], own.shape[0]), scaled, own, lost_c,
-            transpose_a=True, read=first > 0, scale=end, into=main_grad_c, beside=grad_e is not None,
-            target_terms=terms_c, rank_one=smooth_c,
+            x.w, scaled, grad_c, lost_c, transpose_a=True, read=True, scale=x.end, into=x.main_grad_c,
+            beside=grad_e is not None, target_terms=x.targets_c, rank_one=x.smooth_c,
         )  # fmt: skip
-        if lent is not None:  # those columns of w are done with: scaled e moves there, off the rows still to be written
-            scaled = w[:, :dim].copy_(scaled)
-            rest = TargetTerms(keys - lent.start, order, bounds[lent.start // tile :], coefficient, e)
-            product(
-                w[:, lent.start :], scaled, grad_c[lent.start :], transpose_a=True, scale=end, target_terms=rest,
-                rank_one=smooth_c,
-            )  # fmt: skip
     if grad_e is not None:
-        begin = 0 if finished is None else first
-        if parts_e is None:  # the product has finished the last chunk's rows
-            finish_e(slice(begin, first))
+        begin = 0 if finished is None else last.start
+        if parts_e is not None:
+            finish_e(slice(begin, last.stop))
+        else:  # the product has finished the last chunk's rows
+            if begin < last.start:
+                finish_e(slice(begin, last.start))
             if finished is not None:
                 finished(last)
-        else:
-            finish_e(slice(begin, n_rows))
+
+
+def _finish_e(x: _Last, parts: Tensor, lost: Tensor | None, grad_e: Tensor, part: slice) -> None:
+    """grad_e of the rows `part` from their parts of w C (splits, rows, D) and its rounding error."""
+    n_rows, dim = parts.shape[1:]
+    block_d = min(256, power_of_2(dim))
+    left, right = (None, None) if x.smooth_e is None else (x.smooth_e.left[part], x.smooth_e.right)
+    hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
+        parts, lost, x.c, _of(part, x.columns), _of(part, x.factor), _of(part, x.coefficient), left, right, x.end,
+        _of(part, grad_e), x.c.stride(0), parts.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
+    )  # fmt: skip
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
@@ -280,8 +327,8 @@ def empty_state(
     w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
     (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
     smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`. parts:
-    (splits, N, D) fp32, parts of w C. Then value and rounding error (`lost`) of dE's and of dC's sum. sum_bias: (V,)
-    fp32, dbias.
+    (splits, N, D) fp32, parts of w C, with several chunks. Then value and rounding error (`lost`) of dE's and of dC's
+    sum. sum_bias: (V,) fp32, dbias.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -294,7 +341,7 @@ def empty_state(
     c_sum = e.new_empty(dim, dtype=torch.float32) if o.label_smoothing else None
     parts = sum_e = sum_c = keys = order = bounds = None
     if dtype_e is not None:
-        splits = splits_for(height, dim, multiprocessors(e))
+        splits = splits_beside(height, dim, multiprocessors(e)) if first else 1
         if splits > 1:
             parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
         sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, first if parts is None else 0)
@@ -316,12 +363,11 @@ def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
     return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
 
 
-def _scaled(e: Tensor, factor: Tensor, lent: Tensor | None = None) -> Tensor:
-    """Rows of e (rows, D) times their factors (rows,), in bf16. In `lent`, or in memory of its own, where each row
-    begins at a line of 128 bytes."""
+def _memory(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, lent: Tensor | None) -> Tensor:
+    """Memory of that shape and dtype: the beginning of `lent` (contiguous), or memory of its own."""
     if lent is None:
-        lent = e.new_empty(e.shape[0], cdiv(e.shape[1], 64) * 64)[:, : e.shape[1]]
-    return torch.mul(e, factor[:, None], out=lent)
+        return like.new_empty(shape, dtype=dtype)
+    return lent.view(-1).view(dtype)[: math.prod(shape)].view(shape)
 
 
 # A slice takes some µs on the host, also one that covers everything.
@@ -357,7 +403,7 @@ def _add_products(w: Tensor, e: Tensor, c: Tensor, state: list[Tensor], chunk: s
     _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = _present(state)
     if grad_bias is not None:
         _add_to_bias(grad_bias, w, factor[chunk], chunk.start)
-    scaled = None if grad_c is None else _scaled(e, factor[chunk])
+    scaled = None if grad_c is None else scaled_rows(e, factor[chunk])
     if grad_e is not None:
         if parts_e is not None:
             product(w, c, parts_e[:, chunk])

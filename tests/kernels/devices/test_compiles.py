@@ -72,6 +72,7 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         "rows_kernel",
         "product_kernel",
         "hidden_kernel",
+        "scaled_rows_kernel",
         "loss_sum_kernel",
         "target_order_kernel",
     }

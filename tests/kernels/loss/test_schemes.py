@@ -16,8 +16,8 @@ from cce_kernels.planner import (
     SLOWER,
     Plan,
     Problem,
-    lent_rows,
     plan,
+    splits_alone,
     stored_bytes,
 )
 
@@ -88,16 +88,18 @@ def test_more_workspace_is_never_slower_by_the_model():
             before = now
 
 
-def test_one_chunk_holds_its_exponentials_and_nothing_beside_them_but_for_short_rows():
+def test_one_chunk_holds_its_exponentials_and_nothing_beside_them_but_for_short_or_odd_rows():
     n_rows, dim, vocab = shape = (4096, 4096, 128256)
     assert stored(shape, n_rows) == (2 * n_rows * vocab, 0)
-    assert stored((512, 4096, 128256), 512) == (2 * 512 * 128256, 2 * 512 * 4096)
-    assert stored((n_rows, 1000, vocab), n_rows)[1] == 2 * n_rows * 1000  # no rows of whole lines
-    assert stored(shape, n_rows, main_grad=True)[1] == 2 * n_rows * dim + 2 * vocab * dim
-    lent = lent_rows(n_rows, dim, vocab)
-    assert lent is not None
-    assert lent.start % 128 == 0
-    assert 0 <= vocab - lent.stop < 128
+    assert stored((512, 4096, 128256), 512) == (2 * 512 * 128256, 2 * 512 * 4096)  # two splits of w C lie in dC
+    assert stored((512, 4096, 1024), 512)[1] == 2 * 512 * 4096 + 2 * 4 * 512 * 4096  # dC is too small for them
+    assert stored((n_rows, 1000, vocab), n_rows)[1] == 2 * n_rows * 1024  # no rows of whole lines
+    assert stored(shape, n_rows, main_grad=True)[1] == 2 * vocab * dim
+
+
+@pytest.mark.parametrize(("rows", "cols", "splits"), [(512, 4096, 2), (1024, 2048, 2), (2048, 2048, 1), (8192, 256, 2)])
+def test_one_chunk_splits_the_product_of_few_tiles_until_they_occupy_the_device(rows, cols, splits):
+    assert splits_alone(rows, cols, 132) == splits
 
 
 @pytest.mark.parametrize(("grad_e", "grad_c"), product((None, BF16, FP16, FP32), repeat=2), ids=str)
