@@ -203,21 +203,20 @@ def backward(
         assert first == 0
         factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, of_lse)
         end = None
-    smooth_e = smooth_c = None
+    share = smooth_c = None
     if c_sum is not None:
         grad_loss = scale if end is None else torch.ones_like(scale)
         share = smoothed_share(grad_loss, columns, weights, c.shape[0], o)
-        smooth_e = RankOne(share, c_sum)
         smooth_c = None if sums[3] is None else RankOne(None, column_sum(e, share))
     targets_c = None if keys is None else TargetTerms(keys, order, bounds, coefficient, e)
     last = _Last(
-        e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, smooth_e, smooth_c, targets_c,
+        e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, share, c_sum, smooth_c, targets_c,
         main_grad_c,
     )  # fmt: skip
     grad_bias = sums.pop()
     if grad_bias is not None:
         _add_to_bias(grad_bias, last.w, _of(slice(first, n_rows), factor), first)
-        everywhere = None if smooth_e is None else smooth_e.left.sum()
+        everywhere = None if share is None else share.sum()
         tile = tiles_for(e, e.shape[1]).rows
         finish_bias_gradient(grad_bias, keys, order, bounds, tile, coefficient, everywhere, end, o)
     if first:
@@ -238,10 +237,15 @@ class _Last(NamedTuple):
     factor: Tensor  # (N,) fp32
     coefficient: Tensor  # (N,) fp32
     end: Tensor | None  # () fp32, what the finished gradients are multiplied by
-    smooth_e: RankOne | None
+    share: Tensor | None  # (N,) fp32, `smoothed_share`, for label smoothing
+    c_sum: Tensor | None  # (D,) fp32, for label smoothing
     smooth_c: RankOne | None
     targets_c: TargetTerms | None
     main_grad_c: Tensor | None
+
+    def smooth_e(self, part: slice) -> RankOne | None:
+        """What label smoothing adds to dE of the rows `part`."""
+        return None if self.share is None or self.c_sum is None else RankOne(_of(part, self.share), self.c_sum)
 
 
 def _finish_one(x: _Last, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
@@ -262,7 +266,7 @@ def _finish_one(x: _Last, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
         )  # fmt: skip
     if grad_e is not None and splits == 1:
         terms = RowTerms(x.factor, x.coefficient, x.columns, x.c)
-        product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e)
+        product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e(slice(0, n_rows)))
 
 
 def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: Callable[[slice], None] | None) -> None:
@@ -282,8 +286,7 @@ def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: 
             finish_e(slice(0, last.start))
         if parts_e is None:
             terms = RowTerms(x.factor[last], x.coefficient[last], x.columns[last], x.c)
-            smooth = None if x.smooth_e is None else RankOne(x.smooth_e.left[last], x.smooth_e.right)
-            product(x.w, x.c, grad_e[last], scale=x.end, row_terms=terms, rank_one=smooth)
+            product(x.w, x.c, grad_e[last], scale=x.end, row_terms=terms, rank_one=x.smooth_e(last))
         else:
             product(x.w, x.c, parts_e[:, last])
     if grad_c is not None:
@@ -307,7 +310,7 @@ def _finish_e(x: _Last, parts: Tensor, lost: Tensor | None, grad_e: Tensor, part
     """grad_e of the rows `part` from their parts of w C (splits, rows, D) and its rounding error."""
     n_rows, dim = parts.shape[1:]
     block_d = min(256, power_of_2(dim))
-    left, right = (None, None) if x.smooth_e is None else (x.smooth_e.left[part], x.smooth_e.right)
+    left, right = x.smooth_e(part) or (None, None)
     hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
         parts, lost, x.c, _of(part, x.columns), _of(part, x.factor), _of(part, x.coefficient), left, right, x.end,
         _of(part, grad_e), x.c.stride(0), parts.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
