@@ -32,6 +32,17 @@ EXTRA = {
     "Cohere2": {"logit_scale": 3.0},
     "Granite": {"logits_scaling": 0.2},
     "Qwen3": {"head_dim": 8},
+    "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "GraniteMoe": {"num_local_experts": 4, "output_router_logits": True, "logits_scaling": 0.2},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
 }
 MIXERS = {
     "GLA": {"num_heads": 2},
@@ -41,10 +52,11 @@ MIXERS = {
 }
 
 
-def build_hf(name: str, **options: Any) -> Any:
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **EXTRA.get(name, {}), **options})
-    return initialised(lambda: getattr(transformers, f"{name}ForCausalLM")(config))
+def build_hf(name: str, kind: str | None = None, **options: Any) -> Any:
+    """kind: the class, where it is not called …ForCausalLM."""
+    of_config = f"{'Gemma3Text' if name == 'Gemma3' else name}Config"
+    config = getattr(transformers, of_config)(**{**SMALL, **EXTRA.get(name, {}), **options})
+    return initialised(lambda: getattr(transformers, kind or f"{name}ForCausalLM")(config))
 
 
 def build_fla(name: str, **options: Any) -> Any:

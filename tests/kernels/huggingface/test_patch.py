@@ -17,23 +17,91 @@ import pytest
 import torch
 import torch.distributed.tensor.parallel
 import transformers
+from cce_kernels.huggingface import deferred
 from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, same_step, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
-patching = importlib.import_module(
-    "cce_kernels.huggingface.patch"
-)  # the package's attribute of that name is the function
+CLASSES = [
+    *("Cohere", "Cohere2", "Gemma", "Gemma2", "Gemma3", "Glm4", "Granite", "Llama", "Mistral", "Olmo2", "Olmo3"),
+    *("Phi", "Phi3", "Qwen2", "Qwen3", "SmolLM3", "Starcoder2"),
+]
+CLASSES_OF_FLA = [
+    *("DeltaNet", "GLA", "GSA", "GatedDeltaNet", "GatedDeltaProduct", "HGRN2", "KDA", "RWKV6", "RetNet", "Transformer"),
+]
 
 
 # ------------------------------------------------------------------------------------------ the same as before
-@pytest.mark.parametrize("name", sorted(patching.SUPPORTED["transformers"]))
+@pytest.mark.parametrize("name", CLASSES)
 def test_loss_and_gradients_of_every_transformers_class(name):
     ids, labels = batch()
     same_step(build_hf(name), input_ids=ids, labels=labels)
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GraniteMoe"])
+def test_experts_keep_their_auxiliary_loss(name):
+    ids, labels = batch()
+    model = build_hf(name)
+    same_step(model, input_ids=ids, labels=labels)
+    own = model(ids, labels=labels)
+    without = model(ids, labels=labels, output_router_logits=False)
+    assert own.aux_loss is not None
+    assert own.loss > without.loss
+    got = cce_kernels.patch(model)(ids, labels=labels)
+    torch.testing.assert_close(got.aux_loss, own.aux_loss)
+    torch.testing.assert_close(got.router_logits, own.router_logits)
+    torch.testing.assert_close(model(ids, labels=labels, output_router_logits=False).loss, without.loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("GPT2", "GPT2LMHeadModel"), ("GPTNeoX", None), ("OPT", None), ("Bloom", None), ("Falcon", None)]
+)
+def test_decoders_and_heads_of_other_names(name, kind):
+    ids, labels = batch()
+    same_step(build_hf(name, kind), input_ids=ids, labels=labels)
+
+
+# ------------------------------------------------------------------------------------------ predictions
+@pytest.mark.parametrize("scale", [2.0, -2.0])
+def test_predictions_are_the_largest_logits(scale, monkeypatch):
+    ids, labels = batch()
+    model = build_hf("Cohere", logit_scale=scale)
+    model.lm_head = nn.Linear(32, VOCAB)
+    with torch.no_grad():
+        want = model(ids).logits.argmax(-1)
+        cce_kernels.patch(model, predictions=True)
+        got = model(ids, labels=labels, output_hidden_states=True)
+        assert torch.equal(got.predictions, want)
+        assert list(got)[:2] == ["loss", "predictions"]
+        hidden = deferred.DeferredLogits(got.hidden_states[-1], model.lm_head) * scale
+        assert torch.equal(hidden.predictions(chunk_mib=0), want), "row by row"
+    assert "predictions" not in model(ids, labels=labels), "gradients are wanted: this is training"
+    assert "predictions" not in model.train()(ids, labels=labels)
+
+
+def test_predictions_that_nobody_asked_for_are_refused_when_used():
+    ids, labels = batch()
+    model = cce_kernels.patch(build_hf("Llama"))
+    with torch.no_grad():
+        output = model(ids, labels=labels)
+    assert output.predictions.shape == (0,)
+    assert "NoPredictions()" in repr(output)
+    for use in (torch.Tensor.detach, torch.Tensor.cpu, lambda x: x.argmax(-1), lambda x: x == labels):
+        with pytest.raises(ValueError, match=r"predictions: .*cce_kernels.patch\(model, predictions=True\)"):
+            use(output.predictions)
+    with pytest.raises(TypeError, match="predictions: must be True or False"):
+        cce_kernels.patch(build_hf("Llama"), predictions="yes")
+
+
+def test_a_call_whose_labels_were_taken_away_warns():
+    ids, _ = batch()
+    model = cce_kernels.patch(build_hf("Llama"))
+    with pytest.warns(UserWarning, match="num_items_in_batch and without labels.*patch_trainer"):
+        assert "logits" in model(ids, num_items_in_batch=7)
+
+
+# ------------------------------------------------------------------------------------------ FLA
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_and_gradients_of_fla_classes(name, tied):
@@ -41,7 +109,7 @@ def test_loss_and_gradients_of_fla_classes(name, tied):
     same_step(build_fla(name, tie_word_embeddings=tied), input_ids=ids, labels=labels)
 
 
-@pytest.mark.parametrize("name", sorted(patching.SUPPORTED["fla"]))
+@pytest.mark.parametrize("name", CLASSES_OF_FLA)
 def test_every_fla_class_has_the_forward_that_patch_assumes(name):
     models = importlib.import_module("fla.models")
     base = importlib.import_module("fla.models.modeling_utils").FLAForCausalLM
@@ -154,13 +222,25 @@ def test_a_deep_copy_is_patched_by_itself():
     assert model(ids, labels=labels).loss != twin(ids, labels=labels).loss
 
 
-def test_compiles_in_one_graph():
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mixtral"])
+def test_compiles_in_one_graph(name):
     ids, labels = batch()
-    model = cce_kernels.patch(build_hf("Llama"))
+    model = cce_kernels.patch(build_hf(name))
     want, gradients, _ = step(model, input_ids=ids, labels=labels, use_cache=False)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     model.zero_grad()
     loss = compiled(input_ids=ids, labels=labels, use_cache=False).loss
+    loss.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_that_calls_super_compiles():
+    ids, labels = batch()
+    model = cce_kernels.patch(build_fla("Transformer"))
+    want, gradients, _ = step(model, input_ids=ids, labels=labels, use_cache=False)
+    model.zero_grad()
+    loss = torch.compile(model, backend="eager")(input_ids=ids, labels=labels, use_cache=False).loss
     loss.backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
@@ -381,7 +461,7 @@ def test_options_reach_the_loss(monkeypatch):
         calls.append(options)
         return cce_kernels.linear_cross_entropy(*args, **options)
 
-    monkeypatch.setattr(patching, "linear_cross_entropy", spy)
+    monkeypatch.setattr(deferred, "linear_cross_entropy", spy)
     ids, labels = batch()
     same_step(
         build_hf("Gemma2"), input_ids=ids, labels=labels, options={"preset": "paper/cce_exact", "workspace_mib": 4}
@@ -450,22 +530,68 @@ def test_asking_the_forward_for_logits(build, call):
     assert model(ids, labels=labels, logits_to_keep=0, return_dict=True).loss.isfinite()
 
 
-def test_other_models_are_refused_by_name():
-    class OwnForCausalLM(transformers.LlamaForCausalLM):
-        pass
+def build_t5():
+    return build_hf("T5", kind="T5ForConditionalGeneration", d_model=32, d_kv=8, decoder_start_token_id=0)
 
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCAB)
-    llama = build_hf("Llama")
-    others = [
-        nn.Linear(2, 2),
-        transformers.GPT2LMHeadModel(config),
-        llama.model,
-        OwnForCausalLM(llama.config),
-        torch.compile(llama),
-    ]
-    for model in others:
-        with pytest.raises(TypeError, match=r"not supported.*before it is wrapped.*Llama.*Qwen3.*fla: .*GLA"):
-            cce_kernels.patch(model)
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Linear(2, 2), r"modules.linear.Linear is not supported; give the model .* before it is wrapped"),
+        (lambda: torch.compile(build_hf("Llama")), r"OptimizedModule is not supported; .* before it is wrapped or"),
+        (lambda: build_hf("Llama").model, r"LlamaModel is not supported: it has no head; give .*ForCausalLM"),
+        (lambda: Squared(build_hf("Llama").config), r"Squared is not supported: its forward uses .square of"),
+        (lambda: Halved(build_hf("Llama").config), r"Halved is not supported: its forward takes a part of"),
+        (lambda: Super(build_hf("Llama").config), r"Super is not supported: its forward calls super\(\)"),
+        (lambda: NoLoss(build_hf("Llama").config), r"NoLoss is not supported: its forward computes no loss from"),
+        (lambda: build_hf("Bert", kind="BertLMHeadModel", is_decoder=True), r"computes its logits elsewhere than"),
+        (build_t5, r"uses .view of its logits"),
+    ],
+)  # fmt: skip
+def test_models_of_another_structure_are_refused_with_the_reason(build, message):
+    with pytest.raises(TypeError, match=message) as error:
+        cce_kernels.patch(build())
+    assert "\n" not in str(error.value)
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A user's class: what counts is its forward."""
+
+    def forward(self, input_ids=None, labels=None, **call):
+        hidden = self.model(input_ids, **call).last_hidden_state
+        logits = torch.tanh(3 * self.lm_head(hidden).float() / 5) * 2
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
+
+
+class Squared(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        logits = self.lm_head(self.model(input_ids, **call)[0]).square()
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
+
+
+class Halved(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        logits = self.lm_head(self.model(input_ids, **call)[0])[..., :48]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, 48), logits)
+
+
+class Super(transformers.LlamaForCausalLM):
+    def forward(self, *args, **call):
+        return super().forward(*args, **call)
+
+
+class NoLoss(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        hidden = self.model(input_ids, **call)[0]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(hidden.mean(), self.lm_head(hidden))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_users_own_class(bias):
+    ids, labels = batch()
+    model = Own(build_hf("Llama").config).eval()
+    model.lm_head = nn.Linear(32, VOCAB, bias=bias)
+    same_step(model, input_ids=ids, labels=labels)
 
 
 def test_patching_twice_is_refused():
