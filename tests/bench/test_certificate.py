@@ -1,8 +1,6 @@
 """The certificate of the loss's errors, on tiny problems of a CPU."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -112,16 +110,14 @@ def test_the_grid_has_odd_sizes_and_no_fp32_that_takes_minutes():
     assert len(calls) == len(set(calls)) == (2 * 12 + 9) * len(CALLS)
 
 
-def test_the_command_writes_a_certificate_and_stops_in_time(tmp_path):
-    script = [sys.executable, "scripts/maintain/certify_loss.py", "device=cpu", f"results_dir={tmp_path}"]
-    done = subprocess.run(
-        [*script, "shapes=33x24x517", "options=plain,bias", "dtypes=bf16"], capture_output=True, text=True
-    )
+def test_the_command_writes_a_certificate_and_stops_in_time(tmp_path, command, fresh_command):
+    script = ["scripts/maintain/certify_loss.py", "device=cpu", f"results_dir={tmp_path}"]
+    done = command(*script, "shapes=33x24x517", "options=plain,bias", "dtypes=bf16")
     assert done.returncode == 0, done.stderr
     path = tmp_path / "certificate" / "cpu" / "certificate.jsonl"
     assert {json.loads(line)["option"] for line in path.read_text().splitlines()} == {"plain", "bias"}
-    done = subprocess.run([*script, "shapes=33x24x517", "seconds=0"], capture_output=True, text=True)
+    done = command(*script, "shapes=33x24x517", "seconds=0")
     assert "0 seconds are over: 42 of 42 calls are not certified" in done.stdout
-    done = subprocess.run([*script, "options=telepathy"], capture_output=True, text=True)
+    done = fresh_command(*script, "options=telepathy")
     assert done.returncode
     assert "unknown: telepathy; known: plain, flat logits" in done.stderr

@@ -1,8 +1,6 @@
 """Formulas against numbers computed by hand, against FLA's own modules, and against measurements on an H200."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -402,11 +400,10 @@ def test_formulas_agree_with_every_probe_of_a_largest_batch_that_fitted():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FLA takes its tensors to be on the GPU that it sees")
-def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds():
+def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds(command):
     batch_size, seq_len, vocab_size = 8, 1024, 2048
     script = Path(__file__).with_name("step_without_kernels.py")
-    sizes = (str(size) for size in (batch_size, seq_len, vocab_size))
-    run = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True)
+    run = command(str(script), *(str(size) for size in (batch_size, seq_len, vocab_size)))
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert {case.partition("/")[0] for case in found} == set(MODELS)

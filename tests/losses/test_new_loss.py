@@ -1,13 +1,16 @@
 """A new loss is one file and one import line: the example of docs/extending.md, on a command line and in a package."""
 
 import importlib
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import ROOT
+from forked import ROOT, run_elsewhere, start
+from hydra.core.config_store import ConfigStore
 
 from linrnn.config import load_config, overrides_of, read_config, run_name
 from linrnn.config.cli import help_text
@@ -29,9 +32,7 @@ def source() -> str:
     return source
 
 
-def test_one_file_and_one_word_make_a_loss_of_the_command_line(
-    source: str, small: Small, tmp_path: Path, fresh_command: Callable
-) -> None:
+def test_one_file_and_one_word_make_a_loss_of_the_command_line(source: str, small: Small, tmp_path: Path) -> None:
     for folder in ("src", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", tmp_path)
@@ -41,16 +42,23 @@ def test_one_file_and_one_word_make_a_loss_of_the_command_line(
     assert init.count("import cce, cce_apple, fla") == 1
     (losses / "__init__.py").write_text(init.replace("cce_apple, fla", "cce_apple, chunked, fla"), encoding="utf-8")
 
-    done = fresh_command(
-        *("train.py", *small("loss=chunked", "loss.rows=50")),
-        cwd=tmp_path,
-        PYTHONPATH=f"{tmp_path / 'src'}:{ROOT / 'kernels'}",
-    )
-    assert done.returncode == 0, done.stderr
+    process = start(_train_with_other_sources, tmp_path, small("loss=chunked", "loss.rows=50"))
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
     [run] = (tmp_path / "results" / "default").iterdir()
     assert run.name.startswith("gla-smoke-chunked-")
     assert read_config_text(run / "config.yaml")["rows"] == "50"
     assert len((run / "metrics.jsonl").read_text().splitlines()) >= 3
+
+
+def _train_with_other_sources(root: Path, overrides: list[str]) -> None:
+    """In another process: `train.py` below `root`. The libraries are imported already, linrnn is imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "linrnn"]:
+        del sys.modules[name]
+    ConfigStore.instance().repo = {}
+    sys.path.insert(0, str(root / "src"))
+    run_elsewhere(dict(os.environ), root, str(root / "train.py"), overrides, root / "log", root / "log")
+    assert Path(sys.modules["linrnn"].__file__ or "").is_relative_to(root)
 
 
 def read_config_text(path: Path) -> dict[str, str]:
