@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from planned_operators import Planner
+
 
 def patch_once() -> None:
     """Make the interpreter quick from now on. Without Triton there is nothing to do."""
@@ -21,9 +23,9 @@ def patch_once() -> None:
     except ImportError:
         return
     _keep_the_language_in_place(tl, interpreter)
-    _call_at_once(tl.core, interpreter)
     _make_types_once(tl.core)
     _convert_types_once(tl, interpreter)
+    _call_at_once(tl, interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
@@ -45,20 +47,29 @@ def _keep_the_language_in_place(tl: Any, interpreter: Any) -> None:
     interpreter._patch_lang = patch_what_is_not
 
 
-def _call_at_once(core: Any, interpreter: Any) -> None:
-    """Call the language's functions without the wrapper that only checks for the builder."""
+def _call_at_once(tl: Any, interpreter: Any) -> None:
+    """Call the language's functions without the wrapper that only checks for the builder. Plan the most frequent."""
+    core, planner = tl.core, Planner(tl, interpreter)
+    planned = {core.tensor: planner.of_tensors(), core: planner.of_language(), tl: planner.of_language()}
+    calls: dict[tuple[Any, str], Callable[..., Any]] = {}
 
     @core.builtin
     def example(_semantic: Any = None) -> None: ...
 
-    def replace_member(package: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+    def called(package: Any, name: str, member: Any) -> Callable[..., Any]:
         function = member.__wrapped__ if getattr(member, "__code__", None) is example.__code__ else member
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(package, name, call)
+        plans = planned.get(package, {})
+        return plans[name](call) if name in plans else call
+
+    def replace_member(package: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        if (package, name) not in calls:
+            calls[package, name] = called(package, name, member)
+        scope.set_attr(package, name, calls[package, name])
 
     interpreter._patch_attr = replace_member
 
