@@ -10,9 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from forked import ROOT, run_elsewhere, start
+from forked import ROOT, Popen, run_elsewhere, start
 from hydra.core.config_store import ConfigStore
 from interpreted import ON, Interpreter
 
@@ -49,6 +50,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     fixtures = [name for name in pyfuncitem._fixtureinfo.argnames if name not in parameters]
     _interpreter.run(pyfuncitem.module.__name__, pyfuncitem.originalname, parameters, fixtures)
     return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders with long files come first: a long file at the end would leave the other worker without work."""
+    items.sort(key=lambda item: item.path.parent.name not in ("training", "study"))
 
 
 def pytest_unconfigure() -> None:
@@ -122,6 +128,24 @@ def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) ->
         return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in printed))
 
     return call
+
+
+@pytest.fixture
+def quick_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points of a sweep in this process are forked. What asks another process in order to leave the GPU alone asks
+    this one, which has the CPU only.
+
+    tests/faults/test_kill_at_random.py also runs points in new interpreters, as users do.
+    """
+    import torch
+
+    from linrnn.experiments import max_batch, points, sweep
+
+    if not torch.cuda.is_available():  # CUDA does not survive a fork
+        popen = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+        monkeypatch.setattr(points, "subprocess", popen)
+    for module in (sweep, max_batch):
+        monkeypatch.setattr(module, "in_another_process", lambda function, *arguments: function(*arguments))
 
 
 @pytest.fixture

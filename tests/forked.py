@@ -7,10 +7,11 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, BinaryIO
 from unittest.mock import patch
 
 TESTS = Path(__file__).resolve().parent
@@ -62,5 +63,32 @@ def run_elsewhere(
     multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore
     os.environ.clear()
     os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):  # torch read it when it was imported
+        import torch
+
+        torch.set_num_threads(int(threads))
     os.chdir(cwd)
     run_script(script, arguments, stdout, stderr)
+
+
+class Popen:
+    """What a sweep's point needs of `subprocess.Popen`: `python train.py …` in such a process."""
+
+    def __init__(self, command: Sequence[str], *, stdout: BinaryIO, env: dict[str, str], **_: Any) -> None:
+        _, script, *overrides = command
+        log = Path(stdout.name)
+        self._process = start(run_elsewhere, env, Path.cwd(), Path(script).name, overrides, log, log)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)

@@ -9,17 +9,20 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 from forked import ROOT, run_elsewhere, start
 from killed_run import start_run
 from safetensors.torch import load_file
 
+from linrnn.config import load_config
+from linrnn.config.cli import split_overrides
+from linrnn.experiments.sweep import run_sweep
 from linrnn.training.checkpoint import found
 
 KILLS = int(os.environ.get("LINRNN_KILLS", "4"))
@@ -123,10 +126,12 @@ def test_a_run_killed_at_random_moments(small: Callable[..., list[str]], tmp_pat
     print(f"\n{hit.total()} kills of {number} runs: " + ", ".join(f"{n} {what}" for what, n in hit.items()))
 
 
+@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_killed_at_random_moments(
-    small: Callable[..., list[str]], tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+    small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sweep starts at once, its points in new interpreters."""
+    """The killed sweep starts its points in new interpreters. The sweep after it, in this process, forks them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the unbroken runs
     draw = random.Random(SEED)
     common = small("model=transformer", "loss=standard", "size=smoke", "trainer.max_steps=30")
     common += ["trainer.checkpoint_every=2", "memory_budget_gib=null"]
@@ -139,11 +144,10 @@ def test_a_sweep_killed_at_random_moments(
         group = f"sweep{number}"
         overrides = ["sweep=checkpointing", "experiment=null", *common, f"group={group}"]
         overrides += [f"trainer.activation_checkpointing={','.join(modes)}"]
-        environment = {"OMP_NUM_THREADS": "1"}  # as the runs above
         log = tmp_path / f"{group}.log"
-        sweep = start(run_elsewhere, {**os.environ, **environment}, ROOT, "scripts/sweep.py", overrides, log, log)
+        killed = start(run_elsewhere, dict(os.environ), ROOT, "scripts/sweep.py", overrides, log, log)
         points = draw.randint(1, len(modes))
-        while sweep.is_alive() and not (log.exists() and log.read_text().count("started") >= points):
+        while killed.is_alive() and not (log.exists() and log.read_text().count("started") >= points):
             time.sleep(0.01)
         if draw.random() < 0.7:  # as it comes up
             time.sleep(draw.uniform(0, 3))
@@ -151,11 +155,11 @@ def test_a_sweep_killed_at_random_moments(
             while not list((tmp_path / "results" / group).glob("*/metrics.jsonl")):
                 time.sleep(0.01)
             time.sleep(draw.uniform(0, 1))
-        assert sweep.is_alive(), f"the sweep was over before it was killed: {log.read_text()}"
-        sweep.kill()
-        sweep.join()
-        done = command("scripts/sweep.py", *overrides, **environment)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert killed.is_alive(), f"the sweep was over before it was killed: {log.read_text()}"
+        killed.kill()
+        killed.join()
+        own, launcher, runs = split_overrides(overrides, "run_sweep")
+        run_sweep(load_config(own, "run_sweep"), runs, launcher, print)
         assert finals(tmp_path / "results" / group) == expected
 
 
