@@ -4,6 +4,7 @@ from .api import PRESETS, linear_cross_entropy
 from .huggingface.fla_backend import register_in_fla
 from .huggingface.patch import is_patched, patch, unpatch
 from .huggingface.trainer import patch_trainer
+from .log_probs import linear_log_probs
 from .module import LinearCrossEntropyLoss
 from .options import WorkspaceTooSmall
 from .parallel.api import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
@@ -15,6 +16,7 @@ __all__ = [
     "WorkspaceTooSmall",
     "is_patched",
     "linear_cross_entropy",
+    "linear_log_probs",
     "patch",
     "patch_trainer",
     "reference_linear_cross_entropy",

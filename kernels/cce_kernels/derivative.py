@@ -35,7 +35,12 @@ class Final(torch.autograd.Function):
 
 
 def differentiable(
-    op: Any, forward: Callable[..., Any], keep: Callable[..., None], gradients: Callable, direct_gradients: Callable
+    op: Any,
+    forward: Callable[..., Any],
+    keep: Callable[..., None],
+    gradients: Callable,
+    direct_gradients: Callable,
+    with_entropy: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Give `op` its derivative.
 
@@ -49,6 +54,8 @@ def differentiable(
             stats, `ctx.dtypes` the gradients' dtypes (None if not wanted). The first backward pass through a loss may
             overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
+        with_entropy: whether the third output is the rows' entropies and differentiable. `gradients` then get
+            grad_entropy, too, and the entropies are the last of `ctx.saved_tensors`.
 
     Returns:
         A function of op's inputs that returns loss, LSE and metrics. Loss and LSE are differentiable.
@@ -64,19 +71,19 @@ def differentiable(
         if ctx.written[0] is not None:
             ctx.dtypes[1] = None
         ctx.n_inputs, ctx.finished = len(inputs), False
-        _, lse, _, state = output
+        _, lse, metrics, state = output
         ctx.set_materialize_grads(False)
         # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass.
-        ctx.save_for_backward(e, c, bias, weights, lse, *state)
+        ctx.save_for_backward(e, c, bias, weights, lse, *state, *([metrics] if with_entropy else []))
 
     def setup_op_context(ctx, inputs, output) -> None:
-        ctx.mark_non_differentiable(output[2], *output[3])
+        ctx.mark_non_differentiable(*([] if with_entropy else [output[2]]), *output[3])
         setup_context(ctx, inputs, output)
 
     def backward(ctx, *upstream, through=gradients):
         grad_e, grad_c, grad_bias = (
             None if dtype is None else grad.to(dtype)
-            for grad, dtype in zip(through(ctx, *upstream[:2]), ctx.dtypes, strict=True)
+            for grad, dtype in zip(through(ctx, *upstream[: 3 if with_entropy else 2]), ctx.dtypes, strict=True)
         )
         return grad_e, grad_c, None, grad_bias, *[None] * (ctx.n_inputs - 4)
 
@@ -86,7 +93,8 @@ def differentiable(
         @staticmethod
         def forward(ctx, *inputs):
             loss, lse, metrics, state = forward(*inputs)
-            ctx.mark_non_differentiable(metrics)
+            if not with_entropy:
+                ctx.mark_non_differentiable(metrics)
             setup_context(ctx, inputs, (loss, lse, metrics, state))
             return loss, lse, metrics
 

@@ -18,7 +18,7 @@ from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
 from .filter_rule import FilterStats
 from .options import Options, options_of
 from .planner import Plan, Problem
-from .row_math import assemble_loss
+from .row_math import assemble_loss, where_it_counts
 from .runtime.devices import kernels_on
 
 # The fields of Options in order: the last inputs of most operators.
@@ -96,7 +96,7 @@ _cross_entropy_op = torch.library.custom_op(
 
 
 @_cross_entropy_op.register_fake
-def _(
+def _fake_cross_entropy(
     e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, reduction, with_lse, with_metrics, needs,
     *options,
 ):  # fmt: skip
@@ -140,20 +140,27 @@ def _recompute(
     dtype_e: torch.dtype | None,
     dtype_c: torch.dtype | None,
     dtype_bias: torch.dtype | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
 
-    grad_rows: () or (N,), dL/d(row loss), with the row's weight.
+    grad_rows: () or (N,), dL/d(row loss), with the row's weight. entropy, grad_entropy: (N,) fp32, each row's entropy
+    and dL/d(entropy); None where it has no gradient.
     """
     o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with kernels_on(e):
         a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
         bias = None if bias is None else bias.contiguous()
+        of_entropy = None
+        if entropy is not None and grad_entropy is not None:
+            of_entropy = torch.stack((where_it_counts(grad_entropy, columns), entropy))
         grads = backend_of(e).backward(
-            e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder
-        )
+            e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder,
+            entropy=of_entropy,
+        )  # fmt: skip
     grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
     return grad_e, grad_c, grad_bias
 
@@ -164,13 +171,15 @@ _recompute_op = torch.library.custom_op(
     mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
     "Tensor(b!)? stats, Tensor lse, Tensor columns, int width, "
-    f"ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, Tensor? entropy, Tensor? grad_entropy, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_recompute_op.register_fake
 def _(
-    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, width, dtype_e, dtype_c, dtype_bias, *options,
+    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, width, dtype_e, dtype_c, dtype_bias, entropy,
+    grad_entropy, *options,
 ):  # fmt: skip
     wanted = ((e, dtype_e), (c, dtype_c), (bias, dtype_bias))
     return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)
@@ -262,8 +271,9 @@ def _keep(ctx, inputs) -> None:
     ctx.options = inputs[13:]
 
 
-def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
+def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather, finish_stored, with_entropy=False):
     e, c, bias, weights, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
+    entropy = state.pop() if with_entropy else None
     main_grad_c, stats = ctx.written
     o = options_of(*ctx.options)
     plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
@@ -271,7 +281,7 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
     options = plan.options(o).values()
     e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
-    if plan.rows and not ctx.finished:  # a second backward pass recomputes the logits
+    if plan.rows and not ctx.finished and grad_entropy is None:  # a second backward pass recomputes the logits
         if finish_stored is _finish_stored:
             ctx.finished, state = True, used_up(state)
         stored = backend_of(e).three_products
@@ -288,7 +298,8 @@ def _gradients(ctx, grad_loss, grad_lse, recompute, gather, finish_stored):
             *options,
         ), None  # fmt: skip
     return recompute(
-        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *ctx.dtypes, *options,
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *ctx.dtypes,
+        None if grad_entropy is None else entropy, grad_entropy, *options,
     )  # fmt: skip
 
 
@@ -304,6 +315,47 @@ _apply = differentiable(
 def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS."""
     return _apply(*inputs)
+
+
+def _with_entropy(e: Tensor, c: Tensor, targets: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """As `_cross_entropy` with metrics, but the rows' entropies (N,) in place of the metrics; 0 for ignored rows."""
+    loss, lse, metrics, state = _cross_entropy(e, c, targets, *inputs)
+    ignore_index = inputs[4]
+    return loss, lse, metrics[1].masked_fill(targets == ignore_index, 0.0), state
+
+
+_with_entropy_op = torch.library.custom_op(
+    "cce_kernels::cross_entropy_and_entropy",
+    _with_entropy,
+    mutates_args=(),
+    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
+)
+
+
+@_with_entropy_op.register_fake
+def _(*inputs):
+    loss, lse, _, state = _fake_cross_entropy(*inputs)
+    return loss, lse, torch.empty_like(lse), state
+
+
+_apply_with_entropy = differentiable(
+    _with_entropy_op,
+    _with_entropy,
+    _keep,
+    partial(
+        _gradients, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op, with_entropy=True
+    ),
+    partial(_gradients, recompute=_recompute, gather=_gather, finish_stored=_finish_stored, with_entropy=True),
+    with_entropy=True,
+)  # fmt: skip
+
+
+def cross_entropy_and_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cross_entropy` with metrics, but the rows' entropies (N,) fp32, differentiable, in place of the metrics.
+
+    A gradient of the entropies takes four products, also where the plan has stored exponentials.
+    """
+    return _apply_with_entropy(*inputs)
 
 
 def _uniform(reduction: str, with_lse: bool) -> bool:

@@ -106,6 +106,7 @@ def backward(
     main_grad_c: Tensor | None,
     stats: FilterStats | None,
     rule: Rule | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
@@ -115,6 +116,7 @@ def backward(
         width: vocabulary columns per chunk, from `plan`.
         stats: takes the filter's statistics, or None.
         rule: the filter's rule, given for a shard of the vocabulary (parallel/operators.py). None: it is made here.
+        entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
     """
     vocab = c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -132,13 +134,20 @@ def backward(
         rule = None
     sides = _sides(*needs, rule, o)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
+    if entropy is not None:  # its term takes as much memory as the logits
+        width = max(width // 2 // _MULTIPLE * _MULTIPLE, _MULTIPLE)
     for chunk in _chunks(vocab, width):
         c_chunk = c[chunk].float()
         z = _logits(e32, c_chunk, None if bias is None else bias[chunk], o)
         slope = None if o.softcap is None else _softcap_slope(z, o.softcap)
         here, place = _targets_in(columns, chunk)
         at_target = torch.where(here, ((1 - o.label_smoothing) * b)[:, None], 0)
-        p = z.sub_(lse[:, None]).exp_()
+        of_entropy = None
+        if entropy is None:
+            p = z.sub_(lse[:, None]).exp_()
+        else:
+            p = z.sub_(lse[:, None]).exp()
+            of_entropy = z.add_(entropy[1][:, None]).mul_(p).nan_to_num_(nan=0).mul_(entropy[0][:, None])
 
         if rule is not None and stats is not None:
             _record(rule, p, here, place, chunk, kept, dropped)
@@ -146,6 +155,8 @@ def backward(
             dz = _weights(rule, side, p, here, place, chunk, e.shape[1], vocab)
             last = dz is not p or i == len(sides) - 1  # dz may be overwritten: no later side reads it
             dz = dz.mul_(a[:, None]) if last else dz * a[:, None]
+            if of_entropy is not None:
+                dz -= of_entropy
             if o.label_smoothing:
                 dz -= (o.label_smoothing / vocab * b)[:, None]
             dz.scatter_(1, place, dz.gather(1, place) - at_target)

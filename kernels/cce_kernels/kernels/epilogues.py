@@ -72,9 +72,12 @@ def exponentials_of(
 @triton.jit
 def gradient_of(
     acc, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-    HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr, of_entropy=None, entropy=None,
 ):  # fmt: skip
-    """dz, p, and whether an entry is its row's target, for a tile (logit_gradient.py)."""
+    """dz, p, and whether an entry is its row's target, for a tile (logit_gradient.py).
+
+    of_entropy, entropy: the rows' dL/dH and H, if the entropy has a gradient.
+    """
     z = finish_logits(acc, cols, bias_ptr, W, logit_scale, softcap, HAS_SOFTCAP)
     if PRECISE or HAS_SOFTCAP or bias_ptr is not None:
         p = tl.exp2((z - lse[:, None]) * LOG2E)
@@ -82,6 +85,8 @@ def gradient_of(
         p = tl.exp2(acc * (logit_scale * LOG2E) - (lse * LOG2E)[:, None])
     is_target = cols[None, :] == column[:, None]
     dz = a[:, None] * p - b[:, None] * (tl.where(is_target, on_target, 0.0) + elsewhere)
+    if of_entropy is not None:
+        dz -= of_entropy[:, None] * tl.where(p > 0, p * (z - lse[:, None] + entropy[:, None]), 0.0)
     if HAS_SOFTCAP:
         dz *= softcap_slope(z, softcap)
     return dz, p, is_target

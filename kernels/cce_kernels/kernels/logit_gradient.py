@@ -6,6 +6,8 @@
 dz rounded once to the operands' dtype. dz is divided by the largest row coefficient (`Peak`), and the products multiply
 by it again. Otherwise the small gradients of a mean over many tokens would underflow in fp16.
 
+The gradient h_i of a row's entropy H_i adds −h_i p_iv (log p_iv + H_i).
+
 A filter (filter_rule.py) applies to each entry before it is written.
 
 Cost: N D W multiply-adds on the tensor cores; writes dz.
@@ -42,6 +44,7 @@ def gradient_kernel(
     lse_ptr,  # (N,) fp32
     a_ptr,  # (N,) fp32, divided by the peak
     b_ptr,  # (N,) fp32, divided by the peak
+    entropy_ptr,  # (2, N) fp32 or None: the gradients of the rows' entropies, divided by the peak; the entropies
     dbias_ptr,  # (row tiles, W) fp32 or None: each row tile's part of dbias, written
     eps_ptr,  # () fp32 or None: the filter's threshold
     rank_ptr,  # (W,) int32 or None: ranks by likelihood; columns with a rank below n_head are kept
@@ -87,6 +90,11 @@ def gradient_kernel(
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # makes p = 0 beyond N
         a = tl.load(a_ptr + rows, mask=inside, other=0.0)
         b = tl.load(b_ptr + rows, mask=inside, other=0.0)
+        of_entropy = None
+        entropy = None
+        if entropy_ptr is not None:
+            of_entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
+            entropy = tl.load(entropy_ptr + N + rows, mask=inside, other=0.0)
         kept = tl.zeros((BLOCK_N,), dtype=tl.float32)
         dropped = tl.zeros((BLOCK_N,), dtype=tl.float32)
         first_tile = split * tiles_per_split
@@ -101,7 +109,7 @@ def gradient_kernel(
                 cols = col + tl.arange(0, HALF)
                 dz, p, is_target = gradient_of(
                     left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                    HAS_SOFTCAP, PRECISE,
+                    HAS_SOFTCAP, PRECISE, of_entropy, entropy,
                 )  # fmt: skip
                 if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
                     if some_filtered:
@@ -114,7 +122,7 @@ def gradient_kernel(
                 cols += HALF
                 dz, p, is_target = gradient_of(
                     right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                    HAS_SOFTCAP, PRECISE,
+                    HAS_SOFTCAP, PRECISE, of_entropy, entropy,
                 )  # fmt: skip
                 if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
                     if some_filtered:
@@ -185,6 +193,7 @@ def gradient_of_chunk(
     o: Options,
     filtering: Filter | None,
     active: Tensor | None,
+    entropy: Tensor | None = None,
 ) -> Tensor | None:
     """Write dz / peak of one chunk; return dbias / peak (row tiles, W) if `with_bias`, else None.
 
@@ -196,10 +205,12 @@ def gradient_of_chunk(
         first: the chunk's first column. vocab: columns of the whole vocabulary.
         filtering: the filter, or None for exact gradients.
         active: () int32; where 0, the kernel does nothing. None: it always computes.
+        entropy: (2, N) fp32, the gradients of the rows' entropies, divided by the peak, and the entropies; or None.
     """
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     tail = filtering is not None and filtering.kept is None
-    on_hopper = hopper.fits(e) and (filtering is None or tail) and bias_chunk is None and o.softcap is None
+    plain = bias_chunk is None and o.softcap is None and entropy is None
+    on_hopper = hopper.fits(e) and (filtering is None or tail) and plain
     tiles = hopper_tiles(dim) if on_hopper else gradient_tiles(e)
     row_tiles, col_tiles = cdiv(n_rows, tiles.rows), cdiv(width, tiles.cols)
     dbias = e.new_empty((row_tiles, width), dtype=torch.float32) if with_bias else None
@@ -221,7 +232,7 @@ def gradient_of_chunk(
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c_chunk, tiles.cols, tiles.inner),
         descriptor(dz, tiles.rows, tiles.cols // 2),
-        bias_chunk, columns, lse, a, b, dbias, eps, rank, times, kept, dropped, active,
+        bias_chunk, columns, lse, a, b, entropy, dbias, eps, rank, times, kept, dropped, active,
         n_rows, width, dim, first, n_head, splits, tiles_per_split, scale, float(o.softcap or 0),
         on_target, elsewhere,
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None,

@@ -140,6 +140,17 @@ class Peak:
         peak_kernel[(1,)](a, b, peak.value, peak.a, peak.b, a.shape[0], PEAK_BLOCK, num_warps=16)
         return peak
 
+    def with_entropy(self, entropy: Tensor) -> tuple[Peak, Tensor]:
+        """The peak also of the entropies' gradients, entropy[0] of (2, N); and `entropy` with these divided by it.
+
+        NaN is no candidate. Every row's gradient could be 0 without the entropies', so `value` may grow from 1.
+        """
+        largest = entropy[0].abs().nan_to_num(nan=0.0).amax()
+        whole = self.a.abs().nan_to_num(nan=0.0).amax() + self.b.abs().nan_to_num(nan=0.0).amax() > 0
+        value = torch.where(whole, torch.maximum(self.value, largest), torch.where(largest > 0, largest, 1.0))
+        times = self.value / value
+        return Peak(value, self.a * times, self.b * times), torch.stack((entropy[0] / value, entropy[1]))
+
 
 def row_coefficients(
     grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options

@@ -1,6 +1,7 @@
 """Four products: gradients of e, c and bias from recomputed logits, one chunk of the vocabulary at a time.
 
     dz_iv = (a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)) · slope        p_iv = exp(z_iv − LSE_i)
+    minus h_i p_iv (log p_iv + H_i) · slope, if the rows' entropies H have gradients h
     dE = scale · dz C        dC = scale · dzᵀ E        dbias = Σ_i dz_i
 
 The forward pass takes the first product, for the log-sum-exps (kernels/row_stats.py). The backward pass takes three
@@ -65,6 +66,7 @@ def gradients(
     main_grad_c: Tensor | None,
     filtering: Filter | None,
     fallback: Fallback | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
@@ -76,6 +78,7 @@ def gradients(
         lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
         width: vocabulary columns per chunk.
         filtering: the filter of the gradients that the options filter; None for an exact call.
+        entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
         fallback: gradients that are already written, unless the device says that they are still to do.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
@@ -93,6 +96,8 @@ def gradients(
     passes = o.passes(sum_e is not None, out_c is not None or grad_bias is not None)
 
     peak = Peak.of(a, b)
+    if entropy is not None:
+        peak, entropy = peak.with_entropy(entropy)
     a, b, scale = peak.a, peak.b, peak.value * o.logit_scale
 
     at_target = None
@@ -113,7 +118,7 @@ def gradients(
             rule_applies = None if eps is None else filtering
             dbias = gradient_of_chunk(
                 e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies,
-                active,
+                active, entropy,
             )  # fmt: skip
             if out_c is not None and eps == o.eps_c:
                 into = None if main_grad_c is None else main_grad_c[chunk]
