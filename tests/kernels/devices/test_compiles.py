@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from cases import BF16, FP32, Case
+from cases import BF16, FP32, Case, draw
 
 pytest.importorskip("triton")
 
@@ -99,6 +99,24 @@ def test_a_bias_with_stored_exponentials_compiles_for_hopper(compiled, rows):
     assert {"bias_gradient_kernel", "column_sum_kernel", "exponentials_kernel"} <= names
     for name, kernel in compiled:
         check_resources(name, kernel, BF16)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_of_entropies_compile_for_hopper(compiled, dtype, softcap):
+    """By Triton's kernel: Hopper's own knows no entropies."""
+    from cce_kernels.backends import with_triton
+    from cce_kernels.options import Options
+
+    e, c, targets, _ = draw(Case("entropies", dtype=dtype, **PLAIN), "cpu")
+    ones, entropy = torch.ones(len(e)), torch.ones(2, len(e))
+    with_triton.backward(
+        e.detach(), c.detach(), None, targets, ones, ones, ones, 512, Options(softcap=softcap), (dtype, dtype, None),
+        None, None, entropy=entropy,
+    )  # fmt: skip
+    assert {"gradient_kernel", "product_kernel"} <= {name for name, _ in compiled}
+    for name, kernel in compiled:
+        check_resources(name, kernel, dtype)
 
 
 @pytest.mark.parametrize("dtype_e", [BF16, FP32])
