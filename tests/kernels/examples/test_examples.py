@@ -1,0 +1,99 @@
+"""Every file of kernels/examples trains a tiny model, and its loss comes from this package."""
+
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cce_kernels import api
+from torch import nn
+
+FOLDER = Path(__file__).resolve().parents[3] / "kernels" / "examples"
+TRAINING = ("plain_loop", "multi_token_prediction", "fla_criterion", "hf_trainer", "trl_sft", "lightning_module")
+OTHERS = ("flame_backend", "torchtitan_loss")
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices of the calls of this package's loss."""
+    found: list[str] = []
+    own = api.cross_entropy
+
+    def watched(e: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found.append(e.device.type)
+        return own(e, *args, **options)
+
+    monkeypatch.setattr(api, "cross_entropy", watched)
+    return found
+
+
+def test_every_example_is_short_and_tried():
+    files = {path.stem: path.read_text().splitlines() for path in FOLDER.glob("*.py")}
+    assert files.keys() == {*TRAINING, *OTHERS}
+    for name, lines in files.items():
+        assert len(lines) <= 30, f"{name}: {len(lines)} lines"
+
+
+def trains(name: str, device: str, calls: list[str], folder: Path) -> None:
+    main: Callable[..., list[float]] = load(name).main
+    where = {"folder": str(folder)} if "folder" in inspect.signature(main).parameters else {}
+    losses = main(device=device, **where)
+    assert len(losses) == 5
+    assert losses[0] == pytest.approx(math.log(1000), abs=0.4)
+    assert losses[-1] < losses[0] - 0.1
+    assert len([place for place in calls if place == device]) >= 5
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_an_example_trains_with_this_loss(name, calls, tmp_path):
+    if name == "fla_criterion":  # FLA's layers have no CPU version of their own
+        importlib.import_module("linrnn.models.cpu_ops").install()
+    trains(name, "cpu", calls, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TRAINING)
+def test_an_example_trains_with_this_loss_on_a_gpu(name, calls, tmp_path):
+    trains(name, "cuda", calls, tmp_path)
+
+
+def test_flames_file_registers_the_backend():
+    registries = importlib.import_module("fla.backends")._function_registries
+    of_fla = importlib.import_module("fla.modules.fused_linear_cross_entropy.ops")
+    registry = registries[inspect.unwrap(of_fla.fused_linear_cross_entropy_fwd)]
+    load("flame_backend")
+    assert registry.get_active().backend_type == "cce"
+    del registry._backends["cce"]
+
+
+def test_torchtitans_loss_is_its_chunked_one():
+    """torchtitan is in no extra: it needs an older `datasets` than linrnn."""
+    losses = pytest.importorskip("torchtitan.components.loss")
+    config = load("torchtitan_loss").CceLoss.Config(workspace_mib=64)
+    ours, theirs = config.build(), losses.ChunkedLossWrapper.Config(num_chunks=2).build()
+    torch.manual_seed(0)
+    head, states, labels = nn.Linear(16, 50, bias=False), torch.randn(2, 8, 16), torch.randint(50, (2, 8))
+    labels[0, :3] = -100
+    results = []
+    for loss in (ours, theirs):
+        assert isinstance(loss, losses.ChunkedLossWrapper), "torchtitan's trainer gives such a loss the head"
+        loss.set_lm_head(head)
+        hidden = states.clone().requires_grad_()
+        head.zero_grad()
+        value, _ = loss(hidden, labels, torch.tensor(13.0))
+        value.backward()
+        results.append([value.detach(), hidden.grad, head.weight.grad.clone()])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
