@@ -1,0 +1,175 @@
+"""transformers' Trainer, accelerate and PEFT with a patched model: their own results, or one clear line."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cce_kernels
+import numpy as np
+import peft
+import pytest
+import torch
+from patch_models import VOCAB, assert_same, batch, build_hf, step
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+Made = Callable[..., Trainer]
+
+
+def rows() -> list[dict[str, Tensor]]:
+    ids, labels = (x.repeat(2, 1) for x in batch())
+    return [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    tokens, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((tokens == labels)[labels != -100].mean()), "tokens": int(np.prod(tokens.shape))}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Made:
+    def make(model: Any = None, metrics: Any = None, **arguments: Any) -> Trainer:
+        given = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none", seed=1,
+            per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
+            **arguments,
+        )  # fmt: skip
+        model = build_hf("Llama") if model is None else model
+        return Trainer(model, given, train_dataset=rows(), eval_dataset=rows(), compute_metrics=metrics)
+
+    return make
+
+
+def history(trainer: Trainer) -> list[float]:
+    """The loss of every step, the gradients' norms, and the loss of an evaluation."""
+    trainer.train()
+    logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    assert len(logged) == 6
+    return [*logged, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"label_smoothing_factor": 0.2}, {"bf16": True}], ids=str)
+def test_a_run_is_that_of_the_models_own_loss(arguments, trainer):
+    want = history(trainer(**arguments))
+    ours = cce_kernels.patch_trainer(trainer(**arguments))
+    got = history(ours)
+    assert got == pytest.approx(want, rel=3e-2 if "bf16" in arguments else 1e-4)
+    assert cce_kernels.is_patched(ours.model)
+
+
+def test_metrics_come_from_predicted_tokens(trainer):
+    own = trainer()
+    own.preprocess_logits_for_metrics = lambda logits, _: logits.argmax(-1)
+    own.compute_metrics = accuracy
+    want = own.evaluate()
+    got = cce_kernels.patch_trainer(trainer(metrics=accuracy)).evaluate()
+    for name in ("eval_loss", "eval_accuracy", "eval_tokens"):
+        assert got[name] == pytest.approx(want[name], rel=1e-5)
+    assert got["eval_tokens"] == 4 * 19
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("states", [False, True])
+def test_metrics_without_predictions_are_refused(arguments, states, trainer):
+    """The hidden states must not pass for predictions."""
+    model = build_hf("Llama", output_hidden_states=states)
+    ours = trainer(cce_kernels.patch(model), accuracy, **arguments)
+    with pytest.raises(ValueError, match=r"for compute_metrics; cce_kernels.patch\(model, predictions=True\)"):
+        ours.evaluate()
+    ours.compute_metrics = None
+    assert ours.evaluate()["eval_loss"] > 0
+
+
+def test_smoothing_that_takes_the_labels_away_warns(trainer):
+    ours = trainer(cce_kernels.patch(build_hf("Llama")), label_smoothing_factor=0.2)
+    with pytest.warns(UserWarning, match="without labels, so that its logits are computed.*patch_trainer"):
+        ours.train()
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda made: cce_kernels.patch(made.model), "its model is patched already"),
+        (lambda made: setattr(made, "compute_loss_func", len), "its compute_loss_func takes logits"),
+        (lambda made: setattr(made, "preprocess_logits_for_metrics", len), "its preprocess_logits_for_metrics takes"),
+    ],
+)  # fmt: skip
+def test_a_trainer_that_needs_logits_is_refused(alter, message, trainer):
+    made = trainer()
+    alter(made)
+    with pytest.raises(ValueError, match=f"trainer: {message}"):
+        cce_kernels.patch_trainer(made)
+
+
+def test_a_run_continues_from_its_checkpoint(trainer, tmp_path):
+    whole = cce_kernels.patch_trainer(trainer())
+    whole.args.save_strategy, whole.args.save_steps = "steps", 2
+    whole.train()
+    assert {"checkpoint-2"} <= {path.name for path in tmp_path.iterdir()}
+    resumed = cce_kernels.patch_trainer(trainer())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_compiled_run(trainer):
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    ours = cce_kernels.patch_trainer(trainer(**compiled))
+    assert history(ours) == pytest.approx(history(trainer()), rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ PEFT
+def lora(model: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(**{**LORA, **options}, init_lora_weights="gaussian"))
+
+
+@pytest.mark.parametrize("order", ["patch, then PEFT", "PEFT, then patch of the model inside"])
+def test_adapters_outside_the_head(order):
+    ids, labels = batch()
+    model, call = build_hf("Llama"), {"input_ids": ids, "labels": labels}
+    want = step(lora(copy.deepcopy(model)), **call)
+    if order.startswith("patch"):
+        wrapped = lora(cce_kernels.patch(model))
+    else:
+        wrapped = lora(model)
+        cce_kernels.patch(wrapped.get_base_model())
+    got = step(wrapped, **call)
+    assert_same(got, want)
+    assert "logits" not in got[2]
+    merged = wrapped.merge_and_unload()
+    assert cce_kernels.is_patched(merged)
+    assert merged(**call).loss.isfinite()
+
+
+def test_a_trainer_with_adapters(trainer):
+    want = history(trainer(lora(build_hf("Llama"))))
+    assert history(cce_kernels.patch_trainer(trainer(lora(build_hf("Llama"))))) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("patched", "message"),
+    [
+        (lambda model: cce_kernels.patch(lora(model)), "PeftModel.* is not supported; give the model .*before it"),
+        (lambda model: cce_kernels.patch(lora(model, target_modules="lm_head").get_base_model()), "leave the head out"),
+        (lambda model: lora(cce_kernels.patch(model), target_modules=["lm_head"]), "leave the head out of adapters"),
+        (lambda model: lora(cce_kernels.patch(model), modules_to_save=["lm_head"]), "leave the head out of adapters"),
+    ],
+)  # fmt: skip
+def test_adapters_that_the_patch_would_skip_are_refused(patched, message):
+    ids, labels = batch()
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        patched(build_hf("Llama"))(input_ids=ids, labels=labels)
+    assert "\n" not in str(error.value)
+
+
+def test_a_larger_vocabulary():
+    """Trainers of chat models add tokens after the patch."""
+    ids, labels = batch()
+    model = cce_kernels.patch(build_hf("Llama"))
+    model.resize_token_embeddings(VOCAB + 32)
+    assert isinstance(model.lm_head, nn.Linear)
+    own = cce_kernels.unpatch(copy.deepcopy(model))
+    assert_same(step(model, input_ids=ids, labels=labels), step(own, input_ids=ids, labels=labels))
