@@ -53,8 +53,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders with long files come first: a long file at the end would leave the other worker without work."""
-    items.sort(key=lambda item: item.path.parent.name not in ("training", "study"))
+    """Folders of short files come last: a long file at the end would leave the other worker without work."""
+    short = ("bench", "config", "core", "docs", "profiling")
+    items.sort(key=lambda item: item.path.parent.name in short)
 
 
 def pytest_unconfigure() -> None:
