@@ -4,8 +4,8 @@ import errno
 import json
 import lzma
 import os
+import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_helpers import directory_bytes, sentences, shared_data, text_config, write_jsonl, write_tokenizer
+from forked import start
 
 import linrnn.data.shards
 import linrnn.data.tokenise
@@ -214,42 +215,45 @@ def test_progress_counts_up_and_ends(tmp_path: Path, corpus: Path, tokenizer: Pa
 
 
 # ------------------------------------------------------------------------------------------ interruptions
-KILLED_AGAIN_AND_AGAIN = """
-import os, signal, sys
-from data_helpers import text_config
-import linrnn.data.shards, linrnn.data.tokenise
-from linrnn.data import prepare
+def _killed_again_and_again(cache: Path, corpus: Path, valid: Path | None, tokenizer: Path, result: Path) -> None:
+    """In another process: prepare data in children that are killed ever later. `result`: how many died."""
+    linrnn.data.tokenise.BATCH_CHARACTERS, linrnn.data.shards.SHARD_TOKENS = 2000, 3000
+    config = text_config(cache, corpus, tokenizer=tokenizer, valid_path=valid)
+    deaths, calls_allowed = 0, 1
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            _die_at_call(calls_allowed, before=bool(deaths % 2))
+            prepare(config)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        deaths += 1
+        calls_allowed = deaths + 1
+    result.write_text(str(deaths))
 
-linrnn.data.tokenise.BATCH_CHARACTERS, linrnn.data.shards.SHARD_TOKENS = 2000, 3000
-cache, corpus, valid, tokenizer = sys.argv[1:]
-config = text_config(cache, corpus, tokenizer=tokenizer, valid_path=valid or None)
-deaths, calls_allowed = 0, 1
-while True:
-    pid = os.fork()
-    if pid == 0:
-        # Die at the n-th call that makes something durable, before or after it takes effect.
-        calls = [0]
-        def deadly(real):
-            def call(*arguments, **options):
-                calls[0] += 1
-                if calls[0] == calls_allowed and deaths % 2: os.kill(os.getpid(), signal.SIGKILL)
-                result = real(*arguments, **options)
-                if calls[0] == calls_allowed: os.kill(os.getpid(), signal.SIGKILL)
-                return result
-            return call
-        for name in ("fsync", "replace", "rename", "truncate", "unlink"):
-            setattr(os, name, deadly(getattr(os, name)))
-        prepare(config)
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFEXITED(status):
-        assert os.WEXITSTATUS(status) == 0
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    deaths += 1
-    calls_allowed = deaths + 1
-print(deaths)
-"""
+
+def _die_at_call(number: int, before: bool) -> None:
+    """Die at the n-th call that makes something durable, before or after it takes effect."""
+    calls = [0]
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number and before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*arguments, **options)
+            if calls[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for name in ("fsync", "replace", "rename", "truncate", "unlink"):
+        setattr(os, name, deadly(getattr(os, name)))
 
 
 @pytest.mark.parametrize("own_validation", [False, True])
@@ -259,16 +263,11 @@ def test_killed_at_every_kind_of_moment_the_bytes_come_out_the_same(
     valid = write_jsonl(tmp_path / "valid.jsonl", sentences(100, seed=3)) if own_validation else None
     uninterrupted = prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer, valid_path=valid))
     assert len(uninterrupted.train.shards) > 3
-    arguments = [tmp_path / "killed", corpus, valid or "", tokenizer]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AGAIN_AND_AGAIN, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    result = tmp_path / "deaths"
+    process = start(_killed_again_and_again, tmp_path / "killed", corpus, valid, tokenizer, result)
+    process.join()
+    assert process.exitcode == 0
+    assert int(result.read_text()) > 20
     killed = tmp_path / "killed" / uninterrupted.directory.name
     expected = directory_bytes(uninterrupted.directory)
     assert directory_bytes(killed) == expected
