@@ -321,7 +321,9 @@ def rounded_terms(
         p = torch.exp(z - lse) if "softcap" not in o else torch.exp(o["softcap"] * torch.tanh(z / o["softcap"]) - lse)
         parts = (1 - p.clamp(max=1)) * size + o.get("label_smoothing", 0.0) * size
         parts = parts + o.get("z_loss", 0.0) * lse.abs() * (lse.abs() + size)
-        rows = torch.where(kept, 2**-21 * parts + SMALLEST, 0)
+        # Weighted losses of both signs may cancel, so each row's own size counts.
+        own = EXACT_LOSS * -p.clamp(min=SMALLEST).log() if call.kind.weights else 0.0
+        rows = torch.where(kept, 2**-21 * parts + SMALLEST + own, 0)
         terms = EXACT_LOSS * loss.abs() + reduced(call, rows, targets, weights.double().abs())
         return terms, of_terms
 

@@ -24,6 +24,9 @@ EXPECTED = {
     "(on rank 1 of 2)",
     "other rows": f"ValueError {DIFFER}",
     "other options": f"ValueError {DIFFER}",
+    "weights on one rank": f"ValueError {DIFFER}",
+    "weights of another type": "ValueError token_weights: must be bfloat16, float16 or float32, got torch.int64 "
+    "(on rank 1 of 2)",
     "shards": "ValueError c: has 5 rows, shards says 6 for rank 1 (on rank 1 of 2)",
     "unknown option": "ValueError preset: must be one of ",
     "different gradients, same rows": f"RuntimeError {GRADIENTS}",
@@ -68,6 +71,9 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
     report("empty", e=torch.randn(6 if first else 0, 8))
     report("other rows", e=torch.randn(6 if first else 4, 8))
     report("other options", softcap=20.0 if first else 30.0)
+    weights = torch.ones(6, device=device)
+    report("weights on one rank", **({"token_weights": weights} if first else {}))
+    report("weights of another type", token_weights=weights if first else weights.long())
     report("shards", shards=[5, 5] if first else [4, 6])
     report("unknown option", **({} if first else {"preset": "nothing"}))
     report("different gradients, same rows", rows="same", scale=1.0 + rank)
