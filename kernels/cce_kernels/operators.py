@@ -17,7 +17,7 @@ from .backends import backend_of
 from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
 from .filter_rule import FilterStats
 from .options import Options, options_of
-from .planner import Plan, Problem
+from .planner import Plan, Problem, skips_ignored
 from .row_math import assemble_loss, where_it_counts
 from .runtime.devices import kernels_on
 
@@ -65,18 +65,23 @@ def _cross_entropy(
         o = o if plan is None else plan.options(o)
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         bias = None if bias is None else bias.contiguous()
-        columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
         state: list[Tensor] = []
-        if plan is not None and plan.rows:
-            dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
-            rows, state = backend.three_products.forward(
-                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
-                weights=weights, bias=bias,
-            )  # fmt: skip
-        elif plan is not None and plan.capacity:
-            rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
+        dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
+        if plan is not None and plan.rows and _skips(e, c, bias, with_lse):
+            columns, rows, state = backend.three_products.forward_live(
+                e_as, c_as, targets, ignore_index, plan.rows, dtypes, with_metrics, o, weights
+            )
         else:
-            rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
+            columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
+            if plan is not None and plan.rows:
+                rows, state = backend.three_products.forward(
+                    e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
+                    weights=weights, bias=bias,
+                )  # fmt: skip
+            elif plan is not None and plan.capacity:
+                rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
+            else:
+                rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
         loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction, weights)
     metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
@@ -116,7 +121,7 @@ def _fake_cross_entropy(
     if plan.rows:
         state = backend.three_products.empty_state(
             copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, bias, main_grad_c, needs), o,
-            with_lse=with_lse,
+            with_lse=with_lse, live=_skips(e, c, bias, with_lse),
         )  # fmt: skip
     elif plan.capacity:
         state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
@@ -361,6 +366,11 @@ def cross_entropy_and_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _uniform(reduction: str, with_lse: bool) -> bool:
     """Whether the backward pass will get one gradient for all row losses, and none for the log-sum-exps."""
     return reduction != "none" and not with_lse
+
+
+def _skips(e: Tensor, c: Tensor, bias: Tensor | None, with_lse: bool) -> bool:
+    """Whether three products leave out ignored rows."""
+    return skips_ignored(int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), bias is not None, with_lse)
 
 
 def _plan(

@@ -36,6 +36,7 @@ CHUNK_COST = 1600.0
 LAUNCH_SECONDS = 40e-6
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
+LEAST_SKIPPED = 2**37  # multiply-adds of a product from which on ignored rows are left out
 MOST_SPLITS = 4
 MOST_PARTS = 2**23  # numbers of all splits of one chunk's w C, fp32
 MAX_SPLITS = 32  # splits of the vocabulary, each with partial sums of its own
@@ -226,6 +227,15 @@ def _filter_cost(p: Problem, capacity: int, o: Options) -> float:
 def _launches(p: Problem, launches: int) -> float:
     """Time of that many kernel launches, in products of N x D x V."""
     return launches * LAUNCH_SECONDS * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
+
+
+def skips_ignored(n_rows: int, dim: int, vocab: int, has_bias: bool, with_lse: bool) -> bool:
+    """Whether three products leave out ignored rows, which takes one more launch and a copy of e.
+
+    Not in small calls, which wait for their launches. Not with a bias, whose gradient reads all of w. Not where the
+    log-sum-exps of ignored rows are wanted.
+    """
+    return n_rows * dim * vocab >= LEAST_SKIPPED and not has_bias and not with_lse
 
 
 def fits_hidden(dim: int) -> bool:

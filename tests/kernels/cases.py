@@ -446,6 +446,54 @@ def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert error(lent, true) < 3e-3
 
 
+# share of ignored rows, rows of a chunk, parts of w C, options
+SKIPPED_ROWS = {
+    "half": (0.5, 512, 1, {"return_metrics": True}),
+    "half_in_parts": (0.5, 512, 2, {"z_loss": 1e-2}),
+    "half_in_chunks": (0.5, 128, 1, {"softcap": 9.0}),
+    "none": (0.0, 128, 1, {}),
+    "all": (1.0, 512, 1, {}),
+    "all_but_few": (0.98, 128, 1, {"reduction": "sum", "label_smoothing": 0.1}),
+    "row_losses": (0.7, 512, 1, {"reduction": "none", "token_weights": True}),
+    "main_grad": (0.4, 128, 1, {"main_grad_c": True}),
+}
+
+
+def check_skipped_rows(
+    device: str, monkeypatch: pytest.MonkeyPatch, share: float, rows: int, splits: int, options: dict[str, Any]
+) -> None:
+    """Ignored rows are left out of the products: losses and gradients are those of all rows, and repeat bit for bit."""
+    from cce_kernels import planner
+    from cce_kernels.backends import with_triton
+    from cce_kernels.schemes import three_products
+
+    monkeypatch.setattr(with_triton, "plan", lambda *_: planner.Plan(rows=rows, columns=256))
+    monkeypatch.setattr(three_products, "splits_alone", lambda *_: splits)
+    e, c, targets, _ = draw(Case("skipped", shape=(300,), dim=128, vocab=700, dtype=BF16, peak=3), device)
+    g = torch.Generator().manual_seed(1)
+    targets[(torch.rand(300, generator=g) < share).to(device)] = -100
+    weights = torch.rand(300, generator=g).to(device) if options.get("token_weights") else None
+    buffer = bool(options.get("main_grad_c"))
+    upstream = torch.rand(300, generator=g).to(device) if options.get("reduction") == "none" else 1.0
+    options = {k: v for k, v in options.items() if k not in ("token_weights", "main_grad_c")}
+
+    def results(least: int) -> list[Tensor]:
+        monkeypatch.setattr(planner, "LEAST_SKIPPED", least)
+        main = torch.zeros(c.shape, device=device) if buffer else None
+        found = linear_cross_entropy(e, c, targets, main_grad_c=main, token_weights=weights, **options)
+        loss, *metrics = found if isinstance(found, tuple) else (found,)
+        grads = torch.autograd.grad((loss * upstream).sum(), [e] if buffer else [e, c], allow_unused=True)
+        return [loss, *grads, *([] if main is None else [main]), *(x for found in metrics for x in found.values())]
+
+    skipped, again, every = results(0), results(0), results(2**60)
+    for x, same, whole in zip(skipped, again, every, strict=True):
+        assert torch.equal(x, same)
+        assert torch.isfinite(x).all()
+        assert error(x, whole.double()) < (1e-6 if x.numel() < 1000 else 3e-3)
+    ignored = targets == -100
+    assert not skipped[1][ignored].any()
+
+
 DEFAULTED = {
     "plain": {"z_loss": 1e-2, "return_metrics": True},
     "sum": {"reduction": "sum", "label_smoothing": 0.1},

@@ -55,11 +55,11 @@ def compile_only(
 
 def launch_all(
     case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False, with_lse: bool = False,
-    weighted: bool = False,
+    weighted: bool = False, skip: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernels of a case's forward and backward pass, with stored exponentials of `rows` per chunk if given.
 
-    weighted: the rows' losses have weights. Needs `rows`.
+    weighted: the rows' losses have weights. skip: ignored rows are left out. Both need `rows`.
     with_lse: each row has gradients of its own, also its log-sum-exp. Needs `rows`, one chunk.
 
     Nothing runs, so the tensors' values are meaningless.
@@ -78,9 +78,12 @@ def launch_all(
     if rows:
         stored = with_triton.three_products
         weights = ones if weighted else None
-        state = stored.forward(
-            e, c, columns, rows, dtypes, with_metrics, options, with_lse=with_lse, weights=weights, bias=bias
-        )[1]  # fmt: skip
+        if skip:
+            state = stored.forward_live(e, c, targets, -100, rows, dtypes, with_metrics, options, weights)[2]
+        else:
+            state = stored.forward(
+                e, c, columns, rows, dtypes, with_metrics, options, with_lse=with_lse, weights=weights, bias=bias
+            )[1]
         upstream = (ones, ones) if with_lse else (ones[0], None)
         stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1], weights=weights)
         with_triton.reduce_loss(ones, columns, "mean", weights)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, device_of
+from .live_rows import Live
 
 try:
     from . import hopper_kernels as kernels
@@ -36,15 +37,16 @@ def fits(e: Tensor) -> bool:
 
 
 def exponentials(
-    programs: int, e: Tensor, c: Tensor, columns: Tensor | None, w: Tensor | None, z_target: Tensor, sums: Tensor,
-    unread: Tensor | None, splits: int, tiles_per_split: int, logit_scale: float,
+    programs: int, e: Tensor, c: Tensor, columns: Tensor | None, w: Tensor | None, z_target: Tensor,
+    live: Live | None, sums: Tensor, unread: Tensor | None, splits: int, tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`; the tensors are as for `logits.exponentials`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     t, descriptor = hopper_tiles(dim), kernels.descriptor
     kernels.hopper_exponentials_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
-        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns, z_target, sums, unread,
+        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns, z_target,
+        None if live is None else live.rows, None if live is None else live.count, sums, unread,
         n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
         t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -132,20 +132,24 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
-    e_desc, c_desc, w_desc, columns_ptr, z_target_ptr, sum_ptr, unread_ptr, N, V, D, splits, tiles_per_split,
-    logit_scale, STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
+    e_desc, c_desc, w_desc, columns_ptr, z_target_ptr, live_ptr, count_ptr, sum_ptr, unread_ptr, N, V, D, splits,
+    tiles_per_split, logit_scale,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Arguments as for `exponentials_kernel`. unread_ptr: () int32 or None; where not 0, w is not written."""
     ring = _ring(e_desc, c_desc, STAGES)
     staging = ring[0]
     if w_desc is not None:
         staging = gl.allocate_shared_memory(w_desc.dtype, [2, HALF, c_desc.block_type.shape[0] // 2], w_desc.layout)
-    work = (N, V, D, splits, tiles_per_split)
-    pointers = (columns_ptr, z_target_ptr, sum_ptr, unread_ptr)
+    count = N
+    if live_ptr is not None:
+        count = gl.load(count_ptr)
+    work = (count, V, D, splits, tiles_per_split)
+    pointers = (columns_ptr, z_target_ptr, live_ptr, sum_ptr, unread_ptr)
     gl.warp_specialize(
         [
-            (_exponentials, (0, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
-            (_exponentials, (1, w_desc, staging, ring, work, pointers, logit_scale, GROUP, EVEN_V)),
+            (_exponentials, (0, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP, EVEN_V)),
+            (_exponentials, (1, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP, EVEN_V)),
             (_produce, (e_desc, c_desc, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
@@ -155,11 +159,12 @@ def hopper_exponentials_kernel(
 
 @gluon.jit
 def _exponentials(
-    WHICH: gl.constexpr, w_desc, staging, ring, work, pointers, logit_scale, GROUP: gl.constexpr, EVEN_V: gl.constexpr,
+    WHICH: gl.constexpr, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP: gl.constexpr,
+    EVEN_V: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_exponentials_kernel`."""
-    N, V, D, splits, _tiles_per_split = work
-    columns_ptr, z_target_ptr, sum_ptr, unread_ptr = pointers
+    count, V, D, splits, _tiles_per_split = work
+    columns_ptr, z_target_ptr, live_ptr, sum_ptr, unread_ptr = pointers
     wanted = True
     if unread_ptr is not None:
         wanted = gl.load(unread_ptr) == 0
@@ -171,14 +176,17 @@ def _exponentials(
     depth = gl.cdiv(D, ring[1].shape[2])
     stage, phase, turn = 0, 0, 0
     acc = gl.zeros((HALF, BLOCK_V), gl.float32, WIDE)
-    for unit in range(gl.program_id(0), gl.cdiv(N, 2 * HALF) * splits, gl.num_programs(0)):
+    for unit in range(gl.program_id(0), gl.cdiv(count, 2 * HALF) * splits, gl.num_programs(0)):
         row, split, first, end = _unit(unit, work, BLOCK_V, GROUP)
         row += WHICH * HALF
         rows = row + gl.arange(0, HALF, BY_ROW)
+        of_rows = rows
+        if live_ptr is not None:
+            of_rows = gl.load(live_ptr + rows, mask=rows < N, other=0)
         column = rows
         if columns_ptr is not None:
-            column = gl.load(columns_ptr + rows, mask=rows < N, other=-1).to(gl.int32)
-        z_target = gl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
+            column = gl.load(columns_ptr + of_rows, mask=rows < N, other=-1).to(gl.int32)
+        z_target = gl.load(z_target_ptr + of_rows, mask=rows < N, other=0.0)
         total = gl.zeros((HALF,), gl.float32, BY_ROW)
         for col in range(first, end, BLOCK_V):
             if WHICH == 1:

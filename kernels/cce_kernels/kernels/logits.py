@@ -42,6 +42,7 @@ from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, logits_tiles, multiprocessors
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
+from .live_rows import Live
 from .softcap import softcapped
 from .targets.columns import columns_of
 
@@ -59,10 +60,13 @@ def target_logits_kernel(
     bias_ptr,  # (V,) or None
     targets_ptr,  # (N,) int64, targets_stride apart, or None: target columns are read from columns_ptr
     columns_ptr,  # (N,) int64, each row's target column; written if targets_ptr is given
+    live_ptr,  # (N,) int64 or None: the rows that these programs take (live_rows.py); None: all, in their own order
+    gathered_ptr,  # (N, D) or None: e in that order, written; 0 for ignored rows
     z_ptr,  # (N,) fp32, the target's logit, written; SKIPPED for ignored rows if SKIP
     e_stride,
     c_stride,
     targets_stride,
+    gathered_stride,
     N,
     V,
     D,
@@ -80,9 +84,13 @@ def target_logits_kernel(
 
     A row without a target takes another column's logit.
     """
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    places = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = places < N
+    rows = places
+    if live_ptr is not None:
+        rows = tl.load(live_ptr + places, mask=inside, other=0)
     if targets_ptr is None:
-        column = tl.load(columns_ptr + rows, mask=rows < N, other=0)
+        column = tl.load(columns_ptr + rows, mask=inside, other=0)
     else:
         column = columns_of(targets_ptr, rows, targets_stride, N, V, ignore_index, IGNORED, OUTSIDE)
         tl.store(columns_ptr + rows, column, mask=rows < N)
@@ -91,8 +99,11 @@ def target_logits_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
-        mask = (rows < N)[:, None] & (dims < D)[None, :]
-        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
+        mask = inside[:, None] & (dims < D)[None, :]
+        read = mask if gathered_ptr is None else mask & (ignored == 0)[:, None]
+        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=read, other=0.0)
+        if gathered_ptr is not None:
+            tl.store(gathered_ptr + places.to(tl.int64)[:, None] * gathered_stride + dims[None, :], e, mask=mask)
         c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
         acc = tl.dot(e, c.T, acc, input_precision="ieee")
     index = tl.arange(0, BLOCK_N)
@@ -103,7 +114,7 @@ def target_logits_kernel(
         z = softcapped(z, softcap)
     if SKIP:
         z = tl.where(ignored, SKIPPED, z)
-    tl.store(z_ptr + rows, z, mask=rows < N)
+    tl.store(z_ptr + rows, z, mask=inside)
 
 
 @quick
@@ -115,6 +126,8 @@ def exponentials_kernel(
     bias_ptr,  # (V,) or None
     columns_ptr,  # (N,) int64 or None: each row's target column (negative for none), left out of w and its sum
     z_target_ptr,  # (N,) fp32, the target's logit
+    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (live_rows.py)
+    count_ptr,  # () int32, given with live_ptr: how many positions count; the others are not computed
     sum_ptr,  # (splits, N) fp32, the sum of w over a split, written
     z_sum_ptr,  # (splits, N) fp32 or None: the sum of z over a split, written
     metrics_ptr,  # (2, splits, N) fp32 or None: the largest z except the target's; the sum of w (z − z_target); written
@@ -133,7 +146,10 @@ def exponentials_kernel(
     EVEN_V: tl.constexpr,  # BLOCK_V divides V
 ):
     """Sums of w over each split of the vocabulary and, if asked for, w itself."""
-    row_tiles = tl.cdiv(N, BLOCK_N)
+    count = N
+    if live_ptr is not None:
+        count = tl.load(count_ptr)
+    row_tiles = tl.cdiv(count, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2
     PRECISE: tl.constexpr = e_desc.dtype == tl.float32
@@ -142,10 +158,13 @@ def exponentials_kernel(
         row_tile, split = grouped(unit, row_tiles, splits, GROUP)
         row = row_tile * BLOCK_N
         rows = row + tl.arange(0, BLOCK_N)
+        of_rows = rows
+        if live_ptr is not None:
+            of_rows = tl.load(live_ptr + rows, mask=rows < N, other=0)
         column = rows
         if APART:
-            column = tl.load(columns_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
-        z_target = tl.load(z_target_ptr + rows, mask=rows < N, other=0.0)
+            column = tl.load(columns_ptr + of_rows, mask=rows < N, other=-1).to(tl.int32)
+        z_target = tl.load(z_target_ptr + of_rows, mask=rows < N, other=0.0)
         total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
@@ -187,6 +206,16 @@ def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o:
     return _target_logits(e, c, bias, None, 0, columns, False, o)
 
 
+def gather_targets(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, live: Tensor, z: Tensor, out: Tensor, o: Options
+) -> None:
+    """Write the target logits z (N,) of the rows `live` (P,) int64, and those rows of e to out (P, D).
+
+    Ignored rows get SKIPPED (epilogues.py) and zeros.
+    """
+    _target_logits(e, c, bias, None, 0, columns, True, o, live, z, out)
+
+
 def find_targets(
     e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -207,11 +236,15 @@ def _target_logits(
     columns: Tensor,
     skip: bool,
     o: Options,
+    live: Tensor | None = None,
+    z: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    n_rows, dim = e.shape
-    z = e.new_empty(n_rows, dtype=torch.float32)
+    n_rows, dim = e.shape if live is None else (live.shape[0], e.shape[1])
+    z = e.new_empty(n_rows, dtype=torch.float32) if z is None else z
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
-        e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
+        e, c, bias, targets, columns, live, out, z, e.stride(0), c.stride(0),
+        0 if targets is None else targets.stride(0), 0 if out is None else out.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
         IGNORED, OUTSIDE, ROWS, INNER[e.itemsize], o.softcap is not None, skip,
         num_warps=4, num_stages=4,
@@ -243,6 +276,7 @@ def exponentials(
     with_metrics: bool,
     o: Options,
     unread: Tensor | None = None,
+    live: Live | None = None,
 ) -> Sums:
     """The sums of w; writes w (N, V) unless it is None. Leaves out the targets' w, unless `columns` is None.
 
@@ -250,6 +284,7 @@ def exponentials(
         e, c, bias, columns: as for `row_stats.forward`.
         z_target: (N,) fp32, what the exponentials are relative to.
         unread: () int32 or None; where 1, nothing reads w, and it need not be written.
+        live: the rows of e, w and the sums, if they are not in the order of `columns` and `z_target`.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0 and o.softcap is not None  # else smoothing.py knows the mean
@@ -260,7 +295,7 @@ def exponentials(
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     if on_hopper:
         hopper.exponentials(
-            programs, e, c, columns, w, z_target, sums, unread, splits, tiles_per_split, float(o.logit_scale)
+            programs, e, c, columns, w, z_target, live, sums, unread, splits, tiles_per_split, float(o.logit_scale)
         )
         return Sums(sums, None, None)
     z_sums = torch.empty_like(sums) if with_z else None
@@ -269,7 +304,8 @@ def exponentials(
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c, tiles.cols, tiles.inner),
         None if w is None else descriptor(w, tiles.rows, tiles.cols // 2),
-        bias, columns, z_target, sums, z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
+        bias, columns, z_target, None if live is None else live.rows, None if live is None else live.count, sums,
+        z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
         float(o.logit_scale), float(o.softcap or 0),
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None, vocab % tiles.cols == 0,
         **tiles.launch,

@@ -26,6 +26,7 @@ from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from ..runtime.launch import quick
 from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, power_of_2, tiles_for
 from .kahan import read_sum, write_sum
+from .live_rows import Live
 
 MOST_PLACES = 64  # tokens of a tile's targets that are added at a time
 
@@ -79,6 +80,8 @@ def product_kernel(
     bounds_ptr,
     coefficient_ptr,
     e_ptr,
+    live_ptr,  # (M,) int64 or None: the row of out of each row of A B (live_rows.py)
+    count_ptr,  # () int32 or None: how many positions count, of the M rows; or of the K with TRANSPOSE_A
     left_ptr,  # this pointer and the next are RankOne, or None
     right_ptr,
     c_stride,  # from one row of c to the next
@@ -114,7 +117,13 @@ def product_kernel(
         col = col_tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         first = split * steps_per_split
-        for step in range(first, tl.minimum(first + steps_per_split, tl.cdiv(K, BLOCK_K))):
+        steps = tl.cdiv(K, BLOCK_K)
+        if count_ptr is not None:
+            if TRANSPOSE_A:
+                steps = tl.cdiv(tl.load(count_ptr), BLOCK_K)
+            elif row >= tl.load(count_ptr):
+                steps = 0
+        for step in range(first, tl.minimum(first + steps_per_split, steps)):
             k = step * BLOCK_K
             a = a_desc.load([k, row]).T if TRANSPOSE_A else a_desc.load([row, k])
             acc = tl.dot(a, b_desc.load([k, col]), acc, input_precision="ieee")
@@ -125,16 +134,19 @@ def product_kernel(
                 acc, rows, col + tl.arange(0, BLOCK_N), row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr,
                 e_ptr, e_stride, COLS, PLACES,
             )  # fmt: skip
+        inside = rows < M
+        if live_ptr is not None:
+            rows = tl.load(live_ptr + rows, mask=inside, other=0)
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time takes fewer registers, and less shared memory to reorder the values for the stores.
         left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
         for_rows = (factor_ptr, row_coefficient_ptr, columns_ptr, c_ptr, c_stride, left_ptr, right_ptr)
         _store(
-            left, offsets, rows, M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows, HALF, READ,
-            KEEP,
+            left, offsets, rows, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
+            HALF, READ, KEEP,
         )  # fmt: skip
         _store(
-            right, offsets, rows, M, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
+            right, offsets, rows, inside, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
             HALF, READ, KEEP,
         )  # fmt: skip
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
@@ -166,10 +178,9 @@ def _add_targets(
 
 
 @triton.jit
-def _finish_rows(total, rows, M, cols, COLS, for_rows):
+def _finish_rows(total, rows, inside, cols, COLS, for_rows):
     """factor · total + coefficient · C[column] of each row."""
     factor_ptr, coefficient_ptr, columns_ptr, c_ptr, c_stride, _left_ptr, _right_ptr = for_rows
-    inside = rows < M
     factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
     coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
     column = tl.load(columns_ptr + rows, mask=inside, other=-1)
@@ -180,22 +191,22 @@ def _finish_rows(total, rows, M, cols, COLS, for_rows):
 
 @triton.jit
 def _store(
-    total, offsets, rows, M, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
+    total, offsets, rows, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
     WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Add half a tile of products to out, lost or into."""
     cols = col + tl.arange(0, WIDTH)
     offsets = offsets + cols[None, :]
-    mask = (rows < M)[:, None] & (cols < COLS)[None, :]
+    mask = inside[:, None] & (cols < COLS)[None, :]
     lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
     if times_ptr is not None:
         total *= tl.load(times_ptr)
     if for_rows[0] is not None:
-        total = _finish_rows(total, rows, M, cols, COLS, for_rows)
+        total = _finish_rows(total, rows, inside, cols, COLS, for_rows)
     if for_rows[6] is not None:
         added = tl.load(for_rows[6] + cols, mask=cols < COLS, other=0.0)[None, :]
         if for_rows[5] is not None:
-            added = tl.load(for_rows[5] + rows, mask=rows < M, other=0.0)[:, None] * added
+            added = tl.load(for_rows[5] + rows, mask=inside, other=0.0)[:, None] * added
         total += added
     if READ:
         total += read_sum(out_ptr + offsets, lost_ptrs, mask)
@@ -231,6 +242,7 @@ def product(
     into: Tensor | None = None,
     beside: bool = False,
     active: Tensor | None = None,
+    live: Live | None = None,
     row_terms: RowTerms | None = None,
     target_terms: TargetTerms | None = None,
     rank_one: RankOne | None = None,
@@ -246,6 +258,8 @@ def product(
         into: like out, fp32: the finished sum is added to it instead of stored in out.
         beside: whether this product may run beside the one launched just before it, on which it must not depend.
         active: () int32; where 0, the kernel does nothing. None: it always computes.
+        live: the positions of a's rows. Those that do not count are left out of the product: of the sums if
+            transpose_a, else their rows of A B are 0. Then rows of A B go to out's rows `live.rows`.
         row_terms: finish each row of a product that is not a sum over launches.
         target_terms, rank_one: are added to a product whose summed dimension is not split.
     """
@@ -260,7 +274,9 @@ def product(
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
         descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, scale, times, active,
-        *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS), *(rank_one or (None, None)),
+        *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS), 
+        None if live is None or transpose_a else live.rows, None if live is None else live.count,
+        *(rank_one or (None, None)),
         0 if row_terms is None else row_terms.c.stride(0), 0 if target_terms is None else target_terms.e.stride(0),
         n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),

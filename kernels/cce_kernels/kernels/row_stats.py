@@ -26,6 +26,7 @@ from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, inner_of
 from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p
+from .live_rows import Live
 from .logits import Sums, exponentials, target_logits
 from .smoothing import column_sum, mean_of_logits
 from .softcap import softcap_slope
@@ -45,6 +46,7 @@ def rows_kernel(
     columns_ptr,  # (N,) int64, each row's target column: -1 where ignored, -2 where outside the vocabulary
     weights_ptr,  # (N,) fp32 or None: what each row's loss is multiplied by; not in nll
     z_target_ptr,  # (N,) fp32, the target's logit
+    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (live_rows.py)
     sum_ptr,  # (splits, N) fp32, sums of w without the target
     partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
@@ -75,8 +77,11 @@ def rows_kernel(
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
-    column = tl.load(columns_ptr + rows, mask=inside, other=-1)
-    z_target = tl.load(z_target_ptr + rows, mask=inside, other=0.0)
+    out = rows  # where numbers of a row are read and written
+    if live_ptr is not None:
+        out = tl.load(live_ptr + rows, mask=inside, other=0)
+    column = tl.load(columns_ptr + out, mask=inside, other=-1)
+    z_target = tl.load(z_target_ptr + out, mask=inside, other=0.0)
     others = tl.zeros((BLOCK_N,), dtype=tl.float32)
     sum_ptrs = sum_ptr + rows
     for _ in range(splits):
@@ -84,6 +89,7 @@ def rows_kernel(
         sum_ptrs += N
     # The target's own w, rounded in the same way as the sum's.
     skipped = (column == -1) & (z_target == SKIPPED)
+    others = tl.where(skipped, 0.0, others)  # no kernel has written the sums of positions that do not count
     w_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM))
     if e_ptr.dtype.element_ty == tl.float32:
         w_target = tl.full((BLOCK_N,), 1.0, dtype=tl.float32)
@@ -147,29 +153,29 @@ def rows_kernel(
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
         rest = tl.where(overflowed, 1 - p_target, rest)
         total = tl.where(overflowed, 1.0, total)
-    tl.store(lse_ptr + rows, lse, mask=inside)
+    tl.store(lse_ptr + out, lse, mask=inside)
     if metrics_ptr is not None:
-        tl.store(metrics_ptr + rows, (z_target > largest).to(tl.float32), mask=inside)
-        tl.store(metrics_ptr + N + rows, entropy, mask=inside)
+        tl.store(metrics_ptr + out, (z_target > largest).to(tl.float32), mask=inside)
+        tl.store(metrics_ptr + N + out, entropy, mask=inside)
 
     counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
-    tl.store(nll_ptr + rows, tl.where(counts == 0, 0.0, nll * counts), mask=inside)
+    tl.store(nll_ptr + out, tl.where(counts == 0, 0.0, nll * counts), mask=inside)
 
     if factor_ptr is not None:
         b = counts * logit_scale
         if weights_ptr is not None:
-            b *= tl.load(weights_ptr + rows, mask=inside & (column != -1), other=0.0)
+            b *= tl.load(weights_ptr + out, mask=inside & (column != -1), other=0.0)
         of_lse = tl.where(z_loss == 0, 0.0, b * (2 * z_loss * lse))  # the LSE of a masked row is −inf
         a = b + of_lse
         slope = 1.0
         if HAS_SOFTCAP:
             slope = softcap_slope(z_target, softcap)
         of_target = of_lse * p_target - b * (rest - label_smoothing)
-        tl.store(factor_ptr + rows, a / total, mask=inside)
-        tl.store(coefficient_ptr + rows, tl.where(apart, of_target * slope, 0.0), mask=inside)
+        tl.store(factor_ptr + out, a / total, mask=inside)
+        tl.store(coefficient_ptr + out, tl.where(apart, of_target * slope, 0.0), mask=inside)
         if of_lse_ptr is not None:
-            tl.store(of_lse_ptr + rows, logit_scale / total, mask=inside)
-            tl.store(of_lse_ptr + N + rows, tl.where(apart, logit_scale * p_target * slope, 0.0), mask=inside)
+            tl.store(of_lse_ptr + out, logit_scale / total, mask=inside)
+            tl.store(of_lse_ptr + N + out, tl.where(apart, logit_scale * p_target * slope, 0.0), mask=inside)
 
 
 @triton.jit
@@ -217,15 +223,20 @@ def finish_rows(
     rows: Rows,
     o: Options,
     gradient: Gradient | None = None,
+    live: Live | None = None,
 ) -> None:
-    """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given."""
+    """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given.
+
+    live: the rows of e, w and the sums, if they are not in the order of the other tensors.
+    """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     w = factor = coefficient = of_lse = weights = None
     if gradient is not None:
         w, factor, coefficient, of_lse = gradient.w, gradient.factor, gradient.coefficient, gradient.of_lse
         weights = gradient.weights
     rows_kernel[(cdiv(n_rows, ROWS),)](
-        e, c, w, bias, columns, weights, z_target, sums.w, sums.metrics, rows.metrics, rows.lse, rows.nll,
+        e, c, w, bias, columns, weights, z_target, None if live is None else live.rows, sums.w, sums.metrics,
+        rows.metrics, rows.lse, rows.nll,
         factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,

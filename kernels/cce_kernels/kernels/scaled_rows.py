@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, power_of_2
+from .live_rows import Live
 
 ROWS = 16  # of a program
 
@@ -17,6 +18,8 @@ ROWS = 16  # of a program
 def scaled_rows_kernel(
     x_ptr,  # (N, D), rows x_stride apart
     factor_ptr,  # (N,) fp32
+    live_ptr,  # (N,) int64 or None: the row of x and factor at each position of out (live_rows.py)
+    count_ptr,  # () int32, given with live_ptr: how many positions count; the others get 0
     out_ptr,  # (N, D), rows out_stride apart, written
     x_stride,
     out_stride,
@@ -29,25 +32,39 @@ def scaled_rows_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
-    factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=mask, other=0.0)
+    of_rows = rows
+    live = rows < N
+    if live_ptr is not None:
+        of_rows = tl.load(live_ptr + rows, mask=rows < N, other=0)
+        live &= rows < tl.load(count_ptr)
+    factor = tl.load(factor_ptr + of_rows, mask=live, other=0.0)
+    x_mask = live[:, None] & (dims < D)[None, :]
+    x = tl.load(x_ptr + of_rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=x_mask, other=0.0)
     out = x.to(tl.float32) * factor[:, None]
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * out_stride + dims[None, :], out.to(x.dtype), mask=mask)
 
 
-def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None = None) -> Tensor:
+def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None = None, live: Live | None = None) -> Tensor:
     """Rows of x (N, D) times their factors (N,) fp32, in x's dtype.
+
+    live: the rows of the result. Positions that do not count hold 0. None: the rows of x.
 
     home: memory for the result, contiguous and at least as large. None: memory of its own, where each row begins at a
     line of 128 bytes.
     """
-    n_rows, dim = x.shape
-    if home is None:
-        out = x.new_empty(n_rows, cdiv(dim, 64) * 64)[:, :dim]
-    else:
-        out = home.view(-1).view(x.dtype)[: n_rows * dim].view(n_rows, dim)
+    n_rows, dim = x.shape if live is None else (live.rows.shape[0], x.shape[1])
+    out = rows_like(x, n_rows, home)
     block_d = min(256, power_of_2(dim))
     scaled_rows_kernel[(cdiv(n_rows, ROWS), cdiv(dim, block_d))](
-        x, factor, out, x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d
-    )
+        x, factor, None if live is None else live.rows, None if live is None else live.count, out,
+        x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d,
+    )  # fmt: skip
     return out
+
+
+def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:
+    """Memory for n_rows rows like x's: in `home` (contiguous), or each at the beginning of a line of 128 bytes."""
+    dim = x.shape[1]
+    if home is None:
+        return x.new_empty(n_rows, cdiv(dim, 64) * 64)[:, :dim]
+    return home.view(-1).view(x.dtype)[: n_rows * dim].view(n_rows, dim)

@@ -19,6 +19,8 @@ Memory: 2 V bytes a row of a chunk. One chunk finds room for the rest in the gra
 (planner.stored_bytes). Several chunks take 2 D bytes a row for e times its factor, and 1 byte an entry of dC and of dE,
 none where these are fp32. w C also takes `splits` fp32 copies where it has too few tiles to occupy every multiprocessor
 (planner.splits_alone, planner.splits_beside).
+Ignored rows cost nothing in a call of some size (planner.skips_ignored): the rows that count come first, and every
+product ends after them (kernels/live_rows.py).
 Label smoothing without a softcap adds terms of rank one (kernels/smoothing.py).
 A bias takes one pass over w for its gradient (kernels/targets/bias.py), and 4 V bytes.
 Serves bf16 operands without filter, or label smoothing with a softcap, or a bias at a logit_scale of 0. Rows with
@@ -39,11 +41,12 @@ from torch import Tensor
 
 from ..accumulator import Accumulator
 from ..kernels.kahan import read_sum, write_sum
-from ..kernels.logits import exponentials, target_logits
+from ..kernels.live_rows import Live, live_rows
+from ..kernels.logits import exponentials, gather_targets, target_logits
 from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
-from ..kernels.scaled_rows import scaled_rows
+from ..kernels.scaled_rows import rows_like, scaled_rows
 from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
 from ..kernels.targets.bias import finish_bias_gradient
 from ..kernels.targets.order import order_by_target
@@ -168,6 +171,56 @@ def forward(
     return Rows(lse, nll, z_above_mean, metrics), state
 
 
+def forward_live(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    rows: int,
+    dtypes: Dtypes,
+    with_metrics: bool,
+    o: Options,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Rows, list[Tensor]]:
+    """The same as `forward`, without the products of ignored rows (kernels/live_rows.py); and the target columns.
+
+    The log-sum-exps of ignored rows are undefined. targets: (N,) int64. The other arguments are as for `forward`.
+    """
+    n_rows, dim = e.shape
+    state = empty_state(e, c, rows, dtypes, o, live=True)
+    w, factor, coefficient, _, c_sum, *_ = _present(state)
+    columns = live_rows(targets, ignore_index, c.shape[0], rows, state[LIVE], state[COUNTS])
+    lse, nll, z_target = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(3))
+    metrics = empty_metrics(lse, with_metrics)
+    gathered = rows_like(e, min(rows, n_rows), _home(state[GRAD_E], n_rows, dim, rows, multiprocessors(e)))
+    for first in range(0, n_rows, rows):
+        live = _chunk_of(state, first, min(first + rows, n_rows), rows)
+        e_i, w_i = gathered[: len(live.rows)], _corner(w, len(live.rows), c.shape[0])
+        gather_targets(e, c, None, columns, live.rows, z_target, e_i, o)
+        sums = exponentials(e_i, c, None, columns, z_target, w_i, with_metrics, o, live=live)
+        gradient = Gradient(w_i, factor, coefficient, None, weights)
+        finish_rows(e_i, c, None, columns, z_target, sums, Rows(lse, nll, None, metrics), o, gradient, live)
+        if first + rows < n_rows:
+            _add_products(w_i, e, c, state, slice(first, first + rows), live, gathered)
+    if state[KEYS].numel():  # last, because only the backward pass needs it
+        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, dim).rows)
+    z_above_mean = None
+    if c_sum is not None:
+        z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), None, c.shape[0], o)
+    return columns, Rows(lse, nll, z_above_mean, metrics), state
+
+
+def _home(grad_e: Tensor, n_rows: int, dim: int, rows: int, programs: int) -> Tensor | None:
+    """dE's memory, if it can hold rows of e until dE is written; else None."""
+    alone = rows >= n_rows and grad_e.numel() and splits_alone(n_rows, dim, programs) == 1 and fits_hidden(dim)
+    return grad_e if alone else None
+
+
+def _chunk_of(state: list[Tensor], first: int, end: int, rows: int) -> Live:
+    """The order of the rows of the chunk of positions first..end."""
+    return Live(_of(slice(first, end), state[LIVE]), state[COUNTS][first // rows])
+
+
 def backward(
     e: Tensor,
     c: Tensor,
@@ -195,7 +248,7 @@ def backward(
         weights: as for `forward`.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
-    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, *sums = _present(state)
+    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, live, _, *sums = _present(state)
     n_rows = e.shape[0]
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
@@ -210,8 +263,8 @@ def backward(
         smooth_c = None if sums[3] is None else RankOne(None, column_sum(e, share))
     targets_c = None if keys is None else TargetTerms(keys, order, bounds, coefficient, e)
     last = _Last(
-        e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, share, c_sum, smooth_c, targets_c,
-        main_grad_c,
+        e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, share, c_sum, smooth_c,
+        targets_c, main_grad_c, None if live is None else _chunk_of(state, first, n_rows, rows),
     )  # fmt: skip
     grad_bias = sums.pop()
     if grad_bias is not None:
@@ -242,6 +295,7 @@ class _Last(NamedTuple):
     smooth_c: RankOne | None
     targets_c: TargetTerms | None
     main_grad_c: Tensor | None
+    live: Live | None  # the order of w's rows
 
     def smooth_e(self, part: slice) -> RankOne | None:
         """What label smoothing adds to dE of the rows `part`."""
@@ -255,18 +309,18 @@ def _finish_one(x: _Last, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
     if grad_e is not None and splits > 1:
         lent = grad_c if grad_c is not None and fits_vocab(n_rows, len(x.c), grad_c.dtype, splits) else None
         parts = _memory(x.e, (splits, n_rows, dim), torch.float32, lent)
-        product(x.w, x.c, parts)
+        product(x.w, x.c, parts, live=x.live)
         _finish_e(x, parts, None, grad_e, slice(0, n_rows))
     if grad_c is not None:
         home = grad_e if splits == 1 and fits_hidden(dim) else None
-        scaled = scaled_rows(x.e, x.factor, home)
+        scaled = scaled_rows(x.e, x.factor, home, x.live)
         product(
             x.w, scaled, grad_c, transpose_a=True, scale=x.end, into=x.main_grad_c, target_terms=x.targets_c,
-            rank_one=x.smooth_c,
+            rank_one=x.smooth_c, live=x.live,
         )  # fmt: skip
     if grad_e is not None and splits == 1:
         terms = RowTerms(x.factor, x.coefficient, x.columns, x.c)
-        product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e(slice(0, n_rows)))
+        product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e(slice(0, n_rows)), live=x.live)
 
 
 def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: Callable[[slice], None] | None) -> None:
@@ -280,30 +334,49 @@ def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: 
         if finished is not None:
             finished(part)
 
-    scaled = None if grad_c is None else scaled_rows(x.e[last], x.factor[last])
+    # The product can finish the last chunk's rows if they are no parts, and lie together in dE.
+    finishes = parts_e is None and x.live is None
+    own = last if x.live is None else slice(0, len(x.e))  # rows of the last chunk's tensors
+    scaled = None if grad_c is None else scaled_rows(x.e[own], x.factor[own], None, x.live)
     if grad_e is not None:
         if finished is not None:
             finish_e(slice(0, last.start))
-        if parts_e is None:
+        if finishes:
             terms = RowTerms(x.factor[last], x.coefficient[last], x.columns[last], x.c)
             product(x.w, x.c, grad_e[last], scale=x.end, row_terms=terms, rank_one=x.smooth_e(last))
         else:
-            product(x.w, x.c, parts_e[:, last])
+            _store_hidden(x.w, x.c, parts_e, grad_e, lost_e, own, x.live)
     if grad_c is not None:
         assert scaled is not None
         product(
             x.w, scaled, grad_c, lost_c, transpose_a=True, read=True, scale=x.end, into=x.main_grad_c,
-            beside=grad_e is not None, target_terms=x.targets_c, rank_one=x.smooth_c,
+            beside=grad_e is not None, live=x.live, target_terms=x.targets_c, rank_one=x.smooth_c,
         )  # fmt: skip
     if grad_e is not None:
         begin = 0 if finished is None else last.start
-        if parts_e is not None:
+        if not finishes:
             finish_e(slice(begin, last.stop))
-        else:  # the product has finished the last chunk's rows
+        else:
             if begin < last.start:
                 finish_e(slice(begin, last.start))
             if finished is not None:
                 finished(last)
+
+
+def _store_hidden(
+    w: Tensor,
+    c: Tensor,
+    parts: Tensor | None,
+    grad_e: Tensor,
+    lost: Tensor | None,
+    rows: slice,
+    live: Live | None,
+) -> None:
+    """Store w C of a chunk: in its parts, or in dE with its rounding error. live: if given, `rows` are all rows."""
+    if parts is not None:
+        product(w, c, parts[:, rows], live=live)
+    else:
+        product(w, c, grad_e[rows], None if lost is None else lost[rows], live=live)
 
 
 def _finish_e(x: _Last, parts: Tensor, lost: Tensor | None, grad_e: Tensor, part: slice) -> None:
@@ -318,20 +391,21 @@ def _finish_e(x: _Last, parts: Tensor, lost: Tensor | None, grad_e: Tensor, part
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
-KEYS, ORDER, BOUNDS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 8, 9, 11, 13
+KEYS, ORDER, BOUNDS, LIVE, COUNTS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 8, 9, 10, 11, 13, 15
 
 
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: Dtypes, o: Options,
-    w: Tensor | None = None, with_lse: bool = False,
+    w: Tensor | None = None, with_lse: bool = False, live: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
 
     w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
     (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
-    smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`. parts:
-    (splits, N, D) fp32, parts of w C, with several chunks. Then value and rounding error (`lost`) of dE's and of dC's
-    sum. sum_bias: (V,) fp32, dbias.
+    smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`.
+    rows_live: (N,), and counts: (chunks,), if ignored rows are left out (`live`), see `Live`. parts: (splits, N, D)
+    fp32, parts of w C, with several chunks. Then value and rounding error (`lost`) of dE's and of dC's sum. sum_bias:
+    (V,) fp32, dbias.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -347,17 +421,19 @@ def empty_state(
         splits = splits_beside(height, dim, multiprocessors(e)) if first else 1
         if splits > 1:
             parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
-        sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, first if parts is None else 0)
+        sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, (n_rows if live else first) if parts is None else 0)
     if dtype_c is not None or dtype_bias is not None:
         keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
         bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
     if dtype_c is not None:
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
+    rows_live = e.new_empty(n_rows, dtype=torch.int64) if live else None
+    counts = e.new_empty(cdiv(n_rows, rows), dtype=torch.int32) if live else None
     sum_bias = None if dtype_bias is None else e.new_empty(vocab, dtype=torch.float32)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
     return [
         e.new_empty(0) if x is None else x
-        for x in (w, *row_numbers, of_lse, c_sum, keys, order, bounds, parts, *sums, sum_bias)
+        for x in (w, *row_numbers, of_lse, c_sum, keys, order, bounds, rows_live, counts, parts, *sums, sum_bias)
     ]
 
 
@@ -398,21 +474,28 @@ def _add_to_bias(total: Tensor, w: Tensor, factor: Tensor, first: int) -> None:
         total += part
 
 
-def _add_products(w: Tensor, e: Tensor, c: Tensor, state: list[Tensor], chunk: slice) -> None:
+def _add_products(
+    w: Tensor,
+    e: Tensor,
+    c: Tensor,
+    state: list[Tensor],
+    chunk: slice,
+    live: Live | None = None,
+    home: Tensor | None = None,
+) -> None:
     """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries.
 
-    The same for the bias: add the columns' sums of w times its factors.
+    The same for the bias: add the columns' sums of w times its factors. e: the chunk's rows; with `live` all rows, and
+    `home` is memory for the chunk's.
     """
     _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = _present(state)
     if grad_bias is not None:
         _add_to_bias(grad_bias, w, factor[chunk], chunk.start)
-    scaled = None if grad_c is None else scaled_rows(e, factor[chunk])
+    rows = chunk if live is None else slice(0, len(e))  # of all rows
+    scaled = None if grad_c is None else scaled_rows(e, factor[rows], home, live)
     if grad_e is not None:
-        if parts_e is not None:
-            product(w, c, parts_e[:, chunk])
-        else:
-            product(w, c, grad_e[chunk], None if lost_e is None else lost_e[chunk])
+        _store_hidden(w, c, parts_e, grad_e, lost_e, rows, live)
     if scaled is not None:
         product(
-            w, scaled, grad_c, lost_c, transpose_a=True, read=chunk.start > 0, beside=grad_e is not None,
+            w, scaled, grad_c, lost_c, transpose_a=True, read=chunk.start > 0, beside=grad_e is not None, live=live,
         )  # fmt: skip

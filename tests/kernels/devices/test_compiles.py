@@ -81,6 +81,16 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         check_resources(name, kernel, BF16)
 
 
+@pytest.mark.parametrize("dim", [512, 2048])
+@pytest.mark.parametrize("rows", [128, 256])  # several chunks, one chunk
+def test_kernels_that_leave_out_ignored_rows_compile_for_hopper(compiled, dim, rows):
+    launch_all(Case("skipped", dtype=BF16, **PLAIN | {"dim": dim}), rows=rows, skip=True)
+    names = {name for name, _ in compiled}
+    assert {"live_rows_kernel", "hopper_exponentials_kernel", "scaled_rows_kernel", "product_kernel"} <= names
+    for name, kernel in compiled:
+        check_resources(name, kernel, BF16)
+
+
 @pytest.mark.parametrize("dim", [512, 2048])  # dE's product in parts, and whole
 def test_rows_with_gradients_of_their_own_compile_for_hopper(compiled, dim):
     smoothed = {"label_smoothing": 0.1}

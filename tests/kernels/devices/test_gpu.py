@@ -10,10 +10,12 @@ from cases import (
     FP16,
     FP32,
     IGNORE,
+    SKIPPED_ROWS,
     STORED,
     Case,
     check,
     check_one_chunk,
+    check_skipped_rows,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -258,6 +260,11 @@ def test_stored_exponentials_through_the_public_function(monkeypatch):
 
 def test_one_chunk_needs_no_memory_for_scaled_rows(monkeypatch):
     check_one_chunk("cuda", monkeypatch)
+
+
+@pytest.mark.parametrize("arguments", SKIPPED_ROWS.values(), ids=SKIPPED_ROWS)
+def test_ignored_rows_are_left_out_of_the_products(arguments, monkeypatch):
+    check_skipped_rows("cuda", monkeypatch, *arguments)
 
 
 @pytest.mark.parametrize("arguments", APART.values(), ids=APART)

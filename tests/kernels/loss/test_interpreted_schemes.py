@@ -3,8 +3,10 @@
 import pytest
 from cases import (
     APART,
+    SKIPPED_ROWS,
     STORED,
     check_one_chunk,
+    check_skipped_rows,
     check_small_workspace,
     check_stored,
     check_stored_options,
@@ -35,6 +37,11 @@ def test_stored_exponentials_through_the_public_function(monkeypatch):
 
 def test_one_chunk_needs_no_memory_for_scaled_rows(monkeypatch):
     check_one_chunk("cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("arguments", SKIPPED_ROWS.values(), ids=SKIPPED_ROWS)
+def test_ignored_rows_are_left_out_of_the_products(arguments, monkeypatch):
+    check_skipped_rows("cpu", monkeypatch, *arguments)
 
 
 @pytest.mark.parametrize("arguments", APART.values(), ids=APART)
