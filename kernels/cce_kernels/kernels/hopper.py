@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, device_of
-from .live_rows import Live
+from .targets.live_rows import Live
 
 try:
     from . import hopper_kernels as kernels

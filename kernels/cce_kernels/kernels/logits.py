@@ -42,9 +42,9 @@ from ..runtime.tile_table import hopper_tiles
 from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, logits_tiles, multiprocessors
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
-from .live_rows import Live
 from .softcap import softcapped
 from .targets.columns import columns_of
+from .targets.live_rows import Live
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
 # target_logits_kernel: rows of a program, and what part of D it multiplies in one step, by bytes of a number. Few rows
@@ -60,7 +60,7 @@ def target_logits_kernel(
     bias_ptr,  # (V,) or None
     targets_ptr,  # (N,) int64, targets_stride apart, or None: target columns are read from columns_ptr
     columns_ptr,  # (N,) int64, each row's target column; written if targets_ptr is given
-    live_ptr,  # (N,) int64 or None: the rows that these programs take (live_rows.py); None: all, in their own order
+    live_ptr,  # (N,) int64 or None: the rows in the order that the programs take them (targets/live_rows.py)
     gathered_ptr,  # (N, D) or None: e in that order, written; 0 for ignored rows
     z_ptr,  # (N,) fp32, the target's logit, written; SKIPPED for ignored rows if SKIP
     e_stride,
@@ -126,7 +126,7 @@ def exponentials_kernel(
     bias_ptr,  # (V,) or None
     columns_ptr,  # (N,) int64 or None: each row's target column (negative for none), left out of w and its sum
     z_target_ptr,  # (N,) fp32, the target's logit
-    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (live_rows.py)
+    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (targets/live_rows.py)
     count_ptr,  # () int32, given with live_ptr: how many positions count; the others are not computed
     sum_ptr,  # (splits, N) fp32, the sum of w over a split, written
     z_sum_ptr,  # (splits, N) fp32 or None: the sum of z over a split, written

@@ -26,7 +26,7 @@ from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from ..runtime.launch import quick
 from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, power_of_2, tiles_for
 from .kahan import read_sum, write_sum
-from .live_rows import Live
+from .targets.live_rows import Live
 
 MOST_PLACES = 64  # tokens of a tile's targets that are added at a time
 
@@ -80,7 +80,7 @@ def product_kernel(
     bounds_ptr,
     coefficient_ptr,
     e_ptr,
-    live_ptr,  # (M,) int64 or None: the row of out of each row of A B (live_rows.py)
+    live_ptr,  # (M,) int64 or None: the row of out of each row of A B (targets/live_rows.py)
     count_ptr,  # () int32 or None: how many positions count, of the M rows; or of the K with TRANSPOSE_A
     left_ptr,  # this pointer and the next are RankOne, or None
     right_ptr,

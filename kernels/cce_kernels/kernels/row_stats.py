@@ -26,10 +26,10 @@ from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, inner_of
 from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p
-from .live_rows import Live
 from .logits import Sums, exponentials, target_logits
 from .smoothing import column_sum, mean_of_logits
 from .softcap import softcap_slope
+from .targets.live_rows import Live
 
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w, so that their ratios are normal numbers
@@ -46,7 +46,7 @@ def rows_kernel(
     columns_ptr,  # (N,) int64, each row's target column: -1 where ignored, -2 where outside the vocabulary
     weights_ptr,  # (N,) fp32 or None: what each row's loss is multiplied by; not in nll
     z_target_ptr,  # (N,) fp32, the target's logit
-    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (live_rows.py)
+    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (targets/live_rows.py)
     sum_ptr,  # (splits, N) fp32, sums of w without the target
     partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written

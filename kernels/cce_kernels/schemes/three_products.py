@@ -20,7 +20,7 @@ Memory: 2 V bytes a row of a chunk. One chunk finds room for the rest in the gra
 none where these are fp32. w C also takes `splits` fp32 copies where it has too few tiles to occupy every multiprocessor
 (planner.splits_alone, planner.splits_beside).
 Ignored rows cost nothing in a call of some size (planner.skips_ignored): the rows that count come first, and every
-product ends after them (kernels/live_rows.py).
+product ends after them (kernels/targets/live_rows.py).
 Label smoothing without a softcap adds terms of rank one (kernels/smoothing.py).
 A bias takes one pass over w for its gradient (kernels/targets/bias.py), and 4 V bytes.
 Serves bf16 operands without filter, or label smoothing with a softcap, or a bias at a logit_scale of 0. Rows with
@@ -35,73 +35,24 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..accumulator import Accumulator
-from ..kernels.kahan import read_sum, write_sum
-from ..kernels.live_rows import Live, live_rows
 from ..kernels.logits import exponentials, gather_targets, target_logits
 from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
-from ..kernels.scaled_rows import rows_like, scaled_rows
 from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
 from ..kernels.targets.bias import finish_bias_gradient
+from ..kernels.targets.live_rows import Live, live_rows
 from ..kernels.targets.order import order_by_target
 from ..options import Options
 from ..planner import fits_hidden, fits_vocab, splits_alone, splits_beside
 from ..row_math import Rows, empty_metrics
-from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, multiprocessors, power_of_2, tiles_for
+from .stored_rows import hidden_kernel, rows_like, scaled_rows
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
-
-
-@quick
-@triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
-def hidden_kernel(
-    part_ptr,  # (splits, N, D), splits part_stride apart: parts of w C
-    lost_ptr,  # (N, D) int8 or None: rounding error of w C, with one split
-    c_ptr,  # (V, D), rows c_stride apart
-    columns_ptr,  # (N,) int64, each row's target column, negative for none
-    factor_ptr,  # (N,) fp32, what w C is multiplied by
-    coefficient_ptr,  # (N,) fp32, what the target's row of C is multiplied by
-    left_ptr,  # (N,) fp32, and the next: `RankOne`; or both None
-    right_ptr,  # (D,) fp32
-    scale_ptr,  # () fp32, dL/dloss; None if factor and coefficient hold it
-    out_ptr,  # (N, D), written; the same memory as part_ptr's with one split
-    c_stride,
-    part_stride,
-    N,
-    D,
-    splits,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """dE = scale · (factor · (w C) + coefficient · C_target + left · right)."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (rows < N)[:, None] & (dims < D)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
-    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-    total = read_sum(part_ptr + offsets, lost_ptrs, mask)
-    part_ptrs = part_ptr + offsets
-    for _ in range(splits - 1):
-        part_ptrs += part_stride.to(tl.int64)
-        total += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
-    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
-    c_mask = mask & (column >= 0)[:, None]
-    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
-    factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
-    total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
-    if right_ptr is not None:
-        left = tl.load(left_ptr + rows, mask=rows < N, other=0.0)
-        total += left[:, None] * tl.load(right_ptr + dims, mask=dims < D, other=0.0)[None, :]
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr)
-    write_sum(total, out_ptr + offsets, None, mask)
 
 
 def forward(
@@ -182,7 +133,7 @@ def forward_live(
     o: Options,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Rows, list[Tensor]]:
-    """The same as `forward`, without the products of ignored rows (kernels/live_rows.py); and the target columns.
+    """The same as `forward` without the products of ignored rows (kernels/targets/live_rows.py); also the target columns.
 
     The log-sum-exps of ignored rows are undefined. targets: (N,) int64. The other arguments are as for `forward`.
     """

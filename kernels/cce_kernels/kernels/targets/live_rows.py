@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..row_math import IGNORED, OUTSIDE
-from ..runtime.launch import quick
-from ..runtime.tiles import cdiv, power_of_2
-from .targets.columns import columns_of
+from ...row_math import IGNORED, OUTSIDE
+from ...runtime.launch import quick
+from ...runtime.tiles import cdiv, power_of_2
+from .columns import columns_of
 
 BLOCK = 8192  # rows that the one program reads at a time
 

@@ -1,4 +1,7 @@
-"""Rows of a matrix times their factors, in one launch."""
+"""The rows of the three products: e times the rows' factors before dC's product, and what finishes dE after its own.
+
+Cost: each kernel reads and writes a few N × D numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernels.kahan import read_sum, write_sum
+from ..kernels.targets.live_rows import Live
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, power_of_2
-from .live_rows import Live
 
 ROWS = 16  # of a program
 
@@ -68,3 +72,48 @@ def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:
     if home is None:
         return x.new_empty(n_rows, cdiv(dim, 64) * 64)[:, :dim]
     return home.view(-1).view(x.dtype)[: n_rows * dim].view(n_rows, dim)
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
+def hidden_kernel(
+    part_ptr,  # (splits, N, D), splits part_stride apart: parts of w C
+    lost_ptr,  # (N, D) int8 or None: rounding error of w C, with one split
+    c_ptr,  # (V, D), rows c_stride apart
+    columns_ptr,  # (N,) int64, each row's target column, negative for none
+    factor_ptr,  # (N,) fp32, what w C is multiplied by
+    coefficient_ptr,  # (N,) fp32, what the target's row of C is multiplied by
+    left_ptr,  # (N,) fp32, and the next: `RankOne`; or both None
+    right_ptr,  # (D,) fp32
+    scale_ptr,  # () fp32, dL/dloss; None if factor and coefficient hold it
+    out_ptr,  # (N, D), written; the same memory as part_ptr's with one split
+    c_stride,
+    part_stride,
+    N,
+    D,
+    splits,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dE = scale · (factor · (w C) + coefficient · C_target + left · right)."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (dims < D)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
+    lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
+    total = read_sum(part_ptr + offsets, lost_ptrs, mask)
+    part_ptrs = part_ptr + offsets
+    for _ in range(splits - 1):
+        part_ptrs += part_stride.to(tl.int64)
+        total += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
+    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
+    c_mask = mask & (column >= 0)[:, None]
+    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
+    total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
+    if right_ptr is not None:
+        left = tl.load(left_ptr + rows, mask=rows < N, other=0.0)
+        total += left[:, None] * tl.load(right_ptr + dims, mask=dims < D, other=0.0)[None, :]
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    write_sum(total, out_ptr + offsets, None, mask)
