@@ -165,7 +165,8 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         Args:
             lse_square_scale: `z_loss`.
             accum_dtype: None for this package's compensated sums, torch.float32 for accumulate="fp32".
-            ce_weight: must be None. use_token_scaling and return_…: must be False.
+            ce_weight: (V,) weights of the classes, not together with label_smoothing or lse_square_scale.
+            use_token_scaling and return_…: must be False.
             options: further options of `linear_cross_entropy`.
 
         The other arguments are those of `LinearCrossEntropyLoss`.
@@ -173,8 +174,9 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         Raises:
             TypeError, ValueError: as in `LinearCrossEntropyLoss`, or Liger's option is not supported here.
         """
-        _refuse("ce_weight", ce_weight, None, "this loss has no class weights; keep Liger's loss for them")
-        _refuse("use_token_scaling", use_token_scaling, False, "multiply the row losses of reduction='none' instead")
+        if ce_weight is not None and (label_smoothing or lse_square_scale):
+            raise ValueError("ce_weight: cannot combine with label_smoothing or lse_square_scale; keep Liger's loss")
+        _refuse("use_token_scaling", use_token_scaling, False, "give linear_cross_entropy token_weights")
         _refuse("return_z_loss", return_z_loss, False, "linear_cross_entropy(return_lse=True) gives the log-sum-exps")
         _refuse("return_token_accuracy", return_token_accuracy, False, "linear_cross_entropy has return_metrics=True")
         _refuse("return_predicted_tokens", return_predicted_tokens, False, "keep Liger's loss for them")
@@ -186,6 +188,7 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
             z_loss=lse_square_scale, **options,
         )  # fmt: skip
+        self.ce_weight = ce_weight
 
     def forward(  # type: ignore[override]  # Liger's order
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
@@ -195,10 +198,12 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         Returns:
             The loss, fp32; with reduction="none" the row losses (...).
         """
-        return super().forward(_input, lin_weight, target, bias)
+        if self.ce_weight is None:
+            return super().forward(_input, lin_weight, target, bias)
+        kept = torch.where(target == self.ignore_index, 0, target)
+        return super().forward(_input, lin_weight, target, bias, token_weights=self.ce_weight.to(target.device)[kept])
 
 
 def _refuse(name: str, value: Any, default: Any, remedy: str) -> None:
-    if value is not default and (isinstance(value, Tensor) or value != default):
-        got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name}: must be {default!r} here, got {got}; {remedy}")
+    if value != default:
+        raise ValueError(f"{name}: must be {default!r} here, got {value!r}; {remedy}")
