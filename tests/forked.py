@@ -66,7 +66,7 @@ def run_elsewhere(
     if threads := environment.get("OMP_NUM_THREADS"):  # torch read it when it was imported
         import torch
 
-        torch.set_num_threads(int(threads))
+        torch.set_num_threads(int(threads.split(",")[0]))
     os.chdir(cwd)
     run_script(script, arguments, stdout, stderr)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import wandb
 from wandb_server import WandbServer
 
 from linrnn.config import load_config
@@ -25,6 +24,8 @@ STEPS = 6
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     """A server, and wandb in this process without leftovers of earlier tests."""
+    import wandb  # takes a second, which only the worker that runs this file shall pay
+
     wandb.teardown()
     server = WandbServer()
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -36,6 +37,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 
 def run(overrides: list[str], at_step: dict[int, Callable[[], None]]) -> tuple[Path, str]:
     """Train with wandb. Returns the directory and the log. `at_step` maps a step to the fault after it."""
+    import wandb
+
     overrides = [override for override in overrides if not override.startswith("logger.")]
     trainer = Trainer(load_config([*overrides, f"trainer.max_steps={STEPS}", "logger.wandb.mode=auto"]))
     train_step = trainer.train_step
