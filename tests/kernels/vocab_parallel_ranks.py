@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -181,27 +182,34 @@ def start_forked(spreads: dict[int, list[Spread]]) -> dict[int, list[dict[str, A
     most = max(spreads)
     names = {ranks: [str(spread) for spread in spreads[ranks]] for ranks in sorted(spreads)}
     with tempfile.TemporaryDirectory() as folder:
-        processes = [forked.start(_forked, rank, folder, names) for rank in range(most)]
+        printed = Path(f"{folder}/printed")
+        process = forked.start(_fork_ranks, most, folder, names, str(printed))
         try:
-            for process in processes:
-                process.join(2 * PATIENCE)
+            process.join(2 * PATIENCE)
         finally:
-            for process in processes:
-                process.kill()
-        printed = [Path(f"{folder}/printed.{rank}") for rank in range(most)]
-        said = "\n".join(path.read_text() for path in printed if path.exists())
-        assert not any(process.exitcode for process in processes), said[-5000:]
+            if process.exitcode is None and process.pid:
+                os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+                process.join()
+        assert process.exitcode == 0, printed.read_text()[-5000:]
         return {
             ranks: [torch.load(f"{folder}/of_{ranks}.{rank}", weights_only=True) for rank in range(ranks)]
             for ranks in names
         }
 
 
-def _forked(rank: int, folder: str, names: dict[int, list[str]]) -> None:
-    with open(f"{folder}/printed.{rank}", "a") as file:
+def _fork_ranks(most: int, folder: str, names: dict[int, list[str]], printed: str) -> None:
+    """Fork the ranks after the compiler has been used once: its first use takes seconds, which each would need."""
+    os.setsid()
+    with open(printed, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True))
+    context = multiprocessing.get_context("fork")
+    sys.exit(failed([context.Process(target=_all_groups, args=(rank, folder, names)) for rank in range(most)]))
+
+
+def _all_groups(rank: int, folder: str, names: dict[int, list[str]]) -> None:
     for ranks, of_ranks in names.items():
         if rank < ranks:
             main(rank, ranks, f"{folder}/store_{ranks}", f"{folder}/of_{ranks}", "cpu", of_ranks)
@@ -329,7 +337,11 @@ def main(rank: int, ranks: int, store: str, output: str, device: str, names: lis
 def start_ranks(ranks: int, *arguments: Any, device: str) -> int:
     """Call `main` in a process for each rank; returns how many failed. CUDA does not survive a fork."""
     context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
-    processes = [context.Process(target=main, args=(rank, ranks, *arguments)) for rank in range(ranks)]
+    return failed([context.Process(target=main, args=(rank, ranks, *arguments)) for rank in range(ranks)])
+
+
+def failed(processes: Sequence[BaseProcess]) -> int:
+    """Start processes and wait for their ends; returns how many failed."""
     for process in processes:
         process.start()
     for process in processes:

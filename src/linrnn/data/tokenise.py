@@ -23,6 +23,7 @@ from linrnn.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 4 << 20  # characters that are tokenised and committed together
 BATCH_DOCUMENTS = 8192
+CHARACTERS_OF_TOKEN = 16  # more than a token holds on average: a small max_tokens needs no whole batch
 RECORD = "progress.json"
 
 
@@ -88,7 +89,10 @@ class Tokenisation:
 
     def _run_phase(self, phase: str) -> None:
         unread = itertools.islice(self._source.documents(phase), self._seen, None)
-        for batch in _batches(unread):
+        characters = BATCH_CHARACTERS
+        if phase == "train" and self._max_tokens is not None:
+            characters = min(characters, CHARACTERS_OF_TOKEN * self._max_tokens)
+        for batch in _batches(unread, characters):
             room = None
             if phase == "train" and self._max_tokens is not None:
                 room = self._max_tokens - self._writers["train"].tokens
@@ -144,14 +148,15 @@ class Tokenisation:
                 raise DataError(f"{self._source.description} gives {writer.tokens} {split} tokens", "give more text")
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[Document], characters: int) -> Iterator[list[Document]]:
+    """Batches that end with the document which brings them to so many characters."""
     batch: list[Document] = []
-    characters = 0
+    held = 0
     for document in documents:
         batch.append(document)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+        held += len(document.text)
+        if held >= characters or len(batch) == BATCH_DOCUMENTS:
             yield batch
-            batch, characters = [], 0
+            batch, held = [], 0
     if batch:
         yield batch
