@@ -53,8 +53,7 @@ def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None = None, live: Liv
 
     live: the rows of the result. Positions that do not count hold 0. None: the rows of x.
 
-    home: memory for the result, contiguous and at least as large. None: memory of its own, where each row begins at a
-    line of 128 bytes.
+    home: memory for the result, see `rows_like`.
     """
     n_rows, dim = x.shape if live is None else (live.rows.shape[0], x.shape[1])
     out = rows_like(x, n_rows, home)
@@ -67,10 +66,15 @@ def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None = None, live: Liv
 
 
 def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:
-    """Memory for n_rows rows like x's: in `home` (contiguous), or each at the beginning of a line of 128 bytes."""
+    """Memory for n_rows rows like x's: the first rows of `home`, or rows that begin at lines of 128 bytes.
+
+    home: like x, or contiguous and at least as large.
+    """
     dim = x.shape[1]
     if home is None:
         return x.new_empty(n_rows, cdiv(dim, 64) * 64)[:, :dim]
+    if home.dtype == x.dtype:
+        return home[:n_rows]
     return home.view(-1).view(x.dtype)[: n_rows * dim].view(n_rows, dim)
 
 
