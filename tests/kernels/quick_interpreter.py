@@ -7,6 +7,7 @@ answer only if `debug` is set.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -71,7 +72,15 @@ def _call_at_once(tl: Any, interpreter: Any) -> None:
             calls[package, name] = called(package, name, member)
         scope.set_attr(package, name, calls[package, name])
 
-    interpreter._patch_attr = replace_member
+    members: dict[Any, list[tuple[str, Any]]] = {}
+
+    def replace_members(package: Any, builder: Any, scope: Any) -> None:
+        if package not in members:
+            members[package] = [(name, x) for name, x in inspect.getmembers(package) if core.is_builtin(x)]
+        for name, member in members[package]:
+            replace_member(package, name, member, builder, scope)
+
+    interpreter._patch_attr, interpreter._patch_builtin = replace_member, replace_members
 
 
 class Shape(tuple[int, ...]):

@@ -91,7 +91,8 @@ def prepare_process(config: Config, device: torch.device) -> None:
     torch.manual_seed(config.seed)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    if config.trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # it imports torch's compiler
+        torch.use_deterministic_algorithms(config.trainer.deterministic)
     if device.type == "cuda":
         _keep_triton_cache()
     if (budget := check_memory_budget(config.memory_budget_gib, device)) is not None:
