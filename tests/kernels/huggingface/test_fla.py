@@ -15,10 +15,11 @@ import torch
 from cce_kernels import register_in_fla
 from cce_kernels.huggingface import fla_backend
 from cce_kernels.module import FusedLinearCrossEntropyLoss
-from patch_models import VOCAB, batch
 from torch import Tensor, nn
 
-WIDTH = 32
+from linrnn.models.fla_import import import_fla
+
+VOCAB, WIDTH = 96, 32
 EXTRA: dict[str, dict[str, Any]] = {
     "CATForCausalLM": {"num_heads": 2, "decoder_hidden_size": 32},
     "HGRNForCausalLM": {"num_hidden_layers": 1},
@@ -67,6 +68,14 @@ def build(name: str, length: int, **flags: Any) -> Any:
     [decoder] = [part for part, _ in model.named_children() if part != "lm_head"]
     setattr(model, decoder, Decoder(length))
     return model.train()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Not that of patch_models.py, which imports transformers: the interpreting process would wait for it."""
+    ids = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :7] = -100
+    return ids, labels
 
 
 def fused(name: str) -> dict[str, bool]:
@@ -124,6 +133,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return own(*args, **options)
 
     monkeypatch.setattr(fla_backend, "_loss_and_gradients", watched)
+    import_fla("fla.backends")  # without FLA's models
     register_in_fla()
     return calls
 
@@ -136,7 +146,7 @@ def flas_loss(device: str, **options: Any) -> list[Tensor]:
     )
     target = torch.randint(90, (20,), generator=generator).to(device)
     target[3] = -100
-    loss = importlib.import_module("fla.modules").FusedLinearCrossEntropyLoss(**options)(x, target, w, b)
+    loss = import_fla("fla.modules").FusedLinearCrossEntropyLoss(**options)(x, target, w, b)
     return [loss.detach(), *torch.autograd.grad(3 * loss, (x, w, b))]
 
 

@@ -115,9 +115,8 @@ def test_a_run_continues_from_its_checkpoint(trainer, tmp_path):
 
 
 def test_a_compiled_run(trainer):
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    ours = cce_kernels.patch_trainer(trainer(**compiled))
-    assert history(ours) == pytest.approx(history(trainer()), rel=1e-4)
+    ours = cce_kernels.patch_trainer(trainer(torch_compile=True, torch_compile_backend="eager"))
+    assert ours.train().training_loss == pytest.approx(trainer().train().training_loss, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------ PEFT

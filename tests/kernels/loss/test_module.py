@@ -14,6 +14,8 @@ from cce_kernels import LinearCrossEntropyLoss, linear_cross_entropy
 from cce_kernels.module import OPTIONS, FusedLinearCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from torch import distributed as dist
 
+from linrnn.models.fla_import import import_fla
+
 BIASED = Case("module", shape=(30,), dim=24, bias=True, vocab=90)
 # The library's module, ours, how ours is called, and the options that both are tried with.
 THEIRS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
@@ -46,7 +48,8 @@ BY_FORMULA = [call for call in CALLS if {"softcap", "logit_softcapping", "ce_wei
 
 def library(name: str) -> Any:
     module, kind = name.rsplit(".", 1)
-    return getattr(importlib.import_module(module), kind)
+    importing = import_fla if module.startswith("fla.") else importlib.import_module
+    return getattr(importing(module), kind)
 
 
 def test_the_module_is_the_function_with_its_options_stored():
