@@ -3,10 +3,13 @@
 import math
 from dataclasses import replace
 
+from cce_kernels.planner import splits_alone
+
 from linrnn.config.schema import LossConfig
 from linrnn.losses.cce import CceKahanLossConfig
 
 MIB = 2**20
+MULTIPROCESSORS = 132  # of an H100 and an H200
 
 
 def third_of_the_logits(loss: LossConfig, n: int, d: int, v: int) -> LossConfig:
@@ -20,7 +23,8 @@ def third_of_the_logits(loss: LossConfig, n: int, d: int, v: int) -> LossConfig:
 
 
 def further_bytes(n: int, d: int, v: int) -> int:
-    """Bytes that those kernels held in the backward pass, and today's do not: fp32 sums of the targets' gradients, and
-    with one chunk the rounding errors of sums."""
+    """Bytes that those kernels held in the backward pass, and today's do not: fp32 sums of the targets' gradients. With
+    one chunk also the rounding errors of sums, and e times its factors where these lie in dE's memory today."""
     one_chunk = 2 * n * v <= 256 * MIB
-    return n * d * 4 // 16 + ((n + v) * d if one_chunk else 0)
+    lent = 2 * n * d if splits_alone(n, d, MULTIPROCESSORS) == 1 else 0
+    return n * d * 4 // 16 + ((n + v) * d + lent if one_chunk else 0)

@@ -12,8 +12,7 @@ filter_if_faster it is exact where the lists do not save FILTER_SAVES of the exa
 CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product. The gradient, 16 bits and 8 bits of
 rounding error, is read and written once more. Each tile starts and ends once more.
 
-Small problems wait for the host instead: a chunk takes it as long as 16 launches (12 with four products), about 40 µs
-each.
+Small problems wait for the host instead: for a few launches of about 40 µs, and for 26 more with each further chunk.
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ LEAST_ROWS = 512  # in a chunk of three products
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1600.0
 LAUNCH_SECONDS = 40e-6
-# The host's time for a chunk, in launches. On an H100's host, a second chunk of a problem of 1.3 ms took 0.8 ms more.
-STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 16, 12
+STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # with one chunk
+# The host's time for each further chunk. On an H100's host a second chunk of a problem of 1.3 ms took 0.8 ms more.
+CHUNK_LAUNCHES = 26
 FLOPS = 700e12
 LEAST_SKIPPED = 2**37  # multiply-adds of a product from which on ignored rows are left out
 MOST_SPLITS = 4
 MOST_PARTS = 2**23  # numbers of all splits of one chunk's w C, fp32
+LEAST_BUSY = 0.85  # the share of the multiprocessors that dE's product occupies if it runs alone
 MAX_SPLITS = 32  # splits of the vocabulary, each with partial sums of its own
 # The filter's lists (filter/select.py).
 SEGMENTS = 8  # segments of a row; one warp lists the kept entries of one segment
@@ -134,7 +135,7 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
         if not rows:
             raise
         return Plan(rows, COLUMN_MULTIPLE)
-    if rows and _stored_cost(p, rows) <= _recompute_cost(p, columns):
+    if rows and _stored_cost(p, rows) <= SLOWER * _recompute_cost(p, columns):
         return Plan(rows, columns)
     capacity = _capacity(p, o)
     if capacity:
@@ -156,9 +157,11 @@ def splits_beside(rows: int, cols: int, programs: int) -> int:
 
 
 def splits_alone(rows: int, cols: int, programs: int) -> int:
-    """The same for one chunk, whose products run one after the other.
+    """The same for one chunk whose products run one after the other; 0 if they had better run side by side.
 
-    Another part must occupy the multiprocessors better by a tenth. All parts take at most MOST_PARTS numbers.
+    Another part must occupy the multiprocessors better by a tenth. All parts take at most MOST_PARTS numbers. Where
+    even the best number leaves more than LEAST_BUSY idle, dE's last tiles run beside dC's first. So they do where e
+    times its factors finds no room in dE's memory (`fits_hidden`), which running one after the other is for.
     """
 
     def busy(splits: int) -> float:
@@ -169,7 +172,7 @@ def splits_alone(rows: int, cols: int, programs: int) -> int:
     for splits in range(2, MOST_SPLITS + 1):
         if splits * rows * cols <= MOST_PARTS and busy(splits) > 1.1 * busy(best):
             best = splits
-    return best
+    return best if busy(best) >= LEAST_BUSY and (best > 1 or fits_hidden(cols)) else 0
 
 
 def _tiles(rows: int, cols: int) -> int:
@@ -196,13 +199,13 @@ def _storable(p: Problem, o: Options) -> bool:
 def _stored_cost(p: Problem, rows: int) -> float:
     """Time of three products, in products of N x D x V."""
     chunks = math.ceil(p.n_rows / rows)
-    return max(3 + CHUNK_COST * (chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
+    return max(3 + CHUNK_COST * (chunks - 1) / p.n_rows, _launches(p, STORED_LAUNCHES + CHUNK_LAUNCHES * (chunks - 1)))
 
 
 def _recompute_cost(p: Problem, columns: int) -> float:
     """Time of four products, in products of N x D x V."""
     chunks = math.ceil(p.vocab / columns)
-    return max(4 + CHUNK_COST / columns, _launches(p, chunks * RECOMPUTE_LAUNCHES))
+    return max(4 + CHUNK_COST / columns, _launches(p, RECOMPUTE_LAUNCHES + CHUNK_LAUNCHES * (chunks - 1)))
 
 
 def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
@@ -256,11 +259,13 @@ def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int,
     hidden, beside = p.n_rows * p.dim, 0
     scaled = 2 * rows * math.ceil(p.dim / 64) * 64
     if p.grad_e is not None:
-        splits = splits_beside(rows, p.dim, programs) if summed else splits_alone(rows, p.dim, programs)
-        if splits > 1 and (summed or p.main_grad or not p.grad_c or not fits_vocab(rows, p.vocab, p.grad_c, splits)):
+        alone = 0 if summed else splits_alone(rows, p.dim, programs)
+        splits = alone or splits_beside(rows, p.dim, programs)
+        lent = alone and p.grad_c and not p.main_grad and fits_vocab(rows, p.vocab, p.grad_c, splits)
+        if splits > 1 and not lent:
             beside += 4 * splits * hidden
         beside += hidden * (scratch_bytes(p.grad_e, o.accumulate) if summed else 0)
-        if not summed and splits == 1 and fits_hidden(p.dim):
+        if alone == 1:
             scaled = 0
     if p.main_grad:
         beside += p.vocab * p.dim * (3 if summed else 2)

@@ -445,8 +445,8 @@ def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabul
     for workspace in (128, 512):  # too little for any stored exponentials with their sums
         extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients - lost
         assert 0.9 * workspace * MIB < extra <= workspace * MIB
-    # One chunk: gradients, exponentials, e scaled, and dE in two parts, which dC's memory is too small to hold. Two chunks
-    # of 4096 rows: also what rounding lost of the gradients.
+    # One chunk: gradients, exponentials, e scaled, and dE in two parts, which dC's memory is too small to hold. Two
+    # chunks of 4096 rows: also what rounding lost of the gradients.
     n, d, v = 8192, 256, 32000
     one = (n + v) * d * 2 + n * v * 2 + n * d * 2 + 2 * n * d * 4
     two = (n + v) * d * 2 + (n + v) * d + 4096 * v * 2 + 4096 * d * 2 + 2 * n * d * 4

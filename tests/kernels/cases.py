@@ -424,8 +424,8 @@ def check_stored_options(device: str, monkeypatch: pytest.MonkeyPatch, chunk: in
 
 
 def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk of rows writes both gradients once. Their memory holds scaled e and the parts of w C until then: the
-    bits are those with memory of their own, and the errors those of bf16."""
+    """One chunk of rows writes both gradients once. Products one after the other lend scaled e and the parts of w C the
+    gradients' memory: the bits are those of products side by side, and the errors those of bf16."""
     from cce_kernels import planner
     from cce_kernels.backends import with_triton
     from cce_kernels.schemes import three_products
@@ -434,14 +434,16 @@ def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     e, c, targets, _ = draw(Case("one chunk", shape=(100,), dim=128, vocab=700, dtype=BF16, peak=3), device)
     wide = in_fp64(e, c)
     truth = gradients(reference_linear_cross_entropy(*wide, targets)[0], wide)
-    for splits in (1, 3):
+    beside = {1: [], 3: []}  # gradients of products side by side, by splits
+    for splits, found in beside.items():
+        monkeypatch.setattr(three_products, "splits_alone", lambda *_: 0)
+        monkeypatch.setattr(three_products, "splits_beside", lambda *_, splits=splits: splits)
+        found += gradients(linear_cross_entropy(e, c, targets), (e, c))
+    for splits, lends in ((1, True), (3, True), (3, False)):
         monkeypatch.setattr(three_products, "splits_alone", lambda *_, splits=splits: splits)
-        found = {}
-        for lent in (True, False):
-            monkeypatch.setattr(three_products, "fits_hidden", lambda *_, lent=lent: lent)
-            monkeypatch.setattr(three_products, "fits_vocab", lambda *_, lent=lent: lent)
-            found[lent] = gradients(linear_cross_entropy(e, c, targets), (e, c))
-        for lent, own, true in zip(found[True], found[False], truth, strict=True):
+        monkeypatch.setattr(three_products, "fits_vocab", lambda *_, lends=lends: lends)
+        alone = gradients(linear_cross_entropy(e, c, targets), (e, c))
+        for lent, own, true in zip(alone, beside[splits], truth, strict=True):
             assert torch.equal(lent, own)
             assert error(lent, true) < 3e-3
 
@@ -450,6 +452,7 @@ def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 SKIPPED_ROWS = {
     "half": (0.5, 512, 1, {"return_metrics": True}),
     "half_in_parts": (0.5, 512, 2, {"z_loss": 1e-2}),
+    "half_side_by_side": (0.5, 512, 0, {}),
     "half_in_chunks": (0.5, 128, 1, {"softcap": 9.0}),
     "none": (0.0, 128, 1, {}),
     "all": (1.0, 512, 1, {}),

@@ -47,7 +47,7 @@ from ..kernels.targets.bias import finish_bias_gradient
 from ..kernels.targets.live_rows import Live, live_rows
 from ..kernels.targets.order import order_by_target
 from ..options import Options
-from ..planner import fits_hidden, fits_vocab, splits_alone, splits_beside
+from ..planner import fits_vocab, splits_alone, splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.tiles import cdiv, multiprocessors, power_of_2, tiles_for
 from .stored_rows import hidden_kernel, rows_like, scaled_rows
@@ -133,7 +133,7 @@ def forward_live(
     o: Options,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Rows, list[Tensor]]:
-    """The same as `forward` without the products of ignored rows (kernels/targets/live_rows.py); also the target columns.
+    """The same as `forward` without the products of ignored rows (kernels/targets/live_rows.py); and the columns.
 
     The log-sum-exps of ignored rows are undefined. targets: (N,) int64. The other arguments are as for `forward`.
     """
@@ -163,8 +163,7 @@ def forward_live(
 
 def _home(grad_e: Tensor, n_rows: int, dim: int, rows: int, programs: int) -> Tensor | None:
     """dE's memory, if it can hold rows of e until dE is written; else None."""
-    alone = rows >= n_rows and grad_e.numel() and splits_alone(n_rows, dim, programs) == 1 and fits_hidden(dim)
-    return grad_e if alone else None
+    return grad_e if rows >= n_rows and grad_e.numel() and splits_alone(n_rows, dim, programs) == 1 else None
 
 
 def _chunk_of(state: list[Tensor], first: int, end: int, rows: int) -> Live:
@@ -254,24 +253,45 @@ class _Last(NamedTuple):
 
 
 def _finish_one(x: _Last, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
-    """Both gradients of one chunk. Temporary numbers lie in the gradients' memory, as far as it is still unwritten."""
-    n_rows, dim = x.e.shape
-    splits = 1 if grad_e is None else splits_alone(n_rows, dim, multiprocessors(x.e))
+    """Both gradients of one chunk.
+
+    Either one after the other. Temporary numbers then lie in the gradients' memory, as far as it is still unwritten:
+    the parts of w C in dC's, or e times its factors in dE's. Or side by side, with memory of their own
+    (planner.splits_alone).
+    """
+    (n_rows, dim), every, programs = x.e.shape, slice(0, len(x.e)), multiprocessors(x.e)
+    alone = 1 if grad_e is None else splits_alone(n_rows, dim, programs)
+    splits = alone or splits_beside(n_rows, dim, programs)
+    parts = None
     if grad_e is not None and splits > 1:
-        lent = grad_c if grad_c is not None and fits_vocab(n_rows, len(x.c), grad_c.dtype, splits) else None
+        lent = grad_c if alone and grad_c is not None and fits_vocab(n_rows, len(x.c), grad_c.dtype, splits) else None
         parts = _memory(x.e, (splits, n_rows, dim), torch.float32, lent)
-        product(x.w, x.c, parts, live=x.live)
-        _finish_e(x, parts, None, grad_e, slice(0, n_rows))
+    scaled = None
+    if grad_c is not None and not alone:
+        scaled = scaled_rows(x.e, x.factor, None, x.live)  # before dE's product, which dC's runs beside
+
+    def multiply_e() -> None:
+        if parts is not None:
+            product(x.w, x.c, parts, live=x.live)
+        elif grad_e is not None:
+            terms = RowTerms(x.factor, x.coefficient, x.columns, x.c)
+            product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e(every), live=x.live)
+
+    if alone != 1:
+        multiply_e()
+    if alone and parts is not None and grad_e is not None:
+        _finish_e(x, parts, None, grad_e, every)
     if grad_c is not None:
-        home = grad_e if splits == 1 and fits_hidden(dim) else None
-        scaled = scaled_rows(x.e, x.factor, home, x.live)
+        if scaled is None:
+            scaled = scaled_rows(x.e, x.factor, grad_e if alone == 1 else None, x.live)
         product(
-            x.w, scaled, grad_c, transpose_a=True, scale=x.end, into=x.main_grad_c, target_terms=x.targets_c,
-            rank_one=x.smooth_c, live=x.live,
+            x.w, scaled, grad_c, transpose_a=True, scale=x.end, into=x.main_grad_c,
+            beside=not alone and grad_e is not None, target_terms=x.targets_c, rank_one=x.smooth_c, live=x.live,
         )  # fmt: skip
-    if grad_e is not None and splits == 1:
-        terms = RowTerms(x.factor, x.coefficient, x.columns, x.c)
-        product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e(slice(0, n_rows)), live=x.live)
+    if alone == 1:
+        multiply_e()
+    elif not alone and parts is not None and grad_e is not None:
+        _finish_e(x, parts, None, grad_e, every)
 
 
 def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: Callable[[slice], None] | None) -> None:

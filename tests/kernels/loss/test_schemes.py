@@ -97,8 +97,12 @@ def test_one_chunk_holds_its_exponentials_and_nothing_beside_them_but_for_short_
     assert stored(shape, n_rows, main_grad=True)[1] == 2 * vocab * dim
 
 
-@pytest.mark.parametrize(("rows", "cols", "splits"), [(512, 4096, 2), (1024, 2048, 2), (2048, 2048, 1), (8192, 256, 2)])
-def test_one_chunk_splits_the_product_of_few_tiles_until_they_occupy_the_device(rows, cols, splits):
+@pytest.mark.parametrize(
+    ("rows", "cols", "splits"),
+    [(512, 4096, 2), (1024, 2048, 2), (2048, 2048, 1), (8192, 256, 2), (3001, 2880, 0), (5120, 1000, 0)],
+)
+def test_one_chunk_splits_the_product_of_few_tiles_or_runs_it_beside_the_other(rows, cols, splits):
+    """0: side by side, because tiles of the last wave are few, or because rows straddle lines of 128 bytes."""
     assert splits_alone(rows, cols, 132) == splits
 
 
