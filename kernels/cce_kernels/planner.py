@@ -12,7 +12,7 @@ filter_if_faster it is exact where the lists do not save FILTER_SAVES of the exa
 CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product. The gradient, 16 bits and 8 bits of
 rounding error, is read and written once more. Each tile starts and ends once more.
 
-Small problems wait for the host instead: for a few launches of about 40 µs, and for 26 more with each further chunk.
+Small problems wait for kernel launches instead, about 40 µs each.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ LEAST_ROWS = 512  # in a chunk of three products
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1600.0
 LAUNCH_SECONDS = 40e-6
-STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # with one chunk
-# The host's time for each further chunk. On an H100's host a second chunk of a problem of 1.3 ms took 0.8 ms more.
-CHUNK_LAUNCHES = 26
+STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
 LEAST_SKIPPED = 2**37  # multiply-adds of a product from which on ignored rows are left out
 MOST_SPLITS = 4
@@ -135,7 +133,7 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
         if not rows:
             raise
         return Plan(rows, COLUMN_MULTIPLE)
-    if rows and _stored_cost(p, rows) <= SLOWER * _recompute_cost(p, columns):
+    if rows and _stored_cost(p, rows) <= _recompute_cost(p, columns):
         return Plan(rows, columns)
     capacity = _capacity(p, o)
     if capacity:
@@ -199,13 +197,13 @@ def _storable(p: Problem, o: Options) -> bool:
 def _stored_cost(p: Problem, rows: int) -> float:
     """Time of three products, in products of N x D x V."""
     chunks = math.ceil(p.n_rows / rows)
-    return max(3 + CHUNK_COST * (chunks - 1) / p.n_rows, _launches(p, STORED_LAUNCHES + CHUNK_LAUNCHES * (chunks - 1)))
+    return max(3 + CHUNK_COST * (chunks - 1) / p.n_rows, _launches(p, chunks * STORED_LAUNCHES))
 
 
 def _recompute_cost(p: Problem, columns: int) -> float:
     """Time of four products, in products of N x D x V."""
     chunks = math.ceil(p.vocab / columns)
-    return max(4 + CHUNK_COST / columns, _launches(p, RECOMPUTE_LAUNCHES + CHUNK_LAUNCHES * (chunks - 1)))
+    return max(4 + CHUNK_COST / columns, _launches(p, chunks * RECOMPUTE_LAUNCHES))
 
 
 def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
