@@ -428,7 +428,7 @@ def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients' memory: the bits are those of products side by side, and the errors those of bf16."""
     from cce_kernels import planner
     from cce_kernels.backends import with_triton
-    from cce_kernels.schemes import three_products
+    from cce_kernels.schemes import last_chunk
 
     monkeypatch.setattr(with_triton, "plan", lambda *_: planner.Plan(rows=128, columns=256))
     e, c, targets, _ = draw(Case("one chunk", shape=(100,), dim=128, vocab=700, dtype=BF16, peak=3), device)
@@ -436,12 +436,12 @@ def check_one_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = gradients(reference_linear_cross_entropy(*wide, targets)[0], wide)
     beside = {1: [], 3: []}  # gradients of products side by side, by splits
     for splits, found in beside.items():
-        monkeypatch.setattr(three_products, "splits_alone", lambda *_: 0)
-        monkeypatch.setattr(three_products, "splits_beside", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(last_chunk, "splits_alone", lambda *_: 0)
+        monkeypatch.setattr(last_chunk, "splits_beside", lambda *_, splits=splits: splits)
         found += gradients(linear_cross_entropy(e, c, targets), (e, c))
     for splits, lends in ((1, True), (3, True), (3, False)):
-        monkeypatch.setattr(three_products, "splits_alone", lambda *_, splits=splits: splits)
-        monkeypatch.setattr(three_products, "fits_vocab", lambda *_, lends=lends: lends)
+        monkeypatch.setattr(last_chunk, "splits_alone", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(last_chunk, "fits_vocab", lambda *_, lends=lends: lends)
         alone = gradients(linear_cross_entropy(e, c, targets), (e, c))
         for lent, own, true in zip(alone, beside[splits], truth, strict=True):
             assert torch.equal(lent, own)
@@ -468,10 +468,10 @@ def check_skipped_rows(
     """Ignored rows are left out of the products: losses and gradients are those of all rows, and repeat bit for bit."""
     from cce_kernels import planner
     from cce_kernels.backends import with_triton
-    from cce_kernels.schemes import three_products
+    from cce_kernels.schemes import last_chunk
 
     monkeypatch.setattr(with_triton, "plan", lambda *_: planner.Plan(rows=rows, columns=256))
-    monkeypatch.setattr(three_products, "splits_alone", lambda *_: splits)
+    monkeypatch.setattr(last_chunk, "splits_alone", lambda *_: splits)
     dim = 72 if rows == 128 else 128  # rows that straddle lines of 128 bytes, too
     e, c, targets, _ = draw(Case("skipped", shape=(300,), dim=dim, vocab=700, dtype=BF16, peak=3), device)
     g = torch.Generator().manual_seed(1)

@@ -8,7 +8,7 @@ sums. Both gradients are then plain products of w (kernels/matmul.py). The facto
 of e, so nothing is recomputed and no pass over w is needed. The target's entry is left out of w: p − 1 cancels there,
 and most of the gradient lies there. The last products add it in fp32.
 
-One chunk needs no sums: the backward pass writes both gradients once, dC first. Several chunks sum dC. The forward pass
+One chunk needs no sums: the backward pass writes both gradients once. Several chunks sum dC. The forward pass
 then multiplies every chunk but the last. The last chunk's w waits for the backward pass, which multiplies by dL/dloss
 before the final rounding. Until then the sums keep their rounding errors (accumulator.py). Each row of w C is complete
 after its own chunk.
@@ -30,16 +30,14 @@ gradients are known.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..accumulator import Accumulator
 from ..kernels.logits import exponentials, gather_targets, target_logits
-from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
+from ..kernels.matmul import RankOne, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
 from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
@@ -47,10 +45,11 @@ from ..kernels.targets.bias import finish_bias_gradient
 from ..kernels.targets.live_rows import Live, live_rows
 from ..kernels.targets.order import order_by_target
 from ..options import Options
-from ..planner import fits_vocab, splits_alone, splits_beside
+from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
-from ..runtime.tiles import cdiv, multiprocessors, power_of_2, tiles_for
-from .stored_rows import hidden_kernel, rows_like, scaled_rows
+from ..runtime.tiles import cdiv, multiprocessors, tiles_for
+from .last_chunk import LastChunk, finish_one, finish_several, lent_by_e, store_hidden
+from .stored_rows import rows_like, rows_of, scaled_rows
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
 
@@ -93,8 +92,8 @@ def forward(
         height = chunk.stop - first
         if arrive is not None:
             arrive(chunk)
-        e_i, columns_i = _of(chunk, e), _of(chunk, columns)
-        z_i = target_logits(e_i, c, bias, columns_i, o) if z_target is None else _of(chunk, z_target)
+        e_i, columns_i = rows_of(chunk, e), rows_of(chunk, columns)
+        z_i = target_logits(e_i, c, bias, columns_i, o) if z_target is None else rows_of(chunk, z_target)
         w_i = _corner(w, height, c.shape[0])
         sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
@@ -103,9 +102,9 @@ def forward(
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
-        part = Rows(_of(chunk, lse), _of(chunk, nll), None, empty_metrics(z_i, with_metrics), largest)
-        weights_i = None if weights is None else _of(chunk, weights)
-        gradient = Gradient(w_i, _of(chunk, factor), _of(chunk, coefficient), of_lse, weights_i)
+        part = Rows(rows_of(chunk, lse), rows_of(chunk, nll), None, empty_metrics(z_i, with_metrics), largest)
+        weights_i = None if weights is None else rows_of(chunk, weights)
+        gradient = Gradient(w_i, rows_of(chunk, factor), rows_of(chunk, coefficient), of_lse, weights_i)
         finish_rows(e_i, c, bias, columns_i, z_i, sums, part, o, gradient)
         if settle is not None:
             settle(chunk, part, gradient)
@@ -143,7 +142,7 @@ def forward_live(
     columns = live_rows(targets, ignore_index, c.shape[0], rows, state[LIVE], state[COUNTS])
     lse, nll, z_target = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(3))
     metrics = empty_metrics(lse, with_metrics)
-    gathered = rows_like(e, min(rows, n_rows), _home(state[GRAD_E], n_rows, dim, rows, multiprocessors(e)))
+    gathered = rows_like(e, min(rows, n_rows), lent_by_e(e, state[GRAD_E]) if rows >= n_rows else None)
     for first in range(0, n_rows, rows):
         live = _chunk_of(state, first, min(first + rows, n_rows), rows)
         e_i, w_i = gathered[: len(live.rows)], _corner(w, len(live.rows), c.shape[0])
@@ -161,14 +160,9 @@ def forward_live(
     return columns, Rows(lse, nll, z_above_mean, metrics), state
 
 
-def _home(grad_e: Tensor, n_rows: int, dim: int, rows: int, programs: int) -> Tensor | None:
-    """dE's memory, if it can hold rows of e until dE is written; else None."""
-    return grad_e if rows >= n_rows and grad_e.numel() and splits_alone(n_rows, dim, programs) == 1 else None
-
-
 def _chunk_of(state: list[Tensor], first: int, end: int, rows: int) -> Live:
     """The order of the rows of the chunk of positions first..end."""
-    return Live(_of(slice(first, end), state[LIVE]), state[COUNTS][first // rows])
+    return Live(rows_of(slice(first, end), state[LIVE]), state[COUNTS][first // rows])
 
 
 def backward(
@@ -212,153 +206,22 @@ def backward(
         share = smoothed_share(grad_loss, columns, weights, c.shape[0], o)
         smooth_c = None if sums[3] is None else RankOne(None, column_sum(e, share))
     targets_c = None if keys is None else TargetTerms(keys, order, bounds, coefficient, e)
-    last = _Last(
+    last = LastChunk(
         e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, share, c_sum, smooth_c,
         targets_c, main_grad_c, None if live is None else _chunk_of(state, first, n_rows, rows),
     )  # fmt: skip
     grad_bias = sums.pop()
     if grad_bias is not None:
-        _add_to_bias(grad_bias, last.w, _of(slice(first, n_rows), factor), first)
+        _add_to_bias(grad_bias, last.w, rows_of(slice(first, n_rows), factor), first)
         everywhere = None if share is None else share.sum()
         tile = tiles_for(e, e.shape[1]).rows
         finish_bias_gradient(grad_bias, keys, order, bounds, tile, coefficient, everywhere, end, o)
     if first:
-        _finish_several(last, slice(first, n_rows), sums, finished)
+        finish_several(last, slice(first, n_rows), sums, finished)
     else:
-        _finish_one(last, sums[1], sums[3])
+        finish_one(last, sums[1], sums[3])
         if finished is not None and sums[1] is not None:
             finished(slice(0, n_rows))
-
-
-class _Last(NamedTuple):
-    """What the last chunk's products take: arguments of `backward`, and tensors of the state."""
-
-    e: Tensor
-    c: Tensor
-    columns: Tensor
-    w: Tensor  # (rows of the chunk, V)
-    factor: Tensor  # (N,) fp32
-    coefficient: Tensor  # (N,) fp32
-    end: Tensor | None  # () fp32, what the finished gradients are multiplied by
-    share: Tensor | None  # (N,) fp32, `smoothed_share`, for label smoothing
-    c_sum: Tensor | None  # (D,) fp32, for label smoothing
-    smooth_c: RankOne | None
-    targets_c: TargetTerms | None
-    main_grad_c: Tensor | None
-    live: Live | None  # the order of w's rows
-
-    def smooth_e(self, part: slice) -> RankOne | None:
-        """What label smoothing adds to dE of the rows `part`."""
-        return None if self.share is None or self.c_sum is None else RankOne(_of(part, self.share), self.c_sum)
-
-
-def _finish_one(x: _Last, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
-    """Both gradients of one chunk.
-
-    Either one after the other. Temporary numbers then lie in the gradients' memory, as far as it is still unwritten:
-    the parts of w C in dC's, or e times its factors in dE's. Or side by side, with memory of their own
-    (planner.splits_alone).
-    """
-    (n_rows, dim), every, programs = x.e.shape, slice(0, len(x.e)), multiprocessors(x.e)
-    alone = 1 if grad_e is None else splits_alone(n_rows, dim, programs)
-    splits = alone or splits_beside(n_rows, dim, programs)
-    parts = None
-    if grad_e is not None and splits > 1:
-        lent = grad_c if alone and grad_c is not None and fits_vocab(n_rows, len(x.c), grad_c.dtype, splits) else None
-        parts = _memory(x.e, (splits, n_rows, dim), torch.float32, lent)
-    scaled = None
-    if grad_c is not None and not alone:
-        scaled = scaled_rows(x.e, x.factor, None, x.live)  # before dE's product, which dC's runs beside
-
-    def multiply_e() -> None:
-        if parts is not None:
-            product(x.w, x.c, parts, live=x.live)
-        elif grad_e is not None:
-            terms = RowTerms(x.factor, x.coefficient, x.columns, x.c)
-            product(x.w, x.c, grad_e, scale=x.end, row_terms=terms, rank_one=x.smooth_e(every), live=x.live)
-
-    if alone != 1:
-        multiply_e()
-    if alone and parts is not None and grad_e is not None:
-        _finish_e(x, parts, None, grad_e, every)
-    if grad_c is not None:
-        if scaled is None:
-            scaled = scaled_rows(x.e, x.factor, grad_e if alone == 1 else None, x.live)
-        product(
-            x.w, scaled, grad_c, transpose_a=True, scale=x.end, into=x.main_grad_c,
-            beside=not alone and grad_e is not None, target_terms=x.targets_c, rank_one=x.smooth_c, live=x.live,
-        )  # fmt: skip
-    if alone == 1:
-        multiply_e()
-    elif not alone and parts is not None and grad_e is not None:
-        _finish_e(x, parts, None, grad_e, every)
-
-
-def _finish_several(x: _Last, last: slice, sums: list[Tensor | None], finished: Callable[[slice], None] | None) -> None:
-    """Add the last chunk, the rows `last`, to the sums of both gradients, and finish them."""
-    parts_e, grad_e, lost_e, grad_c, lost_c = sums
-
-    def finish_e(part: slice) -> None:
-        assert grad_e is not None
-        parts = grad_e[None, part] if parts_e is None else parts_e[:, part]
-        _finish_e(x, parts, None if lost_e is None else lost_e[part], grad_e, part)
-        if finished is not None:
-            finished(part)
-
-    # The product can finish the last chunk's rows if they are no parts, and lie together in dE.
-    finishes = parts_e is None and x.live is None
-    own = last if x.live is None else slice(0, len(x.e))  # rows of the last chunk's tensors
-    scaled = None if grad_c is None else scaled_rows(x.e[own], x.factor[own], None, x.live)
-    if grad_e is not None:
-        if finished is not None:
-            finish_e(slice(0, last.start))
-        if finishes:
-            terms = RowTerms(x.factor[last], x.coefficient[last], x.columns[last], x.c)
-            product(x.w, x.c, grad_e[last], scale=x.end, row_terms=terms, rank_one=x.smooth_e(last))
-        else:
-            _store_hidden(x.w, x.c, parts_e, grad_e, lost_e, own, x.live)
-    if grad_c is not None:
-        assert scaled is not None
-        product(
-            x.w, scaled, grad_c, lost_c, transpose_a=True, read=True, scale=x.end, into=x.main_grad_c,
-            beside=grad_e is not None, live=x.live, target_terms=x.targets_c, rank_one=x.smooth_c,
-        )  # fmt: skip
-    if grad_e is not None:
-        begin = 0 if finished is None else last.start
-        if not finishes:
-            finish_e(slice(begin, last.stop))
-        else:
-            if begin < last.start:
-                finish_e(slice(begin, last.start))
-            if finished is not None:
-                finished(last)
-
-
-def _store_hidden(
-    w: Tensor,
-    c: Tensor,
-    parts: Tensor | None,
-    grad_e: Tensor,
-    lost: Tensor | None,
-    rows: slice,
-    live: Live | None,
-) -> None:
-    """Store w C of a chunk: in its parts, or in dE with its rounding error. live: if given, `rows` are all rows."""
-    if parts is not None:
-        product(w, c, parts[:, rows], live=live)
-    else:
-        product(w, c, grad_e[rows], None if lost is None else lost[rows], live=live)
-
-
-def _finish_e(x: _Last, parts: Tensor, lost: Tensor | None, grad_e: Tensor, part: slice) -> None:
-    """grad_e of the rows `part` from their parts of w C (splits, rows, D) and its rounding error."""
-    n_rows, dim = parts.shape[1:]
-    block_d = min(256, power_of_2(dim))
-    left, right = x.smooth_e(part) or (None, None)
-    hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
-        parts, lost, x.c, _of(part, x.columns), _of(part, x.factor), _of(part, x.coefficient), left, right, x.end,
-        _of(part, grad_e), x.c.stride(0), parts.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
-    )  # fmt: skip
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
@@ -413,19 +276,6 @@ def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
     return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
 
 
-def _memory(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, lent: Tensor | None) -> Tensor:
-    """Memory of that shape and dtype: the beginning of `lent` (contiguous), or memory of its own."""
-    if lent is None:
-        return like.new_empty(shape, dtype=dtype)
-    return lent.view(-1).view(dtype)[: math.prod(shape)].view(shape)
-
-
-# A slice takes some µs on the host, also one that covers everything.
-def _of(part: slice, x: Tensor) -> Tensor:
-    """The rows `part` of x."""
-    return x if part.start == 0 and part.stop == x.shape[0] else x[part]
-
-
 def _corner(x: Tensor, rows: int, cols: int) -> Tensor:
     """The first rows and columns of x."""
     return x if x.shape[0] == rows and x.shape[1] == cols else x[:rows, :cols]
@@ -465,7 +315,7 @@ def _add_products(
     rows = chunk if live is None else slice(0, len(e))  # of all rows
     scaled = None if grad_c is None else scaled_rows(e, factor[rows], home, live)
     if grad_e is not None:
-        _store_hidden(w, c, parts_e, grad_e, lost_e, rows, live)
+        store_hidden(w, c, parts_e, grad_e, lost_e, rows, live)
     if scaled is not None:
         product(
             w, scaled, grad_c, lost_c, transpose_a=True, read=chunk.start > 0, beside=grad_e is not None, live=live,
