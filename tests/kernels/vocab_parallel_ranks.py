@@ -30,7 +30,7 @@ from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_sha
 from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
 
-MODULES = dict.fromkeys(("exponentials", "product"), "schemes.three_products")
+MODULES = {"exponentials": "kernels.logits", "product": "kernels.matmul"}
 MODULES |= dict.fromkeys(("all_gather", "reduce_scatter"), "parallel.sharding")
 PATIENCE = 150  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
@@ -281,9 +281,10 @@ def traced(trace: list[str] | None = None) -> Iterator[list[str]]:
     trace = [] if trace is None else trace
     patches = [patch.object(sharding, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
     if INTERPRETED or torch.cuda.is_available():
-        from cce_kernels.schemes import three_products
+        from cce_kernels.schemes import last_chunk, three_products
 
-        patches += [patch.object(three_products, name, _recorded(trace, name)) for name in ("exponentials", "product")]
+        launchers = (three_products, "exponentials"), (three_products, "product"), (last_chunk, "product")
+        patches += [patch.object(module, name, _recorded(trace, name)) for module, name in launchers]
     with contextlib.ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
