@@ -36,7 +36,7 @@ CHUNK_COST = 1600.0
 LAUNCH_SECONDS = 40e-6
 STORED_LAUNCHES, RECOMPUTE_LAUNCHES = 4, 3  # per chunk
 FLOPS = 700e12
-LEAST_SKIPPED = 2**37  # multiply-adds of a product from which on ignored rows are left out
+LEAST_SKIPPED = 2**37  # ignored rows are left out of products of this many multiply-adds or more
 MOST_SPLITS = 4
 MOST_PARTS = 2**23  # numbers of all splits of one chunk's w C, fp32
 LEAST_BUSY = 0.85  # the share of the multiprocessors that dE's product occupies if it runs alone
@@ -157,9 +157,9 @@ def splits_beside(rows: int, cols: int, programs: int) -> int:
 def splits_alone(rows: int, cols: int, programs: int) -> int:
     """The same for one chunk whose products run one after the other; 0 if they had better run side by side.
 
-    Another part must occupy the multiprocessors better by a tenth. All parts take at most MOST_PARTS numbers. Where
-    even the best number leaves more than LEAST_BUSY idle, dE's last tiles run beside dC's first. So they do where e
-    times its factors finds no room in dE's memory (`fits_hidden`), which running one after the other is for.
+    Another part must occupy the multiprocessors better by a tenth. All parts take at most MOST_PARTS numbers. The
+    products run side by side in two cases. Either even the best number of parts occupies less than LEAST_BUSY of the
+    multiprocessors. Or e times its factors does not fit dE's memory (`fits_hidden`), so that the order saves nothing.
     """
 
     def busy(splits: int) -> float:
