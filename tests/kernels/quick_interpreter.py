@@ -1,4 +1,4 @@
-"""Triton's interpreter (3.6.0, 3.7.1) in a sixth of its time, with the same results to the bit.
+"""Triton's interpreter (3.6.0, 3.7.1), several times as fast, with the same results to the bit.
 
 The interpreter spends most of its time on types and shapes. There are few of them, but it makes them again for every
 operation. Here each is made once. One step is left out: it computes whether an integer sum overflows, and uses the
