@@ -459,6 +459,7 @@ SKIPPED_ROWS = {
     "all_but_few": (0.98, 128, 1, {"reduction": "sum", "label_smoothing": 0.1}),
     "row_losses": (0.7, 512, 1, {"reduction": "none", "token_weights": True}),
     "main_grad": (0.4, 128, 1, {"main_grad_c": True}),
+    "compiled": (0.5, 128, 1, {"compiled": True}),
 }
 
 
@@ -479,12 +480,15 @@ def check_skipped_rows(
     weights = torch.rand(300, generator=g).to(device) if options.get("token_weights") else None
     buffer = bool(options.get("main_grad_c"))
     upstream = torch.rand(300, generator=g).to(device) if options.get("reduction") == "none" else 1.0
-    options = {k: v for k, v in options.items() if k not in ("token_weights", "main_grad_c")}
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    function = compiled if options.get("compiled") else linear_cross_entropy
+    options = {k: v for k, v in options.items() if k not in ("token_weights", "main_grad_c", "compiled")}
 
     def results(least: int) -> list[Tensor]:
+        torch._dynamo.reset()  # a compiled graph would keep the other decision
         monkeypatch.setattr(planner, "LEAST_SKIPPED", least)
         main = torch.zeros(c.shape, device=device) if buffer else None
-        found = linear_cross_entropy(e, c, targets, main_grad_c=main, token_weights=weights, **options)
+        found = function(e, c, targets, main_grad_c=main, token_weights=weights, **options)
         loss, *metrics = found if isinstance(found, tuple) else (found,)
         grads = torch.autograd.grad((loss * upstream).sum(), [e] if buffer else [e, c], allow_unused=True)
         return [loss, *grads, *([] if main is None else [main]), *(x for found in metrics for x in found.values())]
