@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from blocks import PAGES, ROOT, Block, blocks, commands
+from cce_kernels.doctor.__main__ import parsed
+from cce_kernels.doctor.presets import PRESETS
 
 import linrnn.config
 from linrnn.config import load_config
@@ -93,6 +95,9 @@ def check(words: list[str]) -> None:
         check_pip(rest)
     elif words[:3] == ["python", "-m", "pytest"]:
         check_pytest(rest[2:])
+    elif words[:3] == ["python", "-m", "cce_kernels.doctor"]:
+        values, overrides = parsed(rest[2:])
+        assert values["model"] in PRESETS or overrides
     elif program == "torchrun":
         script = next(number for number, word in enumerate(rest) if word.endswith(".py"))
         assert all(re.match(r"--(nnodes|nproc-per-node|rdzv-backend|rdzv-endpoint)=", word) for word in rest[:script])
