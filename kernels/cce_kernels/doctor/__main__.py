@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         values, overrides = parsed(arguments)
         device = torch.device(values.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device: there is no GPU that torch can use; give device=cpu")
         dtype = _DTYPES[values.get("dtype", "bf16" if device.type == "cuda" else "fp32")]
         torch.manual_seed(0)
         model = build(values["model"], overrides, dtype, device)
@@ -58,8 +60,9 @@ def main(arguments: Sequence[str]) -> int:
         ids = torch.randint(model.config.vocab_size, (values.get("batch", 1), values.get("seq", 2048)), device=device)
         options = {"workspace_mib": values["workspace_mib"]} if "workspace_mib" in values else {}
         found = profile(model, ids, rounds=values.get("rounds", 5), **options)
-    except (TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (TypeError, ValueError, ImportError, torch.OutOfMemoryError) as error:
+        remedy = "; give a smaller batch or seq" if isinstance(error, torch.OutOfMemoryError) else ""
+        print(f"error: {str(error).splitlines()[0]}{remedy}", file=sys.stderr)
         return 2
     print(json.dumps(_record(found)) if values.get("json") else found)
     return 0

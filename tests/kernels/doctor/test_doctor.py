@@ -309,10 +309,12 @@ def test_a_model_type_takes_overrides(capsys):
         (["model=llama", "dtype=int8"], "dtype: must be one of bf16, fp16, fp32"),
         (["model=llama", "workspace_mib=x"], "workspace_mib: must be a number"),
         (["model=llama", "device=cpu", "config.hiden_size=8"], "did you mean config.hidden_size"),
+        (["model=llama", "device=cuda"], "there is no GPU that torch can use; give device=cpu"),
         (["model=t5", "device=cpu"], "t5 is no causal language model"),
     ],
 )
-def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys):
+def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
