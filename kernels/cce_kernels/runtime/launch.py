@@ -1,9 +1,13 @@
 """`quick` wraps a Triton kernel so that a launch takes less time on the host.
 
 At each `kernel[grid](...)` Triton binds the arguments, derives the specialisation of each one, and looks up the
-compiled kernel. A small problem's kernels run no longer than that takes. A quick kernel instead looks up the compiled
-kernel by a short key of everything that Triton specialises on, and hands it to the driver. If launch hooks are set
-(profilers set them), Triton's own launch runs, which calls them.
+compiled kernel. A small problem's kernels run no longer than that takes. A quick kernel does less, in two ways:
+
+    the launch repeats an earlier one, addresses included    the driver gets what it got then (repeated.py)
+    any other launch                                         the compiled kernel is looked up by a short key of
+                                                             everything that Triton specialises on
+
+If launch hooks are set (profilers set them), Triton's own launch runs, which calls them.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .interpreter import INTERPRETED
+from .repeated import Call, call_of
+
+MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
 
 class Quick:
@@ -37,6 +45,7 @@ class Quick:
         assert all(p.is_constexpr for p in params[self._constants :]), f"{kernel.__name__}: constants come last"
         self._readers = [PLAIN if p.do_not_specialize else SPECIALISED for p in params[: self._constants]]
         self._compiled: dict[tuple, CompiledKernel] = {}
+        self._repeated: dict[tuple, Call] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid)
@@ -44,15 +53,13 @@ class Quick:
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         active = driver.active
         device = active.get_current_device()
-        key = (
-            device, args[self._constants :], *options.items(),
-            *[readers[type(x)](x) for readers, x in zip(self._readers, args, strict=False)],  # not the constants
-        )  # fmt: skip
-        compiled = self._compiled.get(key)
+        exact = _exact([device, grid, *options.items()], args)
+        call = self._repeated.get(exact)
+        if call is not None and not _hooked():
+            call.launch(*call.grid, active.get_current_stream(device), *call.rest)
+            return
+        compiled = self._find(device, grid, args, options)
         if compiled is None:
-            compiled = self.kernel[grid](*args, **options)
-            if isinstance(compiled, CompiledKernel):
-                self._compiled[key] = compiled
             return
         if len(args) < len(self._names):
             args += tuple(options[name] for name in self._names[len(args) :])
@@ -61,7 +68,27 @@ class Quick:
             return
         x, y, z, *_ = (*grid, 1, 1)
         stream = active.get_current_stream(device)
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        call = call_of(compiled, (x, y, z), args)
+        if call is None:
+            compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+            return
+        call.launch(x, y, z, stream, *call.rest)
+        if len(self._repeated) >= MOST_REPEATED:
+            self._repeated.clear()
+        self._repeated[exact] = call
+
+    def _find(self, device: int, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> CompiledKernel | None:
+        """The compiled kernel for these arguments. The first time Triton compiles and launches it, and this is None."""
+        key = (
+            device, args[self._constants :], *options.items(),
+            *[readers[type(x)](x) for readers, x in zip(self._readers, args, strict=False)],  # not the constants
+        )  # fmt: skip
+        known = self._compiled.get(key)
+        if known is None:
+            compiled = self.kernel[grid](*args, **options)
+            if isinstance(compiled, CompiledKernel):
+                self._compiled[key] = compiled
+        return known
 
 
 def quick(kernel: Any) -> Any:
@@ -73,6 +100,34 @@ def _hooked() -> bool:
     """Whether a launch hook of Triton's is set."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a hook chain, a function or None
+
+
+def _exact(key: list[Any], args: tuple) -> tuple:
+    """The parts of `key`, and everything that a launch reads of its arguments."""
+    for x in args:
+        kind = type(x)
+        if kind in _NUMBERS:
+            key.append(x)
+        elif kind in _TENSORS:
+            key += (x.data_ptr(), x.dtype)
+        else:
+            key.append(_described(x))
+    return tuple(key)
+
+
+def _described(x: Any) -> Any:
+    """What a launch reads of an argument that is neither a number nor a plain tensor: mostly a TMA descriptor."""
+    if isinstance(x, Tensor):
+        return x.data_ptr(), x.dtype
+    known = next((kind for kind in READERS if isinstance(x, kind)), None)
+    if known is None:  # a constant
+        return x
+    extra = [getattr(x, name, None) for name in ("padding", "layout", "round_f32_to_tf32")]
+    return x.base.data_ptr(), x.base.dtype, *x.shape, *x.strides, *x.block_shape, *extra
+
+
+_NUMBERS = {int, float, bool, type(None)}
+_TENSORS = {Tensor, Parameter}
 
 
 def _fits_32_bits(x: int) -> bool:

@@ -329,6 +329,39 @@ def test_what_the_host_knows_of_the_lists_changes_nothing_else(monkeypatch, peak
     assert all(torch.equal(a, b) for a, b in zip(unknown, known, strict=True))
 
 
+@pytest.mark.parametrize("dim", [256, 1000, 2048])
+def test_repeated_launches_give_the_bits_of_tritons_own(monkeypatch, dim):
+    """Steps that repeat the addresses of an earlier step, with other values; and the same steps launched by Triton."""
+    from cce_kernels.runtime import launch, repeated
+
+    e, c, targets, _ = draw(Case("repeated", shape=(700,), dim=dim, vocab=5000, dtype=BF16), "cuda")
+    expanded, real = [], launch.call_of
+
+    def steps():
+        found = []
+        for scale in (1.0, -0.5, 2.0):
+            with torch.no_grad():
+                e.mul_(scale)
+            for _ in range(3):
+                grads = gradients(linear_cross_entropy(e, c, targets), (e, c))
+                found.append([grad.cpu() for grad in grads])  # the next step gets the same memory
+        with torch.no_grad():
+            e.mul_(-1.0)
+        return found
+
+    def count(*args):
+        expanded.append(True)
+        return real(*args)
+
+    monkeypatch.setattr(launch, "call_of", count)
+    ours = steps()
+    if repeated.known_version():
+        assert 0 < len(expanded) < 40, "9 steps of about 8 launches each; later steps repeat those of the first two"
+    monkeypatch.setattr(launch, "_hooked", lambda: True)  # every launch then goes through Triton's launcher
+    for one, other in zip(ours, steps(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(random_cases)
 def test_any_combination_of_options(case):
