@@ -23,7 +23,10 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(!?\[[^\[\]]*\]\()([^()\s]+)(\))")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 # Pages of numbers: the search leaves them out.
-TABLES = tuple(f"repository/results/{name}/" for name in ("summaries", "superseded", "bench_loss", "bench_parallel"))
+TABLES = tuple(
+    f"repository/results/{name}/"
+    for name in ("summaries", "superseded", "bench_loss", "bench_models", "bench_parallel")
+)
 PACKAGES = ["cce_kernels", *(f"linrnn.{path.parent.name}" for path in sorted(ROOT.glob("src/linrnn/*/__init__.py")))]
 
 

@@ -21,8 +21,6 @@ presets:"""
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from typing import Any
 import torch
 
 from .measure import profile
-from .presets import PRESETS, build
+from .presets import PRESETS, apply_liger, build
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FLAGS = ("checkpointing", "liger", "json")
@@ -66,23 +64,6 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     print(json.dumps(_record(found)) if values.get("json") else found)
     return 0
-
-
-def apply_liger(model: Any) -> None:
-    """Give one model Liger's fused linear loss, with Liger's other kernels off.
-
-    Raises:
-        ValueError: Liger is not installed, or has no fused loss for this model.
-    """
-    try:
-        patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    except ModuleNotFoundError:
-        raise ValueError("liger: liger-kernel is not installed") from None
-    function = patches.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
-    if function is None:
-        raise ValueError(f"liger: has no loss for models of type {model.config.model_type}")
-    names = inspect.signature(function).parameters
-    function(**dict.fromkeys(names.keys() - {"model", "fused_linear_cross_entropy"}, False), model=model)
 
 
 def parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from contextlib import suppress
 from difflib import get_close_matches
@@ -71,6 +72,23 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
             return auto.from_config(config, dtype=dtype).train()
         except ValueError as error:  # not a causal language model: T5, for example
             raise ValueError(f"model: {name} is no causal language model: {str(error).splitlines()[0]}") from None
+
+
+def apply_liger(model: Any) -> None:
+    """Give one model Liger's fused linear loss, with Liger's other kernels off.
+
+    Raises:
+        ValueError: Liger is not installed, or has no fused loss for this model.
+    """
+    try:
+        patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ModuleNotFoundError:
+        raise ValueError("liger: liger-kernel is not installed") from None
+    function = patches.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+    if function is None:
+        raise ValueError(f"liger: has no loss for models of type {model.config.model_type}")
+    names = inspect.signature(function).parameters
+    function(**dict.fromkeys(names.keys() - {"model", "fused_linear_cross_entropy"}, False), model=model)
 
 
 def _type_of(path: Path) -> str:

@@ -428,6 +428,23 @@ class BenchLossConfig(ReadingConfig):
 
 
 @dataclass
+class BenchModelsConfig:
+    """scripts/bench_models.py: keys are explained in configs/bench_models.yaml."""
+
+    measure: bool
+    models: list[str]
+    losses: list[str]
+    dtype: str = one_of("bf16", "fp32")
+    checkpointing: bool
+    rounds: int = at_least(2)
+    warmup: int = at_least(1)
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", "cuda")
+    results_dir: str = input_path()
+    output_dir: str | None = output_path()
+
+
+@dataclass
 class BenchParallelConfig:
     """scripts/bench_parallel.py: keys are explained in configs/bench_parallel.yaml."""
 
@@ -459,6 +476,7 @@ COMMANDS: dict[str, type] = {
     "generate": GenerateConfig,
     "report": ReportConfig,
     "bench_loss": BenchLossConfig,
+    "bench_models": BenchModelsConfig,
     "bench_parallel": BenchParallelConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from cce_kernels.doctor import measure
-from cce_kernels.doctor.__main__ import apply_liger, main
+from cce_kernels.doctor.__main__ import main
 from cce_kernels.doctor.measure import Pass, Profile
+from cce_kernels.doctor.presets import apply_liger
 from cce_kernels.module import FusedLinearCrossEntropyLoss
 from patch_models import DENSE, SMALL, VOCAB, batch, build_fla, build_hf
 from torch import Tensor, nn

@@ -159,7 +159,7 @@ def _markdown(rows: list[Row], runs: dict[str, dict[str, Any]], title: str, axis
         lines += Table(list(columns), cells, words=list(columns)[:1]).markdown()
         refused = [f"* {row.label}: {row.status}. {row.reason}" for row in own if row.status != "ok"]
         lines += ["", *refused, *([""] if refused else [])]
-    lines += _origin([runs[run] for run in origins if run in runs])
+    lines += runs_section([runs[run] for run in origins if run in runs])
     return "\n".join(lines)
 
 
@@ -246,7 +246,8 @@ def _crossing_text(sizes: list[int], ratios: list[float]) -> str:
     return "; ".join(f"{'faster' if x.faster_above else 'slower'} above {x.size:,.0f}" for x in found)
 
 
-def _origin(runs: list[dict[str, Any]]) -> list[str]:
+def runs_section(runs: list[dict[str, Any]]) -> list[str]:
+    """The commands, commits, devices and versions behind a page."""
     lines = ["## Runs", ""]
     for number, run in enumerate(runs, start=1):
         environment = run["environment"]

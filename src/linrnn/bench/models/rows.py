@@ -1,0 +1,73 @@
+"""Rows of the benchmark of models: a line of JSON each in rows.jsonl, beside the commands in runs.jsonl."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from linrnn.core.errors import DataError
+
+
+@dataclass
+class Row:
+    """Training steps of one model with one loss.
+
+    Times are medians over `rounds`, in ms. Memory is the most that the process had allocated during a step, in GiB
+    (null on a CPU). A ratio is the median of the rounds' ratios, with its bootstrap interval of 95 %.
+    """
+
+    model: str  # as in the configuration, without batch and seq
+    parameters: int
+    batch: int
+    seq: int
+    d: int  # hidden dimensions
+    v: int  # vocabulary entries
+    dtype: str
+    checkpointing: bool
+    loss: str  # as in the configuration
+    run: str  # id in runs.jsonl
+    status: str = "ok"  # ok | unsupported | out_of_memory | failed
+    reason: str = ""
+    rounds: int = 0
+    step_ms: float | None = None
+    step_ms_q25: float | None = None
+    step_ms_q75: float | None = None
+    ratio: float | None = None  # to the step with `standard` in the same round
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    peak_gib: float | None = None
+    loss_nats: float | None = None  # before the first step, with the weights that all losses begin with
+    loss_err: float | None = None  # of loss_nats, relative to fp64 logits of the same hidden states
+    gradient_norm: float | None = None  # of the first step, all parameters
+
+    @property
+    def problem(self) -> tuple[str, int, int, str, bool]:
+        return self.model, self.batch, self.seq, self.dtype, self.checkpointing
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.step_ms is None else self.batch * self.seq / self.step_ms * 1e3
+
+
+def append_rows(directory: Path, rows: list[Row]) -> None:
+    """Add rows to rows.jsonl."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The last row of every model and loss, in the order of their first rows.
+
+    Raises:
+        DataError: nothing was measured, or the file is damaged.
+    """
+    path = directory / "rows.jsonl"
+    if not path.exists():
+        raise DataError(f"no rows under {directory}", "measure them first: measure=true")
+    try:
+        rows = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} has a line that is no row ({error})", "mend the line, or move the file away"
+        ) from error
+    return list({(row.problem, row.loss): row for row in rows}.values())

@@ -1,0 +1,221 @@
+"""Training steps of a model, with each loss in turn, in one process and on the same weights.
+
+One model and one optimizer serve all losses, so that nothing but the loss differs. Every round runs one step with each
+loss, in shuffled order; the loss is exchanged between steps, outside of the measured time. In each round a loss's time
+is divided by that of `standard`. Memory is the peak of a step of its own. The losses' values and gradients' norms are
+compared before the first step of the optimizer, when all losses have the same weights.
+"""
+
+import datetime
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from linrnn.bench.loss import timing
+from linrnn.bench.loss.rows import append_run, slug
+from linrnn.bench.loss.run import bootstrap_interval
+from linrnn.bench.loss.sets import parse_loss
+from linrnn.bench.models.rows import Row, append_rows
+from linrnn.config.schema import BenchModelsConfig, LossConfig
+from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError
+from linrnn.core.machine import GIB
+from linrnn.losses.hugging_face import build_published, model_loss
+from linrnn.runs.environment import describe_environment
+from linrnn.training.runtime import resolve_device
+
+OWN = "standard"
+LEARNING_RATE = 1e-5
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_BLOCK_ROWS = 1024  # rows of fp64 logits at a time
+
+
+def results_directory(config: BenchModelsConfig) -> Path:
+    """Where this device's rows lie: results/bench_models/<gpu>, or what `output_dir` names."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    device = resolve_device(config.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Path(config.results_dir) / "bench_models" / slug(name)
+
+
+def run_benchmark(config: BenchModelsConfig, command: str, say: Callable[[str], None]) -> list[Row]:
+    """Measure every loss in every model. A model's rows are written as soon as it is done.
+
+    Args:
+        config: see configs/bench_models.yaml.
+        command: the command line, for the record.
+        say: shows text to the user.
+
+    Raises:
+        ConfigError: a model, loss or option is not known.
+    """
+    directory, device = results_directory(config), resolve_device(config.device)
+    losses = {text: parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
+    models = [parse_model(text) for text in config.models]
+    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
+    append_run(directory, {
+        "id": run_id, "command": command, "config": asdict(config), "environment": describe_environment(),
+    })  # fmt: skip
+    measured: list[Row] = []
+    for name, overrides, batch, seq in models:
+        begin = time.perf_counter()
+        bench = Bench(config, name, overrides, batch, seq, device)
+        rows = bench.measure(losses, run_id)
+        append_rows(directory, rows)
+        measured += rows
+        del bench
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        say(f"{rows[0].model}, {batch} x {seq} tokens: {time.perf_counter() - begin:.0f} s")
+        for row in rows:
+            say(f"  {row.loss}: {row.reason or f'{row.step_ms:.1f} ms'}")
+    return measured
+
+
+def parse_model(text: str) -> tuple[str, dict[str, str], int, int]:
+    """Name, values of the configuration, sequences and tokens of a sequence of `NAME batch=… seq=… [KEY=VALUE …]`.
+
+    Raises:
+        ConfigError: batch or seq is missing or no positive integer, or a word is no KEY=VALUE.
+    """
+    name, *words = text.split() or [""]
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    sizes = [values.pop(key, "") for key in ("batch", "seq")]
+    if len(values) + 2 != len(words) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigError(
+            f"models: {text!r} must be NAME batch=… seq=… [KEY=VALUE …]", "as in llama_1b batch=8 seq=2048"
+        )
+    return name, values, int(sizes[0]), int(sizes[1])
+
+
+class Bench:
+    """One model, its optimizer and its batch."""
+
+    def __init__(
+        self,
+        config: BenchModelsConfig,
+        name: str,
+        overrides: dict[str, str],
+        batch: int,
+        seq: int,
+        device: torch.device,
+    ) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.device = config, device
+        self.name = " ".join([name, *(f"{key}={value}" for key, value in overrides.items())])
+        self.model: Any = build_published(name, overrides, _DTYPES[config.dtype], device)
+        if config.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.ids = torch.randint(self.model.config.vocab_size, (batch, seq), device=device)
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=fused)
+
+    def measure(self, losses: dict[str, LossConfig], run_id: str) -> list[Row]:
+        """A row for each loss: values with the same weights first, then warm-up and memory, then the rounds."""
+        rows = {text: self._row(text, run_id) for text in losses}
+        self._attempt(rows, losses, self._compare)
+        self._attempt(rows, losses, self._warm_up)
+        running = [text for text, row in rows.items() if row.status == "ok"]
+        times: dict[str, list[float]] = {text: [] for text in running}
+        shuffle = random.Random(self.config.seed).shuffle
+        for _ in range(self.config.rounds):
+            order = list(running)
+            shuffle(order)
+            for text in order:
+                with model_loss(self.model, losses[text], self.device):
+                    times[text].append(timing.time_ms(self.step, self.device))
+        for text in running:
+            _record_times(rows[text], np.array(times[text]), times.get(OWN), self.config.seed)
+        return list(rows.values())
+
+    def step(self) -> None:
+        """Forward, backward and optimizer."""
+        self._loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _loss(self) -> torch.Tensor:
+        return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+
+    def _row(self, text: str, run_id: str) -> Row:
+        (batch, seq), config = self.ids.shape, self.config
+        vocab, width = self.model.get_output_embeddings().weight.shape
+        return Row(
+            self.name, sum(p.numel() for p in self.model.parameters()), batch, seq, width, vocab, config.dtype,
+            config.checkpointing, text, run_id,
+        )  # fmt: skip
+
+    def _attempt(self, rows: dict[str, Row], losses: dict[str, LossConfig], action: Callable[[Row], None]) -> None:
+        """Run an action with each loss that still runs. A loss's failure is a result; a wrong option is not."""
+        for text, row in rows.items():
+            if row.status != "ok":
+                continue
+            try:
+                with model_loss(self.model, losses[text], self.device):
+                    action(row)
+            except ConfigError:
+                raise
+            except Exception as error:
+                row.status = "failed"
+                if isinstance(error, UnsupportedError):
+                    row.status = "unsupported"
+                elif isinstance(error, torch.OutOfMemoryError):
+                    row.status = "out_of_memory"
+                cause = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {error}"
+                row.reason = cause.strip().splitlines()[0]
+            self.optimizer.zero_grad()
+
+    def _compare(self, row: Row) -> None:
+        """The loss and the norm of its gradient, before the first step of the optimizer."""
+        loss = self._loss()
+        loss.backward()
+        norms = [p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
+        row.loss_nats, row.gradient_norm = loss.item(), torch.stack(norms).norm().item()
+        row.loss_err = abs(row.loss_nats / self.true_nats - 1)
+
+    def _warm_up(self, row: Row) -> None:
+        for _ in range(self.config.warmup):
+            self.step()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            beyond = timing.peak_bytes(self.step, self.device)
+            assert beyond is not None
+            row.peak_gib = (before + beyond) / GIB
+
+    @property
+    def true_nats(self) -> float:
+        """The loss by fp64 logits of the model's own hidden states, computed once."""
+        if not hasattr(self, "_true_nats"):
+            self._true_nats = self._fp64_loss()
+        return self._true_nats
+
+    @torch.no_grad()
+    def _fp64_loss(self) -> float:
+        hidden = self.model.base_model(input_ids=self.ids, use_cache=False)[0][:, :-1].flatten(0, 1)
+        labels, weight = self.ids[:, 1:].flatten(), self.model.get_output_embeddings().weight.double()
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        total = 0.0
+        for e, target in zip(hidden.split(_BLOCK_ROWS), labels.split(_BLOCK_ROWS), strict=True):
+            logits = e.double() @ weight.T
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            total += F.cross_entropy(logits, target, reduction="sum").item()
+        return total / len(labels)
+
+
+def _record_times(row: Row, ms: np.ndarray, own_ms: list[float] | None, seed: int) -> None:
+    row.rounds = len(ms)
+    row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
+    if own_ms is not None:
+        ratios = ms / np.array(own_ms)
+        row.ratio = float(np.median(ratios))
+        row.ratio_low, row.ratio_high = bootstrap_interval(ratios, seed)
