@@ -1,7 +1,9 @@
 """Shared fixtures: small runs in temporary directories, and the command line as a user calls it."""
 
+import gc
 import os
 
+gc.disable()  # until the end of the collection: what is imported stays
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, because test processes share the cores
 
 import runpy
@@ -56,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders of short files come last: a long file at the end would leave the other worker without work."""
     short = ("bench", "config", "core", "docs", "profiling")
     items.sort(key=lambda item: item.path.parent.name in short)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look at what the imports have made, for half a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

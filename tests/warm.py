@@ -1,5 +1,6 @@
 """Importing this module does what commands of the repository do at their start: see forked.py."""
 
+import gc
 from importlib import import_module
 
 from linrnn.config import load_config
@@ -12,9 +13,12 @@ OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "
 OURS += ["linrnn.bench.loss.run", "linrnn.bench.parallel.run"]
 OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.study.report"]
 
+gc.disable()
 for module in (*LIBRARIES, *OURS):
     import_module(module)
 for model in MODELS:
     import_fla(f"fla.models.{model}")
 for parallel in ("none", "ddp", "fsdp", "vocab"):
     load_config([f"parallel={parallel}"])
+gc.freeze()  # a collection in a fork would look at all of this and copy its pages
+gc.enable()
