@@ -176,7 +176,7 @@ def linear_cross_entropy(
         loss = loss.reshape(shape)
         loss = loss[..., :last] if shift else loss
     extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
-    if return_metrics:
+    if metrics is not None and return_metrics:
         extras = (*extras, mean_metrics(metrics, flat, ignore_index))
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))

@@ -1,8 +1,8 @@
-"""Gives a custom operator its derivative, with torch.compile and without.
+"""Gives a function its derivative: as a custom operator with torch.compile, and directly without.
 
-operators.py and parallel/operators.py use it. Their operators take e, c, targets, bias, main_grad_c, stats and weights
-first.
-They return loss, LSE, metrics and the state of the backward pass.
+operators.py and parallel/operators.py use it. Their functions take e, c, targets, bias, main_grad_c, stats and weights
+first. They return loss, LSE, metrics, the state of the backward pass and its plan. Metrics and tensors of the state may
+be None; state.py turns them into the tensors of an operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .backends import without_values
 
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
-STATS, WEIGHTS = 5, 6  # indices among the inputs
+BIAS, STATS, WEIGHTS = 3, 5, 6  # indices among the inputs
 
 
 class Final(torch.autograd.Function):
@@ -41,27 +41,27 @@ def differentiable(
     gradients: Callable,
     direct_gradients: Callable,
     with_entropy: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Give `op` its derivative.
+) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    """Give `forward` its derivative.
 
     Args:
-        op: the custom operator.
-        forward: the function behind `op`. It is called directly where possible, because the dispatcher takes longer
-            than a small problem.
+        op: the custom operator of `state.filled(forward)`.
+        forward: is called directly where possible, because the dispatcher takes longer than a small problem.
         keep: called with (ctx, inputs); stores on ctx `needs`, and what else `gradients` needs besides tensors.
         gradients: called with (ctx, grad_loss, grad_lse); returns the gradients of e, c and bias, computed by custom
             operators. `ctx.saved_tensors` holds e, c, bias, weights, lse and the state, `ctx.written` main_grad_c and
-            stats, `ctx.dtypes` the gradients' dtypes (None if not wanted). The first backward pass through a loss may
-            overwrite the state, and then sets `ctx.finished`.
+            stats, `ctx.dtypes` the gradients' dtypes (None if not wanted), `ctx.plan` the plan, or None. The first
+            backward pass through a loss may overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
         with_entropy: whether the third output is the rows' entropies and differentiable. `gradients` then get
             grad_entropy, too, and the entropies are the last of `ctx.saved_tensors`.
 
     Returns:
-        A function of op's inputs that returns loss, LSE and metrics. Loss and LSE are differentiable.
+        A function of the same inputs that returns loss, LSE and metrics. Loss and LSE are differentiable. Unwanted
+        metrics are None, or empty under torch.compile.
     """
 
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx, inputs, output, plan=None) -> None:
         e, c, _, bias, *ctx.written = inputs[:6]
         weights = inputs[WEIGHTS]
         keep(ctx, inputs)
@@ -70,7 +70,7 @@ def differentiable(
         ]
         if ctx.written[0] is not None:
             ctx.dtypes[1] = None
-        ctx.n_inputs, ctx.finished = len(inputs), False
+        ctx.plan, ctx.finished = plan, False
         _, lse, metrics, state = output
         ctx.set_materialize_grads(False)
         # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass.
@@ -78,40 +78,46 @@ def differentiable(
 
     def setup_op_context(ctx, inputs, output) -> None:
         ctx.mark_non_differentiable(*([] if with_entropy else [output[2]]), *output[3])
+        ctx.n_inputs = len(inputs)
         setup_context(ctx, inputs, output)
 
-    def backward(ctx, *upstream, through=gradients):
-        grad_e, grad_c, grad_bias = (
+    def backward(through, ctx, upstream):
+        return [
             None if dtype is None else grad.to(dtype)
             for grad, dtype in zip(through(ctx, *upstream[: 3 if with_entropy else 2]), ctx.dtypes, strict=True)
-        )
+        ]
+
+    def op_backward(ctx, *upstream):
+        grad_e, grad_c, grad_bias = backward(gradients, ctx, upstream)
         return grad_e, grad_c, None, grad_bias, *[None] * (ctx.n_inputs - 4)
 
-    op.register_autograd(backward, setup_context=setup_op_context)
+    op.register_autograd(op_backward, setup_context=setup_op_context)
 
     class Direct(torch.autograd.Function):
+        # e, c and bias, which get gradients, and all inputs in one tuple. torch takes 0.5 µs for each argument.
         @staticmethod
-        def forward(ctx, *inputs):
-            loss, lse, metrics, state = forward(*inputs)
-            if not with_entropy:
+        def forward(ctx, _e, _c, _bias, inputs):
+            *output, plan = forward(*inputs)
+            loss, lse, metrics, _ = output
+            if not with_entropy and metrics is not None:
                 ctx.mark_non_differentiable(metrics)
-            setup_context(ctx, inputs, (loss, lse, metrics, state))
+            setup_context(ctx, inputs, output, plan)
             return loss, lse, metrics
 
         @staticmethod
         def backward(ctx, *upstream):
             if not torch.is_grad_enabled():
-                return backward(ctx, *upstream, through=direct_gradients)
+                return *backward(direct_gradients, ctx, upstream), None
             with torch.no_grad():  # create_graph=True
-                grads = backward(ctx, *upstream, through=direct_gradients)
-            return tuple(
+                grads = backward(direct_gradients, ctx, upstream)
+            return *[
                 None if grad is None else Final.apply(grad, *ctx.saved_tensors[:3], *upstream) for grad in grads
-            )
+            ], None  # fmt: skip
 
-    def call(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def call(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         compiling = torch.compiler.is_compiling()
         if not compiling and not without_values(inputs[0]):
-            return Direct.apply(*inputs)
+            return Direct.apply(inputs[0], inputs[1], inputs[BIAS], inputs)
         if compiling and inputs[STATS] is not None:
             from .runtime.compiler import uncompiled  # imported late: it imports torch's compiler, which takes 2 s
 
@@ -125,15 +131,6 @@ def differentiable(
 def empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """Memory for x's gradient on e's device; an empty tensor if dtype is None."""
     return e.new_empty(0 if x is None or dtype is None else x.shape, dtype=dtype)
-
-
-def used_up(state: list[Tensor]) -> list[Tensor]:
-    """The state's memory for a backward pass that overwrites it and returns parts of it as gradients.
-
-    `.data` has a version counter of its own. Otherwise autograd would refuse a second backward pass, because a saved
-    tensor has changed. The second pass does not read the state.
-    """
-    return [x.data for x in state]
 
 
 def stored_dtypes(

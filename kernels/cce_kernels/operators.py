@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from .backends import backend_of
-from .derivative import differentiable, empty_gradient, stored_dtypes, used_up
+from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filter_rule import FilterStats
 from .options import Options, options_of
 from .planner import Plan, Problem, skips_ignored
 from .row_math import assemble_loss, where_it_counts
 from .runtime.devices import kernels_on
+from .state import State, filled, present, used_up
 
 # The fields of Options in order: the last inputs of most operators.
 OPTIONS = (
@@ -52,10 +53,10 @@ def _cross_entropy(
     with_metrics: bool,
     needs: list[bool],
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Loss, () or (N,), LSE (N,), metrics (2, N) (empty unless wanted), all fp32; and the state of the backward pass.
+) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
+    """Loss, () or (N,), LSE (N,), metrics (2, N) or None, all fp32; and state and plan of the backward pass.
 
-    The state is empty if no gradient is wanted.
+    The state has no entries, and the plan is None, if no gradient is wanted.
     """
     o = options_of(*options)
     backend = backend_of(e)
@@ -65,7 +66,7 @@ def _cross_entropy(
         o = o if plan is None else plan.options(o)
         e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
         bias = None if bias is None else bias.contiguous()
-        state: list[Tensor] = []
+        state: State = []
         dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
         if plan is not None and plan.rows and _skips(e, c, bias, with_lse):
             columns, rows, state = backend.three_products.forward_live(
@@ -83,24 +84,21 @@ def _cross_entropy(
             else:
                 rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
         loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction, weights)
-    metrics = e.new_empty(0, dtype=torch.float32) if rows.metrics is None else rows.metrics
     if plan is None:
-        return loss, rows.lse, metrics, []
+        return loss, rows.lse, rows.metrics, [], None
     # A custom operator must not return an input, so the state holds e and c only if they were copied.
-    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
-    counted = targets.new_empty(0) if counted is None else counted
-    return loss, rows.lse, metrics, [counted, columns, *copies, *state]
+    copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    return loss, rows.lse, rows.metrics, [counted, columns, *copies, *state], plan
 
 
 _cross_entropy_op = torch.library.custom_op(
     "cce_kernels::cross_entropy",
-    _cross_entropy,
+    filled(_cross_entropy),
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 
 
-@_cross_entropy_op.register_fake
 def _fake_cross_entropy(
     e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, reduction, with_lse, with_metrics, needs,
     *options,
@@ -109,26 +107,29 @@ def _fake_cross_entropy(
     plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
     lse = e.new_empty(e.shape[0], dtype=torch.float32)
     loss = torch.empty_like(lse) if reduction == "none" else lse.new_empty(())
-    metrics = lse.new_empty((2, e.shape[0]) if with_metrics else 0)
+    metrics = lse.new_empty((2, e.shape[0])) if with_metrics else None
     if plan is None:
-        return loss, lse, metrics, []
+        return loss, lse, metrics, [], None
     backend = backend_of(e)
     copies = []
     for x in (e, c):
         x_as = backend.prepare(x.to(dtype))
-        copies.append(e.new_empty(0) if x_as is x else x_as)
+        copies.append(None if x_as is x else x_as)
     state = []
     if plan.rows:
         state = backend.three_products.empty_state(
-            copies[0] if copies[0].numel() else e, c, plan.rows, stored_dtypes(e.dtype, c, bias, main_grad_c, needs), o,
+            e if copies[0] is None else copies[0], c, plan.rows, stored_dtypes(e.dtype, c, bias, main_grad_c, needs), o,
             with_lse=with_lse, live=_skips(e, c, bias, with_lse),
         )  # fmt: skip
     elif plan.capacity:
         state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
-    counted = targets.new_empty(0)
+    counted = None
     if reduction == "mean":
         counted = (targets if weights is None else lse).new_empty(())
-    return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state]
+    return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state], plan
+
+
+_cross_entropy_op.register_fake(filled(_fake_cross_entropy))
 
 
 def _recompute(
@@ -240,8 +241,8 @@ def _finish_stored(
     columns: Tensor,
     weights: Tensor | None,
     rows: int,
-    held: list[Tensor],
-    sums: list[Tensor],
+    held: State,
+    sums: State,
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     *options: Any,
@@ -280,12 +281,14 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
     e, c, bias, weights, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
     entropy = state.pop() if with_entropy else None
     main_grad_c, stats = ctx.written
-    o = options_of(*ctx.options)
-    plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
-    assert plan is not None
+    o, plan = options_of(*ctx.options), ctx.plan
+    if plan is None:
+        plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
+        assert plan is not None
     options = plan.options(o).values()
-    e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
-    grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss / counted if counted.numel() else grad_loss
+    e_as, c_as, counted = present(e_as), present(c_as), present(counted)
+    e, c = e if e_as is None else e_as, c if c_as is None else c_as
+    grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss if counted is None else grad_loss / counted
     if plan.rows and not ctx.finished and grad_entropy is None:  # a second backward pass recomputes the logits
         if finish_stored is _finish_stored:
             ctx.finished, state = True, used_up(state)
@@ -317,21 +320,27 @@ _apply = differentiable(
 )
 
 
-def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS."""
+def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS.
+
+    Metrics that are not wanted are None, or empty under torch.compile.
+    """
     return _apply(*inputs)
 
 
-def _with_entropy(e: Tensor, c: Tensor, targets: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _with_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor, State, Plan | None]:
     """As `_cross_entropy` with metrics, but the rows' entropies (N,) in place of the metrics; 0 for ignored rows."""
-    loss, lse, metrics, state = _cross_entropy(e, c, targets, *inputs)
+    loss, lse, metrics, state, plan = _cross_entropy(e, c, targets, *inputs)
+    assert metrics is not None
     ignore_index = inputs[4]
-    return loss, lse, metrics[1].masked_fill(targets == ignore_index, 0.0), state
+    return loss, lse, metrics[1].masked_fill(targets == ignore_index, 0.0), state, plan
 
 
 _with_entropy_op = torch.library.custom_op(
     "cce_kernels::cross_entropy_and_entropy",
-    _with_entropy,
+    filled(_with_entropy),
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
@@ -339,7 +348,7 @@ _with_entropy_op = torch.library.custom_op(
 
 @_with_entropy_op.register_fake
 def _(*inputs):
-    loss, lse, _, state = _fake_cross_entropy(*inputs)
+    loss, lse, _, state = filled(_fake_cross_entropy)(*inputs)
     return loss, lse, torch.empty_like(lse), state
 
 
@@ -360,7 +369,9 @@ def cross_entropy_and_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     A gradient of the entropies takes four products, also where the plan has stored exponentials.
     """
-    return _apply_with_entropy(*inputs)
+    loss, lse, entropy = _apply_with_entropy(*inputs)
+    assert entropy is not None
+    return loss, lse, entropy
 
 
 def _uniform(reduction: str, with_lse: bool) -> bool:

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..backends import backend_of
-from ..derivative import differentiable, empty_gradient, stored_dtypes, used_up
+from ..derivative import differentiable, empty_gradient, stored_dtypes
 from ..filter_rule import FilterStats, Rule
 from ..operators import OPTIONS
 from ..options import Options, options_of
 from ..planner import Plan, Problem
 from ..row_math import IGNORED, Rows, assemble_loss, weighted, where_it_counts
 from ..runtime.devices import kernels_on
+from ..state import State, filled, present, used_up
 from .sharding import Gathered, Reduced, Same, Spread, chunk_rows, process_group
 
 # The inputs of ../operators.py, but without a reduction: these operators return row losses, which api.py sums.
@@ -56,10 +57,11 @@ def _forward(
     shards: list[int],
     own: bool,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Row losses (N,), LSE (N,) and metrics (N, 2) (empty unless wanted), all fp32; and the state of the backward pass.
+) -> tuple[Tensor, Tensor, Tensor, State, Plan]:
+    """Row losses (N,), LSE (N,) and metrics (N, 2) (empty unless wanted), all fp32; and state and plan of the backward
+    pass.
 
-    With `own` they cover the rank's own rows. The state is empty if no gradient is wanted.
+    With `own` they cover the rank's own rows. The state has no entries if no gradient is wanted.
     """
     o, backend = options_of(*options), backend_of(e)
     with kernels_on(e):
@@ -75,7 +77,7 @@ def _forward(
             e_as = backend.prepare(gathered.all())
         # Every row needs a target on every rank: another column stands in for a target on another rank.
         standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
-        state: list[Tensor] = []
+        state: State = []
         if plan.rows:
             here = standing
             every_weight = None if weights is None else Gathered(spread, weights).all()
@@ -95,23 +97,22 @@ def _forward(
         losses = weighted(spread.mine(assemble_loss(rows, columns, o)), spread.mine(columns), weights)
     metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
     if not any(needs):
-        return losses, spread.mine(rows.lse), metrics, []
+        return losses, spread.mine(rows.lse), metrics, [], plan
     # A custom operator must not return an input, nor one tensor twice.
-    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
-    lse = rows.lse if own else losses.new_empty(0)
-    return losses, spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state]
+    copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    lse = rows.lse if own else None
+    return losses, spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state], plan
 
 
 _forward_op = torch.library.custom_op(
     "cce_kernels::vocab_parallel",
-    _forward,
+    filled(_forward),
     mutates_args=(),
     schema=f"({INPUTS}, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 
 
-@_forward_op.register_fake
-def _(
+def _fake_forward(
     e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, uniform, with_metrics, needs, group, shards,
     own, *options,
 ):  # fmt: skip
@@ -120,11 +121,11 @@ def _(
     losses = e.new_empty(e.shape[0], dtype=torch.float32)
     metrics = losses.new_empty((e.shape[0], 2) if with_metrics else (0, 0))
     if not any(needs):
-        return losses, torch.empty_like(losses), metrics, []
+        return losses, torch.empty_like(losses), metrics, [], plan
     n_rows = e.shape[0] * (len(shards) if own else 1)
     whole = e.new_empty(n_rows, e.shape[1], dtype=dtype) if own else e.to(dtype)
     e_as, c_as = backend.prepare(whole), backend.prepare(c.to(dtype))
-    copies = [e.new_empty(0) if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
+    copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
     state = []
     if plan.rows:
         chunk = chunk_rows(plan.rows, len(shards), own)
@@ -134,8 +135,11 @@ def _(
     columns = targets.new_empty(n_rows)
     return (
         losses, torch.empty_like(losses), metrics,
-        [columns, torch.empty_like(columns), losses.new_empty(n_rows if own else 0), *copies, *state],
+        [columns, torch.empty_like(columns), losses.new_empty(n_rows) if own else None, *copies, *state], plan,
     )  # fmt: skip
+
+
+_forward_op.register_fake(filled(_fake_forward))
 
 
 def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Spread, o: Options) -> None:
@@ -209,8 +213,8 @@ def _finish_stored(
     c: Tensor,
     columns: Tensor,
     here: Tensor,
-    held: list[Tensor],
-    sums: list[Tensor],
+    held: State,
+    sums: State,
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     chunk: int,
@@ -234,17 +238,17 @@ def _finish_stored(
         else:
             same = Same(scale[None], spread)
             scale = same.or_nothing(scale)
-        reduced, grad_e = Reduced(spread), state[stored.GRAD_E]
+        reduced = Reduced(spread)
         stored.backward(
             e, c, here, scale, chunk, state, main_grad_c, Options(logit_scale=logit_scale),
-            lambda part: reduced.add(grad_e, part), grad_lse,
+            lambda part: reduced.add(state[stored.GRAD_E], part), grad_lse,
         )  # fmt: skip
-        total = reduced.result() if grad_e.numel() else grad_e
+        total = e.new_empty(0) if present(state[stored.GRAD_E]) is None else reduced.result()
         if same is not None:
             same.check(DIFFERENT)
         if stats is not None:
             FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
-    return total if own and grad_e.numel() else grad_e.new_empty(0)
+    return total if own else e.new_empty(0)
 
 
 _finish_stored_op = torch.library.custom_op(
@@ -347,9 +351,11 @@ def _keep(ctx, inputs) -> None:
 def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     e, c, bias, weights, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
     (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
-    o = options_of(*ctx.options)
-    plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
-    e, c = e_as if e_as.numel() else e, c_as if c_as.numel() else c
+    o, plan = options_of(*ctx.options), ctx.plan
+    if plan is None:
+        plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
+    e_as, c_as = present(e_as), present(c_as)
+    e, c = e if e_as is None else e_as, c if c_as is None else c_as
     grad_rows = torch.zeros_like(lse) if grad_rows is None else grad_rows
     if plan.rows and ctx.finished:  # a second backward pass recomputes the logits, without stand-ins for targets
         here = Spread.of(*ctx.place).columns(columns)
@@ -382,7 +388,9 @@ _apply = differentiable(
 
 def vocabulary_parallel(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses and LSE (N,) fp32, differentiable in e, c and bias, and metrics (N, 2); see INPUTS, PLACE, OPTIONS."""
-    return _apply(*inputs)
+    losses, lse, metrics = _apply(*inputs)
+    assert metrics is not None
+    return losses, lse, metrics
 
 
 # -------------------------------------------------------------------------------------------------------------- sums

@@ -48,6 +48,7 @@ from ..options import Options
 from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.tiles import cdiv, multiprocessors, tiles_for
+from ..state import State, present
 from .last_chunk import LastChunk, finish_one, finish_several, lent_by_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
 
@@ -68,7 +69,7 @@ def forward(
     with_lse: bool = False,
     weights: Tensor | None = None,
     bias: Tensor | None = None,
-) -> tuple[Rows, list[Tensor]]:
+) -> tuple[Rows, State]:
     """The rows' statistics for the loss, and the state for `backward`.
 
     Args:
@@ -98,7 +99,7 @@ def forward(
         sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o)
         if first == 0:  # after the first launch, so that the device computes while the host allocates
             state = empty_state(e, c, rows, dtypes, o, w, with_lse)
-            _, factor, coefficient, of_lse, c_sum, *_ = _present(state)
+            _, factor, coefficient, of_lse, c_sum, *_ = state
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
@@ -112,8 +113,7 @@ def forward(
             metrics[:, chunk] = part.metrics
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, state, chunk)
-    if state[KEYS].numel():  # last, because only the backward pass needs it
-        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, e.shape[1]).rows)
+    _order(e, columns, state)
     z_above_mean = None
     if c_sum is not None:
         assert z_target is not None
@@ -131,14 +131,14 @@ def forward_live(
     with_metrics: bool,
     o: Options,
     weights: Tensor | None = None,
-) -> tuple[Tensor, Rows, list[Tensor]]:
+) -> tuple[Tensor, Rows, State]:
     """The same as `forward` without the products of ignored rows (kernels/targets/live_rows.py); and the columns.
 
     The log-sum-exps of ignored rows are undefined. targets: (N,) int64. The other arguments are as for `forward`.
     """
-    n_rows, dim = e.shape
+    n_rows = e.shape[0]
     state = empty_state(e, c, rows, dtypes, o, live=True)
-    w, factor, coefficient, _, c_sum, *_ = _present(state)
+    w, factor, coefficient, _, c_sum, *_ = state
     columns = live_rows(targets, ignore_index, c.shape[0], rows, state[LIVE], state[COUNTS])
     lse, nll, z_target = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(3))
     metrics = empty_metrics(lse, with_metrics)
@@ -152,15 +152,20 @@ def forward_live(
         finish_rows(e_i, c, None, columns, z_target, sums, Rows(lse, nll, None, metrics), o, gradient, live)
         if first + rows < n_rows:
             _add_products(w_i, e, c, state, slice(first, first + rows), live, gathered)
-    if state[KEYS].numel():  # last, because only the backward pass needs it
-        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, dim).rows)
+    _order(e, columns, state)
     z_above_mean = None
     if c_sum is not None:
         z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), None, c.shape[0], o)
     return columns, Rows(lse, nll, z_above_mean, metrics), state
 
 
-def _chunk_of(state: list[Tensor], first: int, end: int, rows: int) -> Live:
+def _order(e: Tensor, columns: Tensor, state: State) -> None:
+    """Sort the rows by target, for dC and dbias. Called last, because only the backward pass needs the order."""
+    if state[KEYS] is not None:
+        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, e.shape[1]).rows)
+
+
+def _chunk_of(state: State, first: int, end: int, rows: int) -> Live:
     """The order of the rows of the chunk of positions first..end."""
     return Live(rows_of(slice(first, end), state[LIVE]), state[COUNTS][first // rows])
 
@@ -171,7 +176,7 @@ def backward(
     columns: Tensor,
     scale: Tensor,
     rows: int,
-    state: list[Tensor],
+    state: State,
     main_grad_c: Tensor | None,
     o: Options,
     finished: Callable[[slice], None] | None = None,
@@ -192,7 +197,7 @@ def backward(
         weights: as for `forward`.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
-    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, live, _, *sums = _present(state)
+    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, live, _, *sums = map(present, state)
     n_rows = e.shape[0]
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
@@ -231,8 +236,8 @@ KEYS, ORDER, BOUNDS, LIVE, COUNTS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 8,
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: Dtypes, o: Options,
     w: Tensor | None = None, with_lse: bool = False, live: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are empty.
+) -> State:  # fmt: skip
+    """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are None.
 
     w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
     (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
@@ -265,10 +270,7 @@ def empty_state(
     counts = e.new_empty(cdiv(n_rows, rows), dtype=torch.int32) if live else None
     sum_bias = None if dtype_bias is None else e.new_empty(vocab, dtype=torch.float32)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
-    return [
-        e.new_empty(0) if x is None else x
-        for x in (w, *row_numbers, of_lse, c_sum, keys, order, bounds, rows_live, counts, parts, *sums, sum_bias)
-    ]
+    return [w, *row_numbers, of_lse, c_sum, keys, order, bounds, rows_live, counts, parts, *sums, sum_bias]
 
 
 def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
@@ -279,11 +281,6 @@ def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
 def _corner(x: Tensor, rows: int, cols: int) -> Tensor:
     """The first rows and columns of x."""
     return x if x.shape[0] == rows and x.shape[1] == cols else x[:rows, :cols]
-
-
-def _present(state: list[Tensor]) -> list:
-    """The state with None for its empty tensors."""
-    return [x if x.numel() else None for x in state]
 
 
 def _add_to_bias(total: Tensor, w: Tensor, factor: Tensor, first: int) -> None:
@@ -299,7 +296,7 @@ def _add_products(
     w: Tensor,
     e: Tensor,
     c: Tensor,
-    state: list[Tensor],
+    state: State,
     chunk: slice,
     live: Live | None = None,
     home: Tensor | None = None,
@@ -309,7 +306,7 @@ def _add_products(
     The same for the bias: add the columns' sums of w times its factors. e: the chunk's rows; with `live` all rows, and
     `home` is memory for the chunk's.
     """
-    _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = _present(state)
+    _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = map(present, state)
     if grad_bias is not None:
         _add_to_bias(grad_bias, w, factor[chunk], chunk.start)
     rows = chunk if live is None else slice(0, len(e))  # of all rows
