@@ -5,7 +5,7 @@ from .doctor.measure import profile
 from .huggingface.fla_backend import register_in_fla
 from .huggingface.patch import is_patched, patch, unpatch
 from .huggingface.trainer import patch_trainer
-from .log_probs import linear_log_probs
+from .log_probs import linear_log_probs, predicted_tokens
 from .module import LinearCrossEntropyLoss
 from .options import WorkspaceTooSmall
 from .parallel.api import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
@@ -20,6 +20,7 @@ __all__ = [
     "linear_log_probs",
     "patch",
     "patch_trainer",
+    "predicted_tokens",
     "profile",
     "reference_linear_cross_entropy",
     "register_in_fla",

@@ -1,4 +1,4 @@
-"""`linear_log_probs`: log-probabilities of given tokens and entropies, for trainers of policies (GRPO, DPO)."""
+"""What trainers ask of logits beside the loss: log-probabilities of tokens and entropies; the most probable tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from math import inf
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .api import check_inputs, gradients_wanted, make_options, product_dtype, shifted
+from .arguments import check_tensor
 from .operators import cross_entropy, cross_entropy_and_entropy
+from .options import MIB
 
 
 def linear_log_probs(
@@ -81,3 +84,43 @@ def linear_log_probs(
         return log_probs
     entropies = entropies.reshape(shape)
     return log_probs, entropies[..., :last] if shift else entropies
+
+
+@torch.no_grad()
+def predicted_tokens(
+    e: Tensor, c: Tensor, *, bias: Tensor | None = None, logit_scale: float = 1.0, workspace_mib: float = 64
+) -> Tensor:
+    """The tokens with the largest logits logit_scale · e cᵀ + bias, without all logits in memory.
+
+    A softcap does not change which logit is largest. The logits are torch's product in the dtype in which
+    `linear_cross_entropy` multiplies; where several entries have the same rounded logit, one of them is returned.
+
+    Args:
+        e: (..., D) hidden states. c: (V, D) the linear layer's weight. bias: (V,) or None. Their dtypes are those of
+            `linear_cross_entropy`; e or c of another dtype than the product's is copied.
+        logit_scale: what the products e cᵀ are multiplied by.
+        workspace_mib: MiB for the logits of a block of rows. A block has at least one row.
+
+    Returns:
+        Token ids (...), int64.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or value. The message starts with its name.
+    """
+    options = make_options(None, {"logit_scale": logit_scale, "workspace_mib": workspace_mib})
+    check_tensor("e", e)
+    check_inputs(e, c, e.new_zeros(e.shape[:-1], dtype=torch.long), bias, None, -100, "none", 0)
+    dtype = product_dtype(e, c)
+    rows, weight = e.reshape(-1, e.shape[-1]).to(dtype), c.to(dtype)
+    entry = dtype.itemsize + (0 if bias is None else 4)  # a bias is added in fp32
+    size = max(1, int((options.workspace_mib or 64) * MIB) // (len(weight) * entry))
+    found = rows.new_empty(len(rows), dtype=torch.long)
+    for block, out in zip(rows.split(size), found.split(size), strict=True):
+        logits = block @ weight.T
+        if bias is not None:
+            torch.argmax(logits.float().mul_(options.logit_scale).add_(bias), dim=-1, out=out)
+        elif options.logit_scale < 0:
+            torch.argmin(logits, dim=-1, out=out)
+        else:
+            torch.argmax(logits, dim=-1, out=out)
+    return found.view(e.shape[:-1])

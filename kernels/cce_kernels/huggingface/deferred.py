@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import linear_cross_entropy
+from ..log_probs import predicted_tokens
 
 
 class LogitsNeeded(ValueError):
@@ -106,16 +107,10 @@ class DeferredLogits:
             return torch.where((targets[..., shift:] != ignore_index).any(), loss, torch.nan)
         return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
-    @torch.no_grad()
-    def predictions(self, chunk_mib: int = 64) -> Tensor:
-        """The tokens (...) with the largest logits, int64, from chunks of rows with chunk_mib MiB of logits at most."""
-        rows = self.hidden.reshape(-1, self.hidden.shape[-1])
-        sign = -1 if self.options().get("logit_scale", 1) < 0 else 1  # a scale and a tanh keep or turn the order
-        size = max(1, chunk_mib * 2**20 // (self.head.weight.shape[0] * rows.element_size()))
-        found = [
-            (sign * nn.functional.linear(x, self.head.weight, self.head.bias)).argmax(-1) for x in rows.split(size)
-        ]
-        return torch.cat(found).view(self.hidden.shape[:-1])
+    def predictions(self) -> Tensor:
+        """The tokens (...) with the largest logits, int64."""
+        options = {name: x for name, x in self.options().items() if name != "softcap"}
+        return predicted_tokens(self.hidden, self.head.weight, **options)
 
 
 class View:

@@ -75,7 +75,8 @@ def test_predictions_are_the_largest_logits(scale, monkeypatch):
         assert torch.equal(got.predictions, want)
         assert list(got)[:2] == ["loss", "predictions"]
         hidden = deferred.DeferredLogits(got.hidden_states[-1], model.lm_head) * scale
-        assert torch.equal(hidden.predictions(chunk_mib=0), want), "row by row"
+        assert torch.equal(hidden.predictions(), want)
+        assert torch.equal((hidden / 7).tanh().predictions(), want)
     assert "predictions" not in model(ids, labels=labels), "gradients are wanted: this is training"
     assert "predictions" not in model.train()(ids, labels=labels)
 
