@@ -3,7 +3,6 @@
 import gc
 import os
 
-gc.disable()  # until the end of the collection: what is imported stays
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, because test processes share the cores
 
 import runpy
@@ -24,6 +23,7 @@ from linrnn.config.schema import SCHEMAS
 from linrnn.config.strings import string_keys
 from linrnn.losses import registry
 
+gc.disable()  # until the end of the collection: what is imported stays
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup as elsewhere
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SECONDS = 300  # time limit of a command
