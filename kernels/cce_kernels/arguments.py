@@ -1,17 +1,191 @@
-"""Checks of an argument's type. Each error message starts with the argument's name."""
+"""The arguments of a call: presets and options, and checks. Each error message starts with the argument's name."""
 
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .backends import refuse_device, without_values
+from .options import Options
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REDUCTIONS = ("mean", "sum", "none")
+EPS = 2.0**-12  # the paper's filter threshold
+
+# The options of each preset. The presets under paper/ are the variants of Wijmans et al. 2024, named as in Apple's
+# package.
+PRESETS: dict[str, dict[str, Any]] = {
+    "cce_kahan": {"accumulate": "kahan"},
+    "cce_filter": {"accumulate": "kahan", "filter_eps": EPS, "filter_unbiased": True, "filter_if_faster": True},
+    "paper/cce": {"accumulate": "bf16", "filter_eps": EPS},
+    "paper/cce_kahan": {"accumulate": "kahan", "filter_eps": EPS},
+    "paper/cce_kahan_full_c": {"accumulate": "kahan", "filter_eps": EPS, "filter_c": False},
+    "paper/cce_kahan_full_e": {"accumulate": "kahan", "filter_eps": EPS, "filter_e": False},
+    "paper/cce_exact": {"accumulate": "fp32"},
+}
+_PRESET_DEFAULTS = {
+    "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "filter_if_faster": False,
+    "accumulate": "kahan",
+}  # fmt: skip
 NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
 NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
 FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
+
+
+def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
+    """The dtype in which e and c are multiplied: autocast's, or the promoted dtype of both."""
+    device = e.device.type
+    if not e.is_meta and torch.is_autocast_enabled(device):  # torch has no autocast on meta
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(e.dtype, c.dtype)
+
+
+def gradients_wanted(
+    e: Tensor, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None
+) -> tuple[list[bool], Tensor | None]:
+    """Whether gradients of e, c and bias are wanted; and main_grad_c, or None where c needs no gradient."""
+    wanted = torch.is_grad_enabled()
+    needs = [wanted and x is not None and x.requires_grad for x in (e, c, bias)]
+    return needs, main_grad_c if needs[1] else None
+
+
+def make_options(preset: str | None, options: dict[str, Any]) -> Options:
+    """The options of a call: those given by name, and those of the preset.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: the preset is unknown, an option is given by name and by the preset, or a value is out of range or a
+            tensor.
+    """
+    if not torch.compiler.is_compiling():
+        try:
+            return _known_options(preset, **options)
+        except TypeError:  # from the checks, which raise it again; or a value that cannot be hashed, which they name
+            pass
+    return _checked_options(preset, **options)
+
+
+def _checked_options(preset: str | None, **options: Any) -> Options:
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            raise ValueError(
+                f"{name}: must be a number, because options get no gradient; got a tensor. Give its .item(). A "
+                "learned scale must be multiplied into e"
+            )
+        check_option(name, value)
+    if preset is not None:
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
+        for name, default in _PRESET_DEFAULTS.items():
+            if options.get(name, default) != default:
+                raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
+        options = {**options, **_PRESET_DEFAULTS, **PRESETS[preset]}
+    if options.get("filter_mass") == 0:  # nothing may be dropped: the call is exact
+        none = {"filter_eps": None, "filter_unbiased": False, "filter_mass": None, "filter_if_faster": False}
+        options = {**options, **none}
+    return Options(**options)
+
+
+_known_options = lru_cache(maxsize=1024, typed=True)(_checked_options)  # the checks take as long as a small kernel
+
+
+def check_inputs(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    main_grad_c: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    shift: int,
+    vocab: int | None = None,
+) -> tuple[Tensor, int]:
+    """Check the inputs; return the targets in int64 and ignore_index as an int.
+
+    vocab: number of vocabulary entries; None for the number of c's rows.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy` says.
+    """
+    for name, x in (("e", e), ("c", c), ("targets", targets), ("bias", bias), ("main_grad_c", main_grad_c)):
+        if x is not None or name in ("e", "c", "targets"):
+            check_tensor(name, x)
+    ignore_index, shift = as_integer("ignore_index", ignore_index), as_integer("shift", shift)
+    refuse_device(e)
+    for name, x in (("e", e), ("c", c), ("bias", bias)):
+        if x is not None and hasattr(x, "__tensor_flatten__"):
+            raise ValueError(
+                f"{name}: is a {type(x).__name__}, a tensor subclass; give a plain tensor: full_tensor() of a "
+                "DTensor (or to_local() and vocabulary_parallel_linear_cross_entropy), clone() of an "
+                "AsyncCollectiveTensor"
+            )
+        if x is not None and x.dtype not in DTYPES:
+            raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
+        if x is not None and x.device != e.device:
+            raise ValueError(f"{name}: is on {x.device}, e on {e.device}")
+    if e.dim() < 1 or c.dim() != 2 or e.shape[-1] != c.shape[1] or 0 in c.shape:
+        raise ValueError(f"c: must be (V, D) for e (..., D), none of them 0, got {_sizes(c)} for {_sizes(e)}")
+    if targets.shape != e.shape[:-1]:
+        raise ValueError(f"targets: must be {_sizes(e[..., 0])} like e without D, got {_sizes(targets)}")
+    if targets.device != e.device:
+        raise ValueError(f"targets: is on {targets.device}, e on {e.device}")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ValueError(f"targets: must be integers, got {targets.dtype}")
+    if bias is not None and bias.shape != c.shape[:1]:
+        raise ValueError(f"bias: must be (V,) = {_sizes(c[:, 0])}, got {_sizes(bias)}")
+    if main_grad_c is not None:
+        fits = main_grad_c.shape == c.shape and main_grad_c.dtype == torch.float32 and main_grad_c.is_contiguous()
+        if not fits or main_grad_c.device != c.device:
+            raise ValueError(f"main_grad_c: must be contiguous fp32 {_sizes(c)} on {c.device}, like c")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
+        last = targets.shape[-1] if targets.dim() else 0
+        raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
+    # Widened first, because a narrower dtype may not hold ignore_index.
+    targets = targets.long()
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and not without_values(targets):
+        vocab = c.shape[0] if vocab is None else vocab
+        outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
+        if outside.any():
+            first = targets[outside][0].item()
+            raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index")
+    return targets, ignore_index
+
+
+def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Targets (..., T) int64 moved `shift` places to the front; the last `shift` become ignore_index."""
+    return torch.cat((targets[..., shift:], torch.full_like(targets[..., :shift], ignore_index)), dim=-1)
+
+
+def weights_of_rows(token_weights: Tensor | None, targets: Tensor, shift: int) -> Tensor | None:
+    """The weight of each row's loss, (N,) fp32 contiguous, checked; or None.
+
+    Raises:
+        TypeError, ValueError: token_weights is no tensor, or does not fit targets, or requires a gradient.
+    """
+    if token_weights is None:
+        return None
+    check_tensor("token_weights", token_weights)
+    if token_weights.dtype not in DTYPES:
+        raise ValueError(f"token_weights: must be bfloat16, float16 or float32, got {token_weights.dtype}")
+    if token_weights.shape != targets.shape:
+        raise ValueError(f"token_weights: must be {_sizes(targets)} like targets, got {_sizes(token_weights)}")
+    if token_weights.device != targets.device:
+        raise ValueError(f"token_weights: is on {token_weights.device}, targets on {targets.device}")
+    if token_weights.requires_grad:
+        raise ValueError("token_weights: requires a gradient, but gets none; give token_weights.detach()")
+    weights = token_weights.float()
+    return (shifted(weights, shift, 0) if shift else weights).reshape(-1).contiguous()
+
+
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
 
 
 def check_tensor(name: str, x: Any) -> None:

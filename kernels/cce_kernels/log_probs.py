@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .api import check_inputs, gradients_wanted, make_options, product_dtype, shifted
-from .arguments import check_tensor
+from .arguments import check_inputs, check_tensor, gradients_wanted, make_options, product_dtype, shifted
 from .operators import cross_entropy, cross_entropy_and_entropy
 from .options import MIB
+from .parallel.dtensors import any_distributed, log_probs_of_dtensors
 
 
 def linear_log_probs(
@@ -54,9 +54,15 @@ def linear_log_probs(
         TypeError, ValueError: an argument has the wrong type or value. The message starts with its name.
         WorkspaceTooSmall: as in `linear_cross_entropy`.
     """
-    o = make_options(None, {
+    numbers = {
         "softcap": softcap, "logit_scale": logit_scale, "accumulate": accumulate, "workspace_mib": workspace_mib,
-    })  # fmt: skip
+    }  # fmt: skip
+    if any_distributed(e, c, targets, bias):
+        return log_probs_of_dtensors(
+            linear_log_probs, e, c, targets, bias, main_grad_c, ignore_index=ignore_index, shift=shift,
+            temperature=temperature, return_entropy=return_entropy, **numbers,
+        )  # fmt: skip
+    o = make_options(None, numbers)
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature: must be a number, got {type(temperature).__name__}")
     if not 0 < temperature < inf:

@@ -47,8 +47,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..api import check_inputs, gradients_wanted, make_options, product_dtype, shifted, weights_of_rows
-from ..arguments import check_tensor
+from ..arguments import (
+    check_inputs,
+    check_tensor,
+    gradients_wanted,
+    make_options,
+    product_dtype,
+    shifted,
+    weights_of_rows,
+)
 from ..filter_rule import FilterStats
 from ..options import Options
 from ..row_math import nonzero_divisor

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cce_kernels import PRESETS, linear_cross_entropy
-from cce_kernels.api import make_options
+from cce_kernels.arguments import make_options
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the same without kernels")

@@ -1,0 +1,297 @@
+"""DTensors: losses and gradients are those of one device, and gradients are placed as their inputs are."""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from cce_kernels import linear_cross_entropy, linear_log_probs
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the ranks have their own process")
+RANKS = 4
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+B, T, D, V = 4, 8, 16, 50  # 4 ranks have 13, 13, 13 and 11 rows of c
+LSE = {"return_lse": True, "return_metrics": True}
+# e's placements, c's placements, and options: on a mesh of 4, or of 2 x 2
+CASES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
+    "tensor parallel": ([R], [S0], LSE),
+    "tensor parallel, rows": ([R], [S0], {"reduction": "none", "shift": 1, "softcap": 20.0}),
+    "sequence parallel": ([S1], [S0], {"shift": 1, **LSE}),
+    "sequence parallel, rows": ([S1], [S0], {"reduction": "none", "return_lse": True}),
+    "batch": ([S0], [S0], {"reduction": "sum", "label_smoothing": 0.1}),
+    "batch, whole head": ([S0], [R], LSE),
+    "sequence, whole head": ([S1], [R], {"shift": 2, "reduction": "none"}),
+    "dimensions of e sharded": ([S2], [S0], {}),
+    "dimensions of c sharded": ([S1], [S1], {}),
+    "everywhere the same": ([R], [R], {"shift": 1}),
+    "batch and vocabulary": ([S0, R], [R, S0], LSE),
+    "batch, sequence and vocabulary": ([S0, S1], [R, S0], {"shift": 1, **LSE}),
+    "vocabulary over both": ([S0, S1], [S0, S0], {}),
+}
+
+
+@contextmanager
+def group(rank: int, ranks: int, store: str) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def tensors(rows: tuple[int, ...] = (B, T), vocab: int = V) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    found = {"e": torch.randn(*rows, D), "c": torch.randn(vocab, D), "targets": torch.randint(vocab, rows)}
+    found |= {"bias": torch.randn(vocab), "token_weights": torch.rand(rows)}
+    found["targets"][..., 1] = -100
+    return found
+
+
+def flat(found: Any) -> list[Tensor]:
+    """The tensors in what a loss returns."""
+    items = found if isinstance(found, tuple) else (found,)
+    return [x for item in items for x in (item.values() if isinstance(item, dict) else [item])]
+
+
+def step(function: Callable[..., Any], e: Tensor, c: Tensor, targets: Tensor, bias: Any, **options: Any) -> list[Any]:
+    """What the function returns, and the gradients of e, c and bias of a weighted sum of all that has some."""
+    inputs = [x.detach().requires_grad_() for x in (e, c, bias)]
+    found = flat(function(*inputs[:2], targets, bias=inputs[2], **options))
+    total = sum((x * x).sum() for x in found if x.requires_grad)
+    total.backward()
+    return [*found, *(x.grad for x in inputs)]
+
+
+def whole(x: Any) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-6 * (1 + want.abs().max().item()))
+
+
+def same(got: list[Any], want: list[Any]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert isinstance(one, DTensor)
+        close(whole(one), other.detach())
+
+
+def as_one_device(
+    e_as: list[Any], c_as: list[Any], options: dict[str, Any], of: dict[str, Tensor], function: Any = None
+) -> list[Any]:
+    """Check one case."""
+    function = function or linear_cross_entropy
+    mesh = init_device_mesh("cpu", (4,) if len(e_as) == 1 else (2, 2))
+    weights = {"token_weights": of["token_weights"]} if function is linear_cross_entropy else {}
+    want = step(function, of["e"], of["c"], of["targets"], of["bias"], **options, **weights)
+    e, c = (distribute_tensor(of[name], mesh, as_) for name, as_ in (("e", e_as), ("c", c_as)))
+    bias = distribute_tensor(of["bias"], mesh, [p if p.is_shard(0) else R for p in c_as])
+    got = step(function, e, c, of["targets"], bias, **options, **weights)
+    same(got, want)
+    assert got[-2].placements == c.placements
+    assert got[-3].placements == e.placements
+    assert got[-1].placements == bias.placements
+    return got
+
+
+def uneven_rows() -> None:
+    """6 x 5 rows on 4 ranks: e is gathered where the vocabulary is spread."""
+    of = tensors((6, 5))
+    for e_as, c_as in (([S0], [S0]), ([S1], [S0]), ([S0], [R]), ([S1, S0], [R, S0])):
+        as_one_device(e_as, c_as, {"reduction": "none"}, of)
+
+
+def few_rows_of_c() -> None:
+    """5 rows of c in shards of 2 leave a rank without any: c is gathered."""
+    for e_as in ([R], [S1]):
+        as_one_device(e_as, [S0], {}, tensors(vocab=5))
+
+
+def targets_as_dtensors() -> None:
+    of, mesh = tensors(), init_device_mesh("cpu", (4,))
+    for as_ in (S0, S1, R):
+        spread = {name: distribute_tensor(of[name], mesh, [as_]) for name in ("targets", "token_weights")}
+        e, c = distribute_tensor(of["e"], mesh, [S1]), distribute_tensor(of["c"], mesh, [S0])
+        got = linear_cross_entropy(e, c, **spread, shift=1)
+        close(
+            whole(got),
+            linear_cross_entropy(of["e"], of["c"], of["targets"], token_weights=of["token_weights"], shift=1),
+        )
+
+
+def log_probabilities() -> None:
+    options = {"temperature": 0.7, "return_entropy": True, "shift": 1, "softcap": 9.0}
+    for e_as, c_as in (([R], [S0]), ([S1], [S0]), ([S0, S1], [R, S0])):
+        as_one_device(e_as, c_as, options, tensors(), linear_log_probs)
+    as_one_device([S0], [R], {}, tensors(), linear_log_probs)
+
+
+class Model(nn.Module):
+    def __init__(self, vocab: int = V) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head = nn.Linear(D, D), nn.Linear(D, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).tanh()
+
+
+def averaged(of: dict[str, Tensor], parts: int) -> list[Tensor]:
+    """The gradients of a model on one device: the mean of the losses of `parts` of the batch."""
+    model = Model()
+    states = model(of["e"]).chunk(parts)
+    for hidden, targets in zip(states, of["targets"].chunk(parts), strict=True):
+        loss = nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
+        (loss / parts).backward(retain_graph=True)
+    return [x.grad for x in model.parameters()]
+
+
+def compare(model: nn.Module, want: list[Tensor]) -> None:
+    for x, grad in zip(model.parameters(), want, strict=True):
+        assert isinstance(x.grad, DTensor)
+        assert x.grad.placements == x.placements
+        close(whole(x.grad), grad)
+
+
+def fsdp() -> None:
+    of, rank = tensors(), dist.get_rank()
+    for function in (linear_cross_entropy, linear_log_probs):
+        model = Model()
+        fully_shard(model.head)
+        fully_shard(model)
+        hidden, targets = model(of["e"][rank : rank + 1]), of["targets"][rank : rank + 1]
+        assert isinstance(model.head.weight, DTensor)
+        loss = function(hidden, model.head.weight, targets, bias=model.head.bias)
+        assert type(loss) is Tensor
+        (loss if function is linear_cross_entropy else -loss.sum() / (targets != -100).sum()).backward()
+        compare(model, averaged(of, RANKS))
+
+
+def fsdp_and_tensor_parallel() -> None:
+    of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank("dp")
+    for as_ in (R, S1):
+        model = Model()
+        parallelize_module(model.head, mesh["tp"], ColwiseParallel())
+        for part in (model.head, model):
+            fully_shard(part, mesh=mesh["dp"])
+        hidden = DTensor.from_local(model(of["e"][2 * rank : 2 * rank + 2]), mesh["tp"], [R]).redistribute(
+            placements=[as_]
+        )
+        loss = linear_cross_entropy(
+            hidden, model.head.weight, of["targets"][2 * rank : 2 * rank + 2], bias=model.head.bias
+        )
+        loss.backward()
+        compare(model, averaged(of, 2))
+
+
+def refused() -> None:
+    of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    spread = {name: distribute_tensor(x, mesh["tp"], [R]) for name, x in of.items()}
+    over_dp = distribute_tensor(of["c"], mesh["dp"], [R])
+    right = {"e": spread["e"], "c": spread["c"], "targets": of["targets"]}
+    for wrong, message in (
+        ({"c": of["c"]}, r"c: is no DTensor, e is one; give DTensor.from_local\(c, mesh, \[Replicate\(\)\]\)"),
+        ({"bias": of["bias"]}, "bias: is no DTensor, e is one"),
+        ({"c": over_dp}, "c: is a DTensor on .*, e on .*; e's mesh must be c's mesh or a part of it"),
+        ({"e": of["e"], "targets": spread["targets"]}, "targets: is a DTensor, e is none; give its to_local"),
+        ({"targets": of["targets"][:2]}, r"targets: must be \(4, 8\) like e without D, got \(2, 8\)"),
+        ({"main_grad_c": torch.zeros(V, D)}, "main_grad_c: cannot be given with DTensors"),
+        ({"return_stats": True}, "return_stats: each rank of a DTensor has statistics of its own"),
+        ({"shift": 9}, r"shift: must lie in \[0, 8\]"),
+        ({"reduction": "all"}, "reduction: must be one of"),
+        ({"preset": "none"}, "preset: must be one of"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            linear_cross_entropy(**right | wrong)
+
+
+def summed() -> None:
+    """The sum over ranks in place of FSDP2's average, said with PyTorch's own word."""
+    of, mesh = tensors(), init_device_mesh("cpu", (4,))
+    c = distribute_tensor(of["c"], mesh, [S0]).requires_grad_()
+    linear_cross_entropy(of["e"], c.full_tensor(grad_placements=[Partial()]), of["targets"]).backward()
+    want = of["c"].requires_grad_()
+    linear_cross_entropy(of["e"], want, of["targets"]).backward()
+    close(whole(c.grad), 4 * want.grad)
+
+
+def waits() -> None:
+    """Hidden states that are still being gathered."""
+    of, rank = tensors(), dist.get_rank()
+    gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+    e = of["e"][rank : rank + 1].clone().requires_grad_()
+    hidden = gather(e, 0, dist.group.WORLD)
+    assert type(hidden).__name__ == "AsyncCollectiveTensor"
+    got = linear_cross_entropy(hidden, of["c"], of["targets"])
+    got.backward()
+    whole_e = of["e"].requires_grad_()
+    want = linear_cross_entropy(whole_e, of["c"], of["targets"])
+    want.backward()
+    close(got.detach(), want.detach())
+    close(e.grad, RANKS * whole_e.grad[rank : rank + 1])
+
+
+FURTHER = {
+    f.__name__: f
+    for f in (
+        uneven_rows, few_rows_of_c, targets_as_dtensors, log_probabilities, fsdp, fsdp_and_tensor_parallel, refused,
+        summed, waits,
+    )
+}  # fmt: skip
+
+
+def all_cases(rank: int, store: str, output: str) -> None:
+    """What one rank does: it writes a line for each case, and the error of a case that fails."""
+    torch.set_num_threads(1)
+    with group(rank, RANKS, store), open(f"{output}.{rank}", "w") as file:
+        cases = {name: partial(as_one_device, *case, tensors()) for name, case in CASES.items()} | FURTHER
+        for name, case in cases.items():
+            try:
+                case()
+                print(f"{name}: ok", file=file, flush=True)
+            except Exception:
+                print(f"{name}: {traceback.format_exc()}", file=file, flush=True)
+                raise  # the other ranks cannot go on
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What each rank writes."""
+    folder, pool = tmp_path_factory.mktemp("ranks"), Pool()
+    pool.run(all_cases, [(rank, str(folder / "store"), str(folder / "output")) for rank in range(RANKS)], seconds=100)
+    pool.close()
+    return [Path(f"{folder}/output.{rank}").read_text() for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", [*CASES, *FURTHER])
+def test_dtensors(name, outcome):
+    for rank, text in enumerate(outcome):
+        assert f"{name}: ok\n" in text, f"rank {rank}: {text[-3000:]}"
+
+
+def test_dtensors_compile_without_a_graph_break(tmp_path):
+    function = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    with group(0, 1, str(tmp_path / "store")):
+        of, mesh = tensors(), init_device_mesh("cpu", (1,))
+        e, c = distribute_tensor(of["e"], mesh, [S1]), distribute_tensor(of["c"], mesh, [S0])
+        bias = distribute_tensor(of["bias"], mesh, [S0])
+        got, want = (step(f, e, c, of["targets"], bias, shift=1) for f in (function, linear_cross_entropy))
+        same(got, [whole(x) for x in want])
