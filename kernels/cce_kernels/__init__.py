@@ -5,6 +5,7 @@ from .doctor.measure import profile
 from .huggingface.fla_backend import register_in_fla
 from .huggingface.patch import is_patched, patch, unpatch
 from .huggingface.trainer import patch_trainer
+from .huggingface.trl import register_in_trl
 from .log_probs import linear_log_probs, predicted_tokens
 from .module import LinearCrossEntropyLoss
 from .options import WorkspaceTooSmall
@@ -24,6 +25,7 @@ __all__ = [
     "profile",
     "reference_linear_cross_entropy",
     "register_in_fla",
+    "register_in_trl",
     "unpatch",
     "vocabulary_parallel_linear_cross_entropy",
     "vocabulary_shards",

@@ -1,0 +1,90 @@
+"""This package in place of TRL's fused head (TRL 1.16): in SFT, DPO, GRPO and TRL's other trainers that use it.
+
+TRL's trainers score tokens with one autograd function, which `trl.trainer.utils` holds under a private name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..arguments import gradients_wanted, make_options, product_dtype
+from ..log_probs import linear_log_probs
+from ..operators import cross_entropy
+
+_NAME = "_ChunkedLogProbFunction"
+
+
+def register_in_trl() -> None:
+    """Let TRL's fused head compute log-probabilities, entropies and argmax with this package, in this whole process.
+
+    What TRL asks for beside them stays TRL's own: `use_weighting` of DPO, and mean logits under a softcap.
+
+    Raises:
+        ModuleNotFoundError: TRL is missing.
+        ValueError: TRL has no such function; its version is not 1.16.
+    """
+    utils = importlib.import_module("trl.trainer.utils")
+    if not hasattr(utils, _NAME):
+        raise ValueError(f"trl: its trainer.utils has no {_NAME}; register_in_trl knows TRL 1.16")
+    setattr(utils, _NAME, FusedHead)
+
+
+class FusedHead:
+    """In place of `trl.kernels.ChunkedLogProbFunction`."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: Sequence[str] = ("log_probs",),
+    ) -> tuple[Tensor | None, ...]:
+        """TRL's arguments and results; the signature is wide because TRL's is.
+
+        Args:
+            hidden: (N, D). weight: (V, D). bias: (V,) or None. targets: (N,).
+            chunk_size: not used here; TRL's chunks of columns.
+            logit_scale: multiplies the product and the bias, before softcap and temperature.
+            outputs: which results are wanted.
+
+        Returns:
+            log-probabilities, entropies, log Σ p², mean logits, each (N,) fp32, and whether the target is the argmax
+            (N,); None for what is not wanted.
+        """
+        wanted = set(outputs)
+        if "log_sum_sq_probs" in wanted or (softcap and "mean_logits" in wanted) or not targets.numel():
+            own = importlib.import_module("trl.kernels").ChunkedLogProbFunction
+            return own.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
+            )  # fmt: skip
+        if bias is not None:  # linear_cross_entropy scales the product alone
+            bias = bias.float() * logit_scale
+        entropies = mean_logits = correct = None
+        if "is_top1" in wanted:  # metrics, as the entropy beside them: no gradient
+            cap = None if softcap is None else softcap / temperature
+            options = make_options(None, {"softcap": cap, "logit_scale": logit_scale / temperature})
+            needs, _ = gradients_wanted(hidden, weight, bias, None)
+            losses, _, (correct, entropies) = cross_entropy(
+                hidden, weight, targets, None if bias is None else bias / temperature, None, None, None, -100,
+                product_dtype(hidden, weight), "none", False, True, needs, *options.values(),
+            )  # fmt: skip
+            log_probs, correct = -losses, correct > 0
+        else:
+            found = linear_log_probs(
+                hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+                return_entropy="entropy" in wanted,
+            )  # fmt: skip
+            log_probs, entropies = found if "entropy" in wanted else (found, None)
+        if "mean_logits" in wanted:
+            mean_logits = hidden.detach().float() @ weight.detach().float().mean(0) * (logit_scale / temperature)
+            if bias is not None:
+                mean_logits = mean_logits + bias.detach().mean() / temperature
+        return log_probs, entropies, None, mean_logits, correct
