@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from cce_kernels import api
+from cce_kernels import api, log_probs
+from cce_kernels.huggingface import trl
 from torch import nn
 
 FOLDER = Path(__file__).resolve().parents[3] / "kernels" / "examples"
 TRAINING = ("plain_loop", "multi_token_prediction", "fla_criterion", "hf_trainer", "trl_sft", "lightning_module")
+POLICIES = ("trl_dpo", "trl_grpo")
 OTHERS = ("flame_backend", "torchtitan_loss")
 
 
@@ -27,21 +29,27 @@ def load(name: str) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The devices of the calls of this package's loss."""
+    """The devices of the calls of this package's loss and log-probabilities."""
     found: list[str] = []
-    own = api.cross_entropy
 
-    def watched(e: torch.Tensor, *args: Any, **options: Any) -> Any:
-        found.append(e.device.type)
-        return own(e, *args, **options)
+    def watch(module: Any, name: str) -> None:
+        own = getattr(module, name)
 
-    monkeypatch.setattr(api, "cross_entropy", watched)
+        def watched(e: torch.Tensor, *args: Any, **options: Any) -> Any:
+            found.append(e.device.type)
+            return own(e, *args, **options)
+
+        monkeypatch.setattr(module, name, watched)
+
+    for module in (api, log_probs, trl):
+        watch(module, "cross_entropy")
+    watch(log_probs, "cross_entropy_and_entropy")
     return found
 
 
 def test_every_example_is_short_and_tried():
     files = {path.stem: path.read_text().splitlines() for path in FOLDER.glob("*.py")}
-    assert files.keys() == {*TRAINING, *OTHERS}
+    assert files.keys() == {*TRAINING, *POLICIES, *OTHERS}
     for name, lines in files.items():
         assert len(lines) <= 30, f"{name}: {len(lines)} lines"
 
@@ -67,6 +75,30 @@ def test_an_example_trains_with_this_loss(name, calls, tmp_path):
 @pytest.mark.parametrize("name", TRAINING)
 def test_an_example_trains_with_this_loss_on_a_gpu(name, calls, tmp_path):
     trains(name, "cuda", calls, tmp_path)
+
+
+def trains_a_policy(name: str, device: str, calls: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a policy says little; tests/kernels/huggingface/test_trl.py compares it with TRL's own."""
+    utils = importlib.import_module("trl.trainer.utils")
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)  # restored after the test
+    losses = load(name).main(device=device, folder=str(folder))
+    assert len(set(losses)) == 5
+    assert all(map(math.isfinite, losses))
+    if name == "trl_dpo":
+        assert losses[0] == pytest.approx(math.log(2), abs=0.05)
+        assert losses[-1] < losses[0] - 0.1
+    assert len([place for place in calls if place == device]) >= 5
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_with_these_log_probabilities(name, calls, tmp_path, monkeypatch):
+    trains_a_policy(name, "cpu", calls, tmp_path, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_with_these_log_probabilities_on_a_gpu(name, calls, tmp_path, monkeypatch):
+    trains_a_policy(name, "cuda", calls, tmp_path, monkeypatch)
 
 
 def test_flames_file_registers_the_backend():
