@@ -72,11 +72,12 @@ class FusedHead:
             cap = None if softcap is None else softcap / temperature
             options = make_options(None, {"softcap": cap, "logit_scale": logit_scale / temperature})
             needs, _ = gradients_wanted(hidden, weight, bias, None)
-            losses, _, (correct, entropies) = cross_entropy(
+            losses, _, metrics = cross_entropy(
                 hidden, weight, targets, None if bias is None else bias / temperature, None, None, None, -100,
                 product_dtype(hidden, weight), "none", False, True, needs, *options.values(),
             )  # fmt: skip
-            log_probs, correct = -losses, correct > 0
+            assert metrics is not None
+            log_probs, correct, entropies = -losses, metrics[0] > 0, metrics[1]
         else:
             found = linear_log_probs(
                 hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
