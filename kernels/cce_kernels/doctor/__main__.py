@@ -39,7 +39,7 @@ _KEYS = ("model", *_NUMBERS, "dtype", "device", *_FLAGS, "workspace_mib")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print. Returns the exit code: 2 if an argument is wrong or the model cannot be measured."""
+    """Measure and print. Returns the exit code: 2 if an argument is wrong or the model cannot run."""
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print("\n".join([str(__doc__), *(f"  {name:<15} {text}" for name, (_, text, _) in PRESETS.items())]))
         return 0
@@ -58,12 +58,21 @@ def main(arguments: Sequence[str]) -> int:
         ids = torch.randint(model.config.vocab_size, (values.get("batch", 1), values.get("seq", 2048)), device=device)
         options = {"workspace_mib": values["workspace_mib"]} if "workspace_mib" in values else {}
         found = profile(model, ids, rounds=values.get("rounds", 5), **options)
-    except (TypeError, ValueError, ImportError, torch.OutOfMemoryError) as error:
-        remedy = "; give a smaller batch or seq" if isinstance(error, torch.OutOfMemoryError) else ""
-        print(f"error: {str(error).splitlines()[0]}{remedy}", file=sys.stderr)
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        print(f"error: {_in_words(error)}", file=sys.stderr)
         return 2
     print(json.dumps(_record(found)) if values.get("json") else found)
     return 0
+
+
+def _in_words(error: Exception) -> str:
+    """One line. A RuntimeError comes from the model's own code or from the device."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{first}; give a smaller batch or seq"
+    if isinstance(error, RuntimeError):
+        return f"the model failed on this device: {first}; most models of FLA need a GPU"
+    return first
 
 
 def parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

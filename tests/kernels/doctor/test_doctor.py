@@ -16,7 +16,7 @@ import transformers
 from cce_kernels.doctor import measure
 from cce_kernels.doctor.__main__ import main
 from cce_kernels.doctor.measure import Pass, Profile
-from cce_kernels.doctor.presets import apply_liger
+from cce_kernels.doctor.presets import PRESETS, apply_liger, build
 from cce_kernels.module import FusedLinearCrossEntropyLoss
 from patch_models import DENSE, SMALL, VOCAB, batch, build_fla, build_hf
 from torch import Tensor, nn
@@ -320,6 +320,39 @@ def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys, mo
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("no memory\nhere"), "error: no memory; give a smaller batch or seq\n"),
+        (
+            RuntimeError("no driver"),
+            "error: the model failed on this device: no driver; most models of FLA need a GPU\n",
+        ),
+    ],
+)
+def test_a_model_that_fails_gets_one_line(error, message, config, capsys, monkeypatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fails)
+    assert main([f"model={config}", "seq=8", "device=cpu"]) == 2
+    assert capsys.readouterr().err == message
+
+
+PARAMETERS = {
+    "llama_1b": 1_235_814_400,
+    "llama_8b": 8_030_261_248,
+    "qwen3_0.6b": 596_049_920,
+    "gemma2_2b": 2_614_341_888,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_number_of_parameters(name):
+    model = build(name, {}, torch.bfloat16, torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
 def test_help_names_every_key_and_preset(capsys):
