@@ -68,21 +68,16 @@ def _cross_entropy(
         bias = None if bias is None else bias.contiguous()
         state: State = []
         dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
-        if plan is not None and plan.rows and _skips(e, c, bias, with_lse):
-            columns, rows, state = backend.three_products.forward_live(
-                e_as, c_as, targets, ignore_index, plan.rows, dtypes, with_metrics, o, weights
-            )
+        columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
+        if plan is not None and plan.rows:
+            rows, state = backend.three_products.forward(
+                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
+                weights=weights, bias=bias, skip=_skips(e, c, bias, with_lse),
+            )  # fmt: skip
+        elif plan is not None and plan.capacity:
+            rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
         else:
-            columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
-            if plan is not None and plan.rows:
-                rows, state = backend.three_products.forward(
-                    e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
-                    weights=weights, bias=bias,
-                )  # fmt: skip
-            elif plan is not None and plan.capacity:
-                rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
-            else:
-                rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
+            rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
         loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction, weights)
     if plan is None:
         return loss, rows.lse, rows.metrics, [], None
@@ -119,7 +114,7 @@ def _fake_cross_entropy(
     if plan.rows:
         state = backend.three_products.empty_state(
             e if copies[0] is None else copies[0], c, plan.rows, stored_dtypes(e.dtype, c, bias, main_grad_c, needs), o,
-            with_lse=with_lse, live=_skips(e, c, bias, with_lse),
+            with_lse=with_lse, skip=_skips(e, c, bias, with_lse),
         )  # fmt: skip
     elif plan.capacity:
         state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)

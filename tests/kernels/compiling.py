@@ -78,12 +78,10 @@ def launch_all(
     if rows:
         stored = with_triton.three_products
         weights = ones if weighted else None
-        if skip:
-            state = stored.forward_live(e, c, targets, -100, rows, dtypes, with_metrics, options, weights)[2]
-        else:
-            state = stored.forward(
-                e, c, columns, rows, dtypes, with_metrics, options, with_lse=with_lse, weights=weights, bias=bias
-            )[1]
+        state = stored.forward(
+            e, c, columns, rows, dtypes, with_metrics, options, z_target=z_target, with_lse=with_lse, weights=weights,
+            bias=bias, skip=skip,
+        )[1]  # fmt: skip
         upstream = (ones, ones) if with_lse else (ones[0], None)
         stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1], weights=weights)
         with_triton.reduce_loss(ones, columns, "mean", weights)

@@ -38,15 +38,16 @@ def fits(e: Tensor) -> bool:
 
 def exponentials(
     programs: int, e: Tensor, c: Tensor, columns: Tensor | None, w: Tensor | None, z_target: Tensor,
-    live: Live | None, sums: Tensor, unread: Tensor | None, splits: int, tiles_per_split: int, logit_scale: float,
+    live: Live | None, gathered: Tensor | None, sums: Tensor, unread: Tensor | None, splits: int,
+    tiles_per_split: int, logit_scale: float,
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`; the tensors are as for `logits.exponentials`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
     t, descriptor = hopper_tiles(dim), kernels.descriptor
     kernels.hopper_exponentials_kernel[(programs,)](
-        descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner),
-        None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns, z_target,
-        None if live is None else live.rows, None if live is None else live.count, sums, unread,
+        descriptor(e, t.rows // 2, t.inner), None if gathered is None else descriptor(gathered, t.rows // 2, t.inner),
+        descriptor(c, t.cols, t.inner), None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns,
+        z_target, *((None, None, None) if live is None else (live.rows, live.count, live.some)), sums, unread,
         n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
         t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

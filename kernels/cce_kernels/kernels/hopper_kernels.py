@@ -51,8 +51,11 @@ def _before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(e_desc, c_desc, ring, work, GROUP: gl.constexpr):
+def _produce(e_desc, gathered_desc, c_desc, some_ptr, ring, work, GROUP: gl.constexpr):
     """The producer: fetch the operands of every unit, in the order in which the consumers read them."""
+    some = False
+    if gathered_desc is not None:
+        some = gl.load(some_ptr) != 0
     e_bufs, c_bufs, full, empty, _ahead = ring
     N, _V, D, splits, _tiles_per_split = work
     STAGES: gl.constexpr = full.shape[0]
@@ -67,8 +70,12 @@ def _produce(e_desc, c_desc, ring, work, GROUP: gl.constexpr):
                 mbarrier.wait(empty.index(stage), phase)
                 arrived = full.index(stage)
                 mbarrier.expect(arrived, BYTES)
-                tma.async_copy_global_to_shared(e_desc, [row, d], arrived, e_bufs.index(2 * stage))
-                tma.async_copy_global_to_shared(e_desc, [row + HALF, d], arrived, e_bufs.index(2 * stage + 1))
+                upper, lower = e_bufs.index(2 * stage), e_bufs.index(2 * stage + 1)
+                tma.async_copy_global_to_shared(e_desc, [row, d], arrived, upper, pred=not some)
+                tma.async_copy_global_to_shared(e_desc, [row + HALF, d], arrived, lower, pred=not some)
+                if gathered_desc is not None:
+                    tma.async_copy_global_to_shared(gathered_desc, [row, d], arrived, upper, pred=some)
+                    tma.async_copy_global_to_shared(gathered_desc, [row + HALF, d], arrived, lower, pred=some)
                 tma.async_copy_global_to_shared(c_desc, [col, d], arrived, c_bufs.index(stage))
                 stage, phase = _next(stage, phase, STAGES)
 
@@ -132,11 +139,15 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["N", "D", "splits", "tiles_per_split"])
 def hopper_exponentials_kernel(
-    e_desc, c_desc, w_desc, columns_ptr, z_target_ptr, live_ptr, count_ptr, sum_ptr, unread_ptr, N, V, D, splits,
-    tiles_per_split, logit_scale,
+    e_desc, gathered_desc, c_desc, w_desc, columns_ptr, z_target_ptr, live_ptr, count_ptr, some_ptr, sum_ptr,
+    unread_ptr, N, V, D, splits, tiles_per_split, logit_scale,
     STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as for `exponentials_kernel`. unread_ptr: () int32 or None; where not 0, w is not written."""
+    """Arguments as for `exponentials_kernel`, and some more.
+
+    gathered_desc: the rows of e in the order of live_ptr, or None. some_ptr: () int32, given with gathered_desc: where
+    not 0, gathered_desc is read in place of e_desc. unread_ptr: () int32 or None; where not 0, w is not written.
+    """
     ring = _ring(e_desc, c_desc, STAGES)
     staging = ring[0]
     if w_desc is not None:
@@ -150,7 +161,7 @@ def hopper_exponentials_kernel(
         [
             (_exponentials, (0, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP, EVEN_V)),
             (_exponentials, (1, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP, EVEN_V)),
-            (_produce, (e_desc, c_desc, ring, work, GROUP)),
+            (_produce, (e_desc, gathered_desc, c_desc, some_ptr, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
         [240, 24],  # registers a thread of the second consumer and of the producer
@@ -228,7 +239,7 @@ def hopper_gradient_kernel(
         [
             (_gradient, (0, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
             (_gradient, (1, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
-            (_produce, (e_desc, c_desc, ring, work, GROUP)),
+            (_produce, (e_desc, None, c_desc, None, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
         [240, 24],  # registers a thread of the second consumer and of the producer

@@ -44,7 +44,7 @@ from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .softcap import softcapped
 from .targets.columns import columns_of
-from .targets.live_rows import Live
+from .targets.live_rows import Live, gather
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
 # target_logits_kernel: rows of a program, and what part of D it multiplies in one step, by bytes of a number. Few rows
@@ -60,13 +60,10 @@ def target_logits_kernel(
     bias_ptr,  # (V,) or None
     targets_ptr,  # (N,) int64, targets_stride apart, or None: target columns are read from columns_ptr
     columns_ptr,  # (N,) int64, each row's target column; written if targets_ptr is given
-    live_ptr,  # (N,) int64 or None: the rows in the order that the programs take them (targets/live_rows.py)
-    gathered_ptr,  # (N, D) or None: e in that order, written; 0 for ignored rows
     z_ptr,  # (N,) fp32, the target's logit, written; SKIPPED for ignored rows if SKIP
     e_stride,
     c_stride,
     targets_stride,
-    gathered_stride,
     N,
     V,
     D,
@@ -84,26 +81,20 @@ def target_logits_kernel(
 
     A row without a target takes another column's logit.
     """
-    places = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = places < N
-    rows = places
-    if live_ptr is not None:
-        rows = tl.load(live_ptr + places, mask=inside, other=0)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < N
     if targets_ptr is None:
         column = tl.load(columns_ptr + rows, mask=inside, other=0)
     else:
         column = columns_of(targets_ptr, rows, targets_stride, N, V, ignore_index, IGNORED, OUTSIDE)
-        tl.store(columns_ptr + rows, column, mask=rows < N)
+        tl.store(columns_ptr + rows, column, mask=inside)
     ignored = column == IGNORED
     column = tl.where(column < 0, rows % V, column)  # differs by row: one column may be padding with tiny logits
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
         mask = inside[:, None] & (dims < D)[None, :]
-        read = mask if gathered_ptr is None else mask & (ignored == 0)[:, None]
-        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=read, other=0.0)
-        if gathered_ptr is not None:
-            tl.store(gathered_ptr + places.to(tl.int64)[:, None] * gathered_stride + dims[None, :], e, mask=mask)
+        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
         c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
         acc = tl.dot(e, c.T, acc, input_precision="ieee")
     index = tl.arange(0, BLOCK_N)
@@ -206,16 +197,6 @@ def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o:
     return _target_logits(e, c, bias, None, 0, columns, False, o)
 
 
-def gather_targets(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, live: Tensor, z: Tensor, out: Tensor, o: Options
-) -> None:
-    """Write the target logits z (N,) of the rows `live` (P,) int64, and those rows of e to out (P, D).
-
-    Ignored rows get SKIPPED (epilogues.py) and zeros.
-    """
-    _target_logits(e, c, bias, None, 0, columns, True, o, live, z, out)
-
-
 def find_targets(
     e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -236,15 +217,11 @@ def _target_logits(
     columns: Tensor,
     skip: bool,
     o: Options,
-    live: Tensor | None = None,
-    z: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
-    n_rows, dim = e.shape if live is None else (live.shape[0], e.shape[1])
-    z = e.new_empty(n_rows, dtype=torch.float32) if z is None else z
+    n_rows, dim = e.shape
+    z = e.new_empty(n_rows, dtype=torch.float32)
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
-        e, c, bias, targets, columns, live, out, z, e.stride(0), c.stride(0),
-        0 if targets is None else targets.stride(0), 0 if out is None else out.stride(0),
+        e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
         IGNORED, OUTSIDE, ROWS, INNER[e.itemsize], o.softcap is not None, skip,
         num_warps=4, num_stages=4,
@@ -277,6 +254,7 @@ def exponentials(
     o: Options,
     unread: Tensor | None = None,
     live: Live | None = None,
+    gathered: Tensor | None = None,
 ) -> Sums:
     """The sums of w; writes w (N, V) unless it is None. Leaves out the targets' w, unless `columns` is None.
 
@@ -284,18 +262,35 @@ def exponentials(
         e, c, bias, columns: as for `row_stats.forward`.
         z_target: (N,) fp32, what the exponentials are relative to.
         unread: () int32 or None; where 1, nothing reads w, and it need not be written.
-        live: the rows of e, w and the sums, if they are not in the order of `columns` and `z_target`.
+        live: the rows of w and the sums, if they are not in the order of e, `columns` and `z_target`.
+        gathered: given with live, like e; memory for the chunk's rows of e in the order of live.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0 and o.softcap is not None  # else smoothing.py knows the mean
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
+    if live is not None and gathered is not None:
+        n_rows, gathered = live.rows.shape[0], gathered[: live.rows.shape[0]]
+        gather(e, live, gathered, not on_hopper)
+        e = e[live.first : live.first + n_rows] if on_hopper else gathered
     tiles = hopper_tiles(dim) if on_hopper else logits_tiles(e)
     programs = multiprocessors(e) * tiles.resident
     splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     if on_hopper:
         hopper.exponentials(
-            programs, e, c, columns, w, z_target, live, sums, unread, splits, tiles_per_split, float(o.logit_scale)
+            programs,
+            e,
+            c,
+            columns,
+            w,
+            z_target,
+            live,
+            gathered,
+            sums,
+            unread,
+            splits,
+            tiles_per_split,
+            float(o.logit_scale),
         )
         return Sums(sums, None, None)
     z_sums = torch.empty_like(sums) if with_z else None

@@ -46,7 +46,7 @@ def rows_kernel(
     columns_ptr,  # (N,) int64, each row's target column: -1 where ignored, -2 where outside the vocabulary
     weights_ptr,  # (N,) fp32 or None: what each row's loss is multiplied by; not in nll
     z_target_ptr,  # (N,) fp32, the target's logit
-    live_ptr,  # (N,) int64 or None: the row at each position of e, w and the sums (targets/live_rows.py)
+    live_ptr,  # (N,) int64 or None: the row at each position of w and the sums (targets/live_rows.py)
     sum_ptr,  # (splits, N) fp32, sums of w without the target
     partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
@@ -120,7 +120,7 @@ def rows_kernel(
         for col in range(0, V, BLOCK_V):
             cols = col + tl.arange(0, BLOCK_V)
             z = _logits(
-                e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+                e_ptr, c_ptr, bias_ptr, out, inside, cols, e_stride, c_stride, V, D, logit_scale, softcap,
                 BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
             )  # fmt: skip
             z = tl.where((cols < V)[None, :], z, float("-inf"))
@@ -139,7 +139,7 @@ def rows_kernel(
             for col in range(0, V, BLOCK_V):
                 cols = col + tl.arange(0, BLOCK_V)
                 z = _logits(
-                    e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+                    e_ptr, c_ptr, bias_ptr, out, inside, cols, e_stride, c_stride, V, D, logit_scale, softcap,
                     BLOCK_N, BLOCK_V, BLOCK_D, HAS_SOFTCAP,
                 )  # fmt: skip
                 w = tl.exp2((z - online_anchor[:, None]) * LOG2E)
@@ -180,16 +180,16 @@ def rows_kernel(
 
 @triton.jit
 def _logits(
-    e_ptr, c_ptr, bias_ptr, rows, cols, e_stride, c_stride, N, V, D, logit_scale, softcap,
+    e_ptr, c_ptr, bias_ptr, rows, inside, cols, e_stride, c_stride, V, D, logit_scale, softcap,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The logits of rows `rows` and columns `cols`, fp32."""
+    """The logits of rows `rows` and columns `cols`, fp32. inside: which rows exist."""
     e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride
     c_ptrs = c_ptr + cols.to(tl.int64)[:, None] * c_stride
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
-        e = tl.load(e_ptrs + dims[None, :], mask=(rows < N)[:, None] & (dims < D)[None, :], other=0.0)
+        e = tl.load(e_ptrs + dims[None, :], mask=inside[:, None] & (dims < D)[None, :], other=0.0)
         c = tl.load(c_ptrs + dims[None, :], mask=(cols < V)[:, None] & (dims < D)[None, :], other=0.0)
         acc = tl.dot(e, c.T, acc, input_precision="ieee")
     return finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
@@ -227,9 +227,9 @@ def finish_rows(
 ) -> None:
     """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given.
 
-    live: the rows of e, w and the sums, if they are not in the order of the other tensors.
+    live: the rows of w and the sums, if they are not in the order of the other tensors.
     """
-    (n_rows, dim), vocab = e.shape, c.shape[0]
+    (n_rows, dim), vocab = e.shape if live is None else (live.rows.shape[0], e.shape[1]), c.shape[0]
     w = factor = coefficient = of_lse = weights = None
     if gradient is not None:
         w, factor, coefficient, of_lse = gradient.w, gradient.factor, gradient.coefficient, gradient.of_lse

@@ -41,9 +41,9 @@ class LastChunk(NamedTuple):
         return None if self.share is None or self.c_sum is None else RankOne(rows_of(part, self.share), self.c_sum)
 
 
-def lent_by_e(e: Tensor, grad_e: Tensor | None) -> Tensor | None:
-    """dE's memory, if one chunk lends it to rows of e (N, D) until dE is written; else None."""
-    return grad_e if splits_alone(len(e), e.shape[1], multiprocessors(e)) == 1 else None
+def lends_to_e(e: Tensor) -> bool:
+    """Whether one chunk lends dE's memory to rows of e (N, D) until dE is written."""
+    return splits_alone(len(e), e.shape[1], multiprocessors(e)) == 1
 
 
 def finish_one(x: LastChunk, grad_e: Tensor | None, grad_c: Tensor | None) -> None:

@@ -31,12 +31,13 @@ gradients are known.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..accumulator import Accumulator
-from ..kernels.logits import exponentials, gather_targets, target_logits
+from ..kernels.logits import exponentials, target_logits
 from ..kernels.matmul import RankOne, TargetTerms, product
 from ..kernels.row_coefficients import row_factors
 from ..kernels.row_stats import Gradient, finish_rows
@@ -49,7 +50,7 @@ from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.tiles import cdiv, multiprocessors, tiles_for
 from ..state import State, present
-from .last_chunk import LastChunk, finish_one, finish_several, lent_by_e, store_hidden
+from .last_chunk import LastChunk, finish_one, finish_several, lends_to_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
@@ -69,6 +70,7 @@ def forward(
     with_lse: bool = False,
     weights: Tensor | None = None,
     bias: Tensor | None = None,
+    skip: bool = False,
 ) -> tuple[Rows, State]:
     """The rows' statistics for the loss, and the state for `backward`.
 
@@ -83,36 +85,44 @@ def forward(
         with_lse: whether the log-sum-exps may get gradients. The rows then take one chunk.
         weights: (N,) fp32, what each row's loss is multiplied by, or None. The gradients hold them; `Rows` does not.
         bias: (V,) contiguous or None.
+        skip: whether to leave out the products of ignored rows (kernels/targets/live_rows.py). Their log-sum-exps are
+            then undefined. Needs z_target; without settle, arrive, with_lse and bias.
     """
     n_rows = e.shape[0]
     if z_target is None and arrive is None:
         z_target = target_logits(e, c, bias, columns, o)
-    w = _empty_exponentials(e, c, rows)
+    early, gathered = _early(e, c, rows, dtypes[0], skip), None
+    if early.rows_live is not None and early.counts is not None:
+        live_rows(columns, rows, early.rows_live, early.counts)
+        gathered = rows_like(e, min(rows, n_rows), early.grad_e)
     for first in range(0, n_rows, rows):
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first
+        live = _live(early.rows_live, early.counts, chunk, rows)
+        own = chunk if live is None else slice(0, n_rows)  # where the numbers of this chunk's rows lie
         if arrive is not None:
             arrive(chunk)
-        e_i, columns_i = rows_of(chunk, e), rows_of(chunk, columns)
-        z_i = target_logits(e_i, c, bias, columns_i, o) if z_target is None else rows_of(chunk, z_target)
-        w_i = _corner(w, height, c.shape[0])
-        sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o)
-        if first == 0:  # after the first launch, so that the device computes while the host allocates
-            state = empty_state(e, c, rows, dtypes, o, w, with_lse)
+        e_i, columns_i = rows_of(own, e), rows_of(own, columns)
+        z_i = target_logits(e_i, c, bias, columns_i, o) if z_target is None else rows_of(own, z_target)
+        w_i = _corner(early.w, height, c.shape[0])
+        sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o, live=live, gathered=gathered)
+        if first == 0:  # after the first launches, so that the device computes while the host allocates
+            state = empty_state(e, c, rows, dtypes, o, early, with_lse, skip)
             _, factor, coefficient, of_lse, c_sum, *_ = state
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
-        part = Rows(rows_of(chunk, lse), rows_of(chunk, nll), None, empty_metrics(z_i, with_metrics), largest)
-        weights_i = None if weights is None else rows_of(chunk, weights)
-        gradient = Gradient(w_i, rows_of(chunk, factor), rows_of(chunk, coefficient), of_lse, weights_i)
-        finish_rows(e_i, c, bias, columns_i, z_i, sums, part, o, gradient)
+        metrics_i = empty_metrics(z_i, with_metrics) if live is None else metrics
+        part = Rows(rows_of(own, lse), rows_of(own, nll), None, metrics_i, largest)
+        weights_i = None if weights is None else rows_of(own, weights)
+        gradient = Gradient(w_i, rows_of(own, factor), rows_of(own, coefficient), of_lse, weights_i)
+        finish_rows(e_i, c, bias, columns_i, z_i, sums, part, o, gradient, live)
         if settle is not None:
             settle(chunk, part, gradient)
-        if metrics is not None and part.metrics is not None:
-            metrics[:, chunk] = part.metrics
+        if live is None and metrics is not None and metrics_i is not None:
+            metrics[:, chunk] = metrics_i
         if chunk.stop < n_rows:
-            _add_products(w_i, e_i, c, state, chunk)
+            _add_products(w_i, e_i, c, state, chunk, live, gathered)
     _order(e, columns, state)
     z_above_mean = None
     if c_sum is not None:
@@ -121,53 +131,17 @@ def forward(
     return Rows(lse, nll, z_above_mean, metrics), state
 
 
-def forward_live(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    rows: int,
-    dtypes: Dtypes,
-    with_metrics: bool,
-    o: Options,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Rows, State]:
-    """The same as `forward` without the products of ignored rows (kernels/targets/live_rows.py); and the columns.
-
-    The log-sum-exps of ignored rows are undefined. targets: (N,) int64. The other arguments are as for `forward`.
-    """
-    n_rows = e.shape[0]
-    state = empty_state(e, c, rows, dtypes, o, live=True)
-    w, factor, coefficient, _, c_sum, *_ = state
-    columns = live_rows(targets, ignore_index, c.shape[0], rows, state[LIVE], state[COUNTS])
-    lse, nll, z_target = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(3))
-    metrics = empty_metrics(lse, with_metrics)
-    gathered = rows_like(e, min(rows, n_rows), lent_by_e(e, state[GRAD_E]) if rows >= n_rows else None)
-    for first in range(0, n_rows, rows):
-        live = _chunk_of(state, first, min(first + rows, n_rows), rows)
-        e_i, w_i = gathered[: len(live.rows)], _corner(w, len(live.rows), c.shape[0])
-        gather_targets(e, c, None, columns, live.rows, z_target, e_i, o)
-        sums = exponentials(e_i, c, None, columns, z_target, w_i, with_metrics, o, live=live)
-        gradient = Gradient(w_i, factor, coefficient, None, weights)
-        finish_rows(e_i, c, None, columns, z_target, sums, Rows(lse, nll, None, metrics), o, gradient, live)
-        if first + rows < n_rows:
-            _add_products(w_i, e, c, state, slice(first, first + rows), live, gathered)
-    _order(e, columns, state)
-    z_above_mean = None
-    if c_sum is not None:
-        z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), None, c.shape[0], o)
-    return columns, Rows(lse, nll, z_above_mean, metrics), state
-
-
 def _order(e: Tensor, columns: Tensor, state: State) -> None:
     """Sort the rows by target, for dC and dbias. Called last, because only the backward pass needs the order."""
     if state[KEYS] is not None:
         order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, e.shape[1]).rows)
 
 
-def _chunk_of(state: State, first: int, end: int, rows: int) -> Live:
-    """The order of the rows of the chunk of positions first..end."""
-    return Live(rows_of(slice(first, end), state[LIVE]), state[COUNTS][first // rows])
+def _live(rows_live: Tensor | None, counts: Tensor | None, chunk: slice, rows: int) -> Live | None:
+    """The order of the rows of a chunk, of `rows` positions at most; None where no rows are left out."""
+    if rows_live is None or counts is None:
+        return None
+    return Live(rows_of(chunk, rows_live), counts[chunk.start // rows], counts[-1], chunk.start)
 
 
 def backward(
@@ -197,7 +171,7 @@ def backward(
         weights: as for `forward`.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
-    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, live, _, *sums = map(present, state)
+    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, live, counts, *sums = map(present, state)
     n_rows = e.shape[0]
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
@@ -213,7 +187,7 @@ def backward(
     targets_c = None if keys is None else TargetTerms(keys, order, bounds, coefficient, e)
     last = LastChunk(
         e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, share, c_sum, smooth_c,
-        targets_c, main_grad_c, None if live is None else _chunk_of(state, first, n_rows, rows),
+        targets_c, main_grad_c, _live(live, counts, slice(first, n_rows), rows),
     )  # fmt: skip
     grad_bias = sums.pop()
     if grad_bias is not None:
@@ -233,25 +207,51 @@ def backward(
 KEYS, ORDER, BOUNDS, LIVE, COUNTS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 8, 9, 10, 11, 13, 15
 
 
+class _Early(NamedTuple):
+    """The tensors of the state that the first kernels write, see `empty_state`.
+
+    grad_e: memory for dE, if it holds copies of e's rows until dE is written; else None.
+    """
+
+    w: Tensor
+    rows_live: Tensor | None
+    counts: Tensor | None
+    grad_e: Tensor | None
+
+
+def _early(e: Tensor, c: Tensor, rows: int, dtype_e: torch.dtype | None, skip: bool) -> _Early:
+    n_rows = e.shape[0]
+    w = e.new_empty(min(rows, n_rows), cdiv(c.shape[0], 16) * 16)  # TMA reads rows that start at 16 bytes
+    if not skip:
+        return _Early(w, None, None, None)
+    lends = dtype_e is not None and rows >= n_rows and lends_to_e(e)
+    return _Early(
+        w, e.new_empty(n_rows, dtype=torch.int64), e.new_empty(cdiv(n_rows, rows) + 1, dtype=torch.int32),
+        e.new_empty(e.shape, dtype=dtype_e) if lends else None,
+    )  # fmt: skip
+
+
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: Dtypes, o: Options,
-    w: Tensor | None = None, with_lse: bool = False, live: bool = False,
+    early: _Early | None = None, with_lse: bool = False, skip: bool = False,
 ) -> State:  # fmt: skip
     """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are None.
 
-    w: (rows, V) the last chunk's exponentials; the argument `w` if given. factor, coefficient: (N,) fp32, and of_lse:
+    w: (rows, V) the last chunk's exponentials. factor, coefficient: (N,) fp32, and of_lse:
     (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
     smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`.
-    rows_live: (N,), and counts: (chunks,), if ignored rows are left out (`live`), see `Live`. parts: (splits, N, D)
-    fp32, parts of w C, with several chunks. Then value and rounding error (`lost`) of dE's and of dC's sum. sum_bias:
-    (V,) fp32, dbias.
+    rows_live: (N,), and counts: (chunks + 1,), if ignored rows are left out (`skip`), see `live_rows`. parts: (splits,
+    N, D) fp32, parts of w C, with several chunks. Then value and rounding error (`lost`) of dE's and of dC's sum.
+    sum_bias: (V,) fp32, dbias.
+
+    early: tensors of the state that exist already.
     """
+    early = early or _early(e, c, rows, dtypes[0], skip)
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
     height = min(rows, n_rows)
     first = (cdiv(n_rows, rows) - 1) * rows  # of the last chunk
     accumulate = o.accumulate if first else "bf16"  # one chunk: nothing is summed
-    w = _empty_exponentials(e, c, rows) if w is None else w
     row_numbers = [e.new_empty(n_rows, dtype=torch.float32) for _ in range(2)]
     of_lse = e.new_empty(2, n_rows, dtype=torch.float32) if with_lse else None
     c_sum = e.new_empty(dim, dtype=torch.float32) if o.label_smoothing else None
@@ -260,22 +260,17 @@ def empty_state(
         splits = splits_beside(height, dim, multiprocessors(e)) if first else 1
         if splits > 1:
             parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
-        sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, (n_rows if live else first) if parts is None else 0)
+        lost_rows = (n_rows if skip else first) if parts is None else 0
+        sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, lost_rows, early.grad_e)
     if dtype_c is not None or dtype_bias is not None:
         keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
         bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
     if dtype_c is not None:
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
-    rows_live = e.new_empty(n_rows, dtype=torch.int64) if live else None
-    counts = e.new_empty(cdiv(n_rows, rows), dtype=torch.int32) if live else None
     sum_bias = None if dtype_bias is None else e.new_empty(vocab, dtype=torch.float32)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
-    return [w, *row_numbers, of_lse, c_sum, keys, order, bounds, rows_live, counts, parts, *sums, sum_bias]
-
-
-def _empty_exponentials(e: Tensor, c: Tensor, rows: int) -> Tensor:
-    """Memory for a chunk's w, with rows of 32-byte multiples: TMA reads rows that start at 16 bytes."""
-    return e.new_empty(min(rows, e.shape[0]), cdiv(c.shape[0], 16) * 16)
+    orders = (keys, order, bounds, early.rows_live, early.counts)
+    return [early.w, *row_numbers, of_lse, c_sum, *orders, parts, *sums, sum_bias]
 
 
 def _corner(x: Tensor, rows: int, cols: int) -> Tensor:
