@@ -73,7 +73,7 @@ def test_shapes_are_names_or_dimensions_and_a_typo_offers_names():
         assert "NxDxV" in refusal.value.remedy
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "half_ignored"])
 def test_problems_repeat_with_the_seed_and_only_with_it(kind):
     first, same, other = (make_problem(TINY, kind, torch.bfloat16, CPU, seed) for seed in (1, 1, 2))
     assert torch.equal(first.hidden_ND, same.hidden_ND)
@@ -102,9 +102,20 @@ def test_frequent_labels_are_not_the_first_entries_of_the_vocabulary():
     assert counts.argmax() != 0
 
 
-def test_the_truth_is_what_fp64_autograd_gives(monkeypatch):
+def test_half_of_the_labels_are_ignored_and_all_else_is_as_peaked():
+    shape = Shape("long", 4000, 4, 100)
+    whole, half = (make_problem(shape, kind, torch.float32, CPU, 0) for kind in ("peaked", "half_ignored"))
+    assert torch.equal(whole.hidden_ND, half.hidden_ND)
+    assert torch.equal(whole.weight_VD, half.weight_VD)
+    ignored = half.labels_N == -100
+    assert ignored.float().mean() == pytest.approx(0.5, abs=0.03)
+    assert torch.equal(half.labels_N[~ignored], whole.labels_N[~ignored])
+
+
+@pytest.mark.parametrize("kind", ["peaked", "half_ignored"])
+def test_the_truth_is_what_fp64_autograd_gives(kind, monkeypatch):
     monkeypatch.setattr("linrnn.bench.loss.problems._BLOCK_ROWS", 64)
-    problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0)
+    problem = make_problem(TINY, kind, torch.bfloat16, CPU, 0)
     truth = truth_of(problem)
     h, w = (
         problem.hidden_ND.detach().double().requires_grad_(),

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linrnn.core.errors import ConfigError
+from linrnn.losses.base import IGNORE_INDEX
 
-KINDS = ("flat", "peaked")
+HALF_IGNORED = "half_ignored"
+KINDS = ("flat", "peaked", HALF_IGNORED)
 _BLOCK_ROWS = 1024  # rows of logits at a time
 
 
@@ -94,7 +96,8 @@ def make_problem(
     `flat` is an untrained model: hidden ~ N(0, 1), weight ~ N(0, 0.02²). `peaked` imitates a trained one. Rows of its
     weight have a norm of about 1 and carry half of log p_v along a common direction. A hidden state is the sum of twice
     that direction, 7.5 times its label's row and 6 times each of four random rows. At the named shapes the loss is then
-    2.4 to 3.5 nats. Of a row, 100 to 220 entries exceed 2^-12, as in small trained models.
+    2.4 to 3.5 nats. Of a row, 100 to 220 entries exceed 2^-12, as in small trained models. `half_ignored` is `peaked`
+    with about half of its labels ignored, as in fine-tuning on answers alone.
 
     Values are rounded to `dtype`. The leaves have `gradient_dtype` (default: `dtype`). Batches share the weight.
     """
@@ -126,6 +129,8 @@ def make_problem(
         hidden += 2 * common_D + 7.5 * rows[labels]
         for _ in range(4):
             hidden += 6 * rows[torch.randint(shape.v, (shape.n,), generator=random, device=device)]
+    if kind == HALF_IGNORED:
+        labels = labels.masked_fill(torch.rand(shape.n, generator=random, device=device) < 0.5, IGNORE_INDEX)
     leaves = [tensor.to(dtype).to(gradient_dtype or dtype).requires_grad_() for tensor in (hidden, weight)]
     return Problem(leaves[0], leaves[1], labels, dtype)
 
@@ -169,15 +174,18 @@ def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Soluti
     """The solution in `dtype`, a block of rows at a time. Only (softmax - onehot) is rounded to `operand`."""
     weight = problem.weight_VD.to(dtype)
     grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
-    n = len(problem.labels_N)
+    n = int((problem.labels_N != IGNORE_INDEX).sum())
     blocks = zip(problem.hidden_ND.split(_BLOCK_ROWS), problem.labels_N.split(_BLOCK_ROWS), strict=True)
     for leaf, labels in blocks:
         hidden = leaf.to(dtype)
+        ignored = labels == IGNORE_INDEX
+        labels = labels.masked_fill(ignored, 0)
         log_p = torch.log_softmax(hidden @ weight.T, dim=-1)
-        loss -= log_p.gather(1, labels[:, None]).double().sum().item() / n
+        own = log_p.gather(1, labels[:, None])[:, 0].masked_fill(ignored, 0)
+        loss -= own.double().sum().item() / n
         grad_logits = log_p.exp_()
         grad_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
-        grad_logits = grad_logits.to(operand).to(dtype)
+        grad_logits = grad_logits.masked_fill_(ignored[:, None], 0).to(operand).to(dtype)
         grad_hidden.append(grad_logits @ weight)
         grad_weight.addmm_(grad_logits.T, hidden)
     return Solution(loss, torch.cat(grad_hidden).div_(n), grad_weight.div_(n))

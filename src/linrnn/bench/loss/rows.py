@@ -42,7 +42,7 @@ class Row:
     v: int
     dtype: str  # of the products
     gradients: str  # dtype of hidden states, weight and their gradients
-    logits: str  # flat | peaked | trained
+    logits: str  # flat | peaked | half_ignored | trained
     backend: str
     workspace_mib: float | None  # null: the backend's default, or the backend has no workspace
     trained: str = ""  # for a trained model's logits: the model, its training and its data.
