@@ -63,15 +63,14 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     else:
         config = transformers.AutoConfig.for_model(kind, **(PRESETS[name][2] if name in PRESETS else {}))
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model: {name} is no causal language model, but of type {kind}")
     for key, text in overrides.items():
         _override(config, key, text)
     if path.is_dir() and any(path.glob("*.safetensors")):
         return auto.from_pretrained(path, config=config, dtype=dtype, local_files_only=True).to(device).train()
     with device:  # a GPU draws weights faster
-        try:
-            return auto.from_config(config, dtype=dtype).train()
-        except ValueError as error:  # not a causal language model: T5, for example
-            raise ValueError(f"model: {name} is no causal language model: {str(error).splitlines()[0]}") from None
+        return auto.from_config(config, dtype=dtype).train()
 
 
 def apply_liger(model: Any) -> None:
