@@ -4,6 +4,8 @@ import gc
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, because test processes share the cores
+if "PYTEST_XDIST_WORKER" in os.environ:  # several workers: a second thread of each only costs time
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import runpy
 import signal
