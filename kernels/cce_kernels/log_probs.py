@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_inputs, check_tensor, gradients_wanted, make_options, product_dtype, shifted
 from .operators import cross_entropy, cross_entropy_and_entropy
 from .options import MIB
-from .parallel.dtensors import any_distributed, log_probs_of_dtensors
+from .parallel.dtensors import any_distributed, log_probs_of_dtensors, plain_heads
 
 
 def linear_log_probs(
@@ -115,6 +115,8 @@ def predicted_tokens(
     """
     options = make_options(None, {"logit_scale": logit_scale, "workspace_mib": workspace_mib})
     check_tensor("e", e)
+    if any_distributed(c, bias):
+        c, bias = plain_heads(c, bias, None)
     check_inputs(e, c, e.new_zeros(e.shape[:-1], dtype=torch.long), bias, None, -100, "none", 0)
     dtype = product_dtype(e, c)
     rows, weight = e.reshape(-1, e.shape[-1]).to(dtype), c.to(dtype)

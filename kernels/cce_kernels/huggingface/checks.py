@@ -118,8 +118,12 @@ def check_model(model: Any, kind: Any) -> None:
 
 
 def _check_head(head: Any) -> None:
-    """Raise a ValueError unless the head is a plain nn.Linear without hooks and with plain tensors."""
-    if type(head) is not nn.Linear:
+    """Raise a ValueError unless the head is a plain nn.Linear without hooks and with plain tensors.
+
+    FSDP2 may have sharded it: then its class and its tensors are FSDP2's, and its hooks torch's.
+    """
+    sharded = _of_fsdp2(type(head))
+    if type(head) is not nn.Linear and not sharded:
         raise ValueError(
             f"model: its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear; leave the "
             "head out of adapters (LoRA), quantisation and parametrizations"
@@ -130,16 +134,24 @@ def _check_head(head: Any) -> None:
             "(accelerate replaces it for a device_map of several devices and for offloading: keep the model on one)"
         )
     for name in ("weight", "bias"):
-        if type(getattr(head, name)) not in (nn.Parameter, Tensor, type(None)):
+        kind = type(getattr(head, name))
+        if kind not in (nn.Parameter, Tensor, type(None)) and not (sharded and kind.__name__ == "DTensor"):
             raise ValueError(
-                f"model: the {name} of its head is a {type(getattr(head, name)).__name__}, it must be a plain tensor; "
+                f"model: the {name} of its head is a {kind.__name__}, it must be a plain tensor; "
                 "quantisation and sharding must leave the head out"
             )
-    if any(getattr(head, name) for name in _HOOKS) or any(map(_alters, _GLOBAL_HOOKS)):
+    hooks = [getattr(head, name) for name in _HOOKS]
+    if any(map(_alters, hooks) if sharded else hooks) or any(map(_alters, _GLOBAL_HOOKS)):
         raise ValueError(
             "model: its head has forward or backward hooks (pruning, spectral_norm and weight_norm add such), "
             "which patch would skip; remove them"
         )
+
+
+def _of_fsdp2(kind: type) -> bool:
+    """Whether a class is nn.Linear with FSDP2's methods, which `fully_shard` makes of it."""
+    names = [f"{base.__module__.split('.')[0]}.{base.__name__}" for base in kind.__bases__]
+    return names == ["torch.FSDPModule", "torch.Linear"]
 
 
 def _alters(hooks: dict[int, Any]) -> bool:

@@ -208,7 +208,7 @@ def loss_of_dtensors(
     e, c, targets, bias, token_weights = (_waited(x) for x in (e, c, targets, bias, token_weights))
     options |= {"return_lse": return_lse, "return_metrics": return_metrics}
     if not _is_dtensor(e):
-        c, bias = _plain_heads(c, bias, main_grad_c, targets=targets, token_weights=token_weights)
+        c, bias = plain_heads(c, bias, main_grad_c, targets=targets, token_weights=token_weights)
         return function(
             e, c, targets, bias=bias, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,
             shift=shift, return_stats=return_stats, **options,
@@ -261,7 +261,7 @@ def log_probs_of_dtensors(
     e, c, targets, bias = (_waited(x) for x in (e, c, targets, bias))
     options["ignore_index"] = ignore_index
     if not _is_dtensor(e):
-        c, bias = _plain_heads(c, bias, main_grad_c, targets=targets)
+        c, bias = plain_heads(c, bias, main_grad_c, targets=targets)
         return function(e, c, targets, bias=bias, shift=shift, **options)
     c, bias, targets, _ = _checked(e, c, targets, bias, None, main_grad_c, shift, ignore_index)
     layout = Layout.of(e, c, spread=False)
@@ -272,8 +272,12 @@ def log_probs_of_dtensors(
     return layout.rows(found, targets, shift)
 
 
-def _plain_heads(c: Any, bias: Any, main_grad_c: Any, **of_rows: Any) -> tuple[Any, Any]:
-    """c and bias for a plain e."""
+def plain_heads(c: Any, bias: Any, main_grad_c: Any, **of_rows: Any) -> tuple[Any, Any]:
+    """c and bias for a plain e: gathered, if they are DTensors.
+
+    Raises:
+        ValueError: numbers of rows are DTensors, or main_grad_c is given.
+    """
     for name, x in of_rows.items():
         if _is_dtensor(x):
             raise ValueError(f"{name}: is a DTensor, e is none; give its to_local(), or a DTensor for e")

@@ -1,0 +1,99 @@
+"""A patched model on two ranks: transformers' Trainer with DDP, and PyTorch's FSDP2, as without the patch."""
+
+import os
+import socket
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cce_kernels
+import pytest
+import torch
+import torch.distributed as dist
+from patch_models import batch, build_hf
+from pool import Pool
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the ranks have their own process")
+RANKS = 2
+FSDP2: dict[str, dict[str, Any]] = {
+    "FSDP2": {}, "FSDP2, head by itself": {}, "FSDP2, tied": {"tie_word_embeddings": True}
+}  # fmt: skip
+
+
+def trained(patched: bool, folder: str) -> list[float]:
+    """Losses and gradients' norms of a Trainer, which wraps the model in DDP."""
+    ids, labels = (x.repeat(4, 1) for x in batch())
+    rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
+    arguments = TrainingArguments(
+        folder, use_cpu=True, ddp_backend="gloo", max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none",
+        seed=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(build_hf("Llama"), arguments, train_dataset=rows)
+    if patched:
+        cce_kernels.patch_trainer(trainer)
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    assert cce_kernels.is_patched(trainer.model) == patched
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+
+
+def sharded(patched: bool, head: bool, rank: int, **options: Any) -> list[torch.Tensor]:
+    """The loss and the gradients of a model under FSDP2, with the head as a part of its own or of the whole model."""
+    ids, labels = (x[rank : rank + 1] for x in batch())
+    model = build_hf("Llama", **options)
+    if patched:
+        cce_kernels.patch(model, predictions=True)
+    for part in (*model.model.layers, *([model.lm_head] if head else []), model):
+        fully_shard(part)
+    output = model.train()(input_ids=ids, labels=labels)
+    assert ("logits" in output) != patched
+    output.loss.backward()
+    assert all(isinstance(x.grad, DTensor) for x in model.parameters())
+    found = [output.loss.detach(), *(x.grad.full_tensor() for x in model.parameters())]
+    with torch.no_grad():
+        evaluated = model.eval()(input_ids=ids, labels=labels)
+    return [*found, evaluated.loss, evaluated.predictions if patched else evaluated.logits.argmax(-1)]
+
+
+def a_rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    try:
+        found["Trainer, DDP"] = [trained(patched, f"{folder}/{rank}") for patched in (True, False)]
+        for name, options in FSDP2.items():
+            head = "by itself" in name
+            found[name] = [sharded(patched, head, rank, **options) for patched in (True, False)]
+    except Exception:
+        found["error"] = traceback.format_exc()
+    finally:
+        torch.save(found, f"{folder}/found.{rank}")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Each rank's results, with the patch and without, by case."""
+    folder, pool = tmp_path_factory.mktemp("ranks"), Pool()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    pool.run(a_rank, [(rank, port, str(folder)) for rank in range(RANKS)], seconds=100)
+    pool.close()
+    return [torch.load(Path(f"{folder}/found.{rank}")) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", ["Trainer, DDP", *FSDP2])
+def test_losses_and_gradients_are_those_without_the_patch(name, found):
+    for of_rank in found:
+        assert name in of_rank, of_rank["error"]
+        got, want = of_rank[name]
+        assert len(got) == len(want) > 5
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
