@@ -202,6 +202,29 @@ def fsdp_and_tensor_parallel() -> None:
         compare(model, averaged(of, 2))
 
 
+def unsharded_head() -> None:
+    """FSDP2 gathers a head that is unsharded by hand, here over "dp", and sums as torchtitan tells it to."""
+    of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank("dp")
+    for parallel in (False, True):
+        model = Model()
+        if parallel:
+            parallelize_module(model.head, mesh["tp"], ColwiseParallel())
+        for part in (model.head, model):
+            fully_shard(part, mesh=mesh["dp"])
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no product beside the sum
+        hidden = model(of["e"][2 * rank : 2 * rank + 2])
+        hidden = DTensor.from_local(hidden, mesh["tp"], [R]) if parallel else hidden
+        model.head.unshard()
+        weight, bias = model.head.weight, model.head.bias
+        assert isinstance(weight, DTensor) == parallel
+        loss = linear_cross_entropy(hidden, weight, of["targets"][2 * rank : 2 * rank + 2], bias=bias)
+        assert isinstance(loss, DTensor) == parallel
+        loss.backward()
+        compare(model, [2 * grad for grad in averaged(of, 2)])
+
+
 def refused() -> None:
     of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     spread = {name: distribute_tensor(x, mesh["tp"], [R]) for name, x in of.items()}
@@ -252,7 +275,8 @@ def waits() -> None:
 FURTHER = {
     f.__name__: f
     for f in (
-        uneven_rows, few_rows_of_c, targets_as_dtensors, log_probabilities, fsdp, fsdp_and_tensor_parallel, refused,
+        uneven_rows, few_rows_of_c, targets_as_dtensors, log_probabilities, fsdp, fsdp_and_tensor_parallel,
+        unsharded_head, refused,
         summed, waits,
     )
 }  # fmt: skip
