@@ -21,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -35,6 +36,7 @@ from linrnn.core.redaction import holds_secret, secrets
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
 _OFFERED: dict[tuple[str, str], tuple[Any, str]] = {}  # options without a YAML file: values and description
+_PARSED: dict[tuple[Path, int, int], ConfigResult | None] = {}  # by file, time of its last change and size
 
 
 def offer(group: str, values: Any, about: str) -> None:
@@ -140,8 +142,23 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
 class _Files(CachingConfigRepository):
     """Hydra's files, each read once. Hydra would copy all schemas first, because its search path may change."""
 
-    def __init__(self, repository: IConfigRepository) -> None:
-        self.delegate, self.cache = repository, {}
+    def __init__(self, repository: IConfigRepository, config_dir: Path) -> None:
+        self.delegate, self.cache, self._dir = repository, {}, config_dir
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """As Hydra's. A file is parsed again only if it has changed; every composition gets a copy, as it alters it."""
+        key = f"config_path={config_path}"
+        if key not in self.cache:
+            file = self._dir / f"{config_path}.yaml"
+            try:
+                state = file.stat()
+            except (OSError, ValueError):  # a schema, or a name that no file can have: Hydra judges it
+                return super().load_config(config_path)
+            version = file, state.st_mtime_ns, state.st_size
+            if version not in _PARSED:
+                _PARSED[version] = self.delegate.load_config(config_path)
+            self.cache[key] = copy.deepcopy(_PARSED[version])
+        return self.cache[key]
 
 
 @functools.lru_cache(maxsize=256)  # Hydra takes 0.1 s; a report asks for the same three hundreds of times
@@ -154,7 +171,8 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> D
             loader = GlobalHydra.instance().config_loader()
             assert isinstance(loader, ConfigLoaderImpl)
             loader.ensure_main_config_source_available()
-            files, overrides = _Files(loader.repository), OverridesParser.create().parse_overrides([*options])
+            files = _Files(loader.repository, config_dir)
+            overrides = OverridesParser.create().parse_overrides([*options])
             found = create_defaults_list(files, config_name, overrides, prepend_hydra=False, skip_missing=False)
             composed = loader._compose_config_from_defaults_list(found.defaults, files)
             OmegaConf.set_struct(composed, True)
