@@ -199,9 +199,9 @@ def _git_state(file: Path) -> dict[str, Any] | None:
     folder = str(file.parent)
     if _answer("git", "-C", folder, "ls-files", "--error-unmatch", file.name) is None:
         return None
-    root = _answer("git", "-C", folder, "rev-parse", "--show-toplevel") or folder
-    commit = _answer("git", "-C", root, "rev-parse", "HEAD")
-    changes = _answer("git", "-C", root, "status", "--porcelain", "--", *CODE)
+    commit = _answer("git", "-C", folder, "rev-parse", "HEAD")
+    from_root = [f":/{path}" for path in CODE]
+    changes = _answer("git", "-C", folder, "status", "--porcelain", "--", *from_root)
     return {"commit": commit, "dirty": None if changes is None else changes != ""}
 
 
