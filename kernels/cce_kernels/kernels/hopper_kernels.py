@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper as hw
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..runtime.launch import READERS, quick
+from ..runtime.launch import EXACT, READERS, quick
 from ..runtime.tiles import grouped
 from .epilogues import exponentials_of, gradient_of, tail_of
 
@@ -294,15 +294,20 @@ def _gradient(
 
 
 class Descriptor(TensorDescriptor):
-    """A TMA descriptor without Triton's checks; see runtime/tiles.py."""
+    """A TMA descriptor without Triton's checks; see runtime/tiles.py. The layout follows from dtype and block."""
 
-    def __post_init__(self) -> None:
-        pass
+    def __init__(self, x: Tensor, rows: int, cols: int) -> None:
+        self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), [rows, cols]  # type: ignore
+        self.layout = _swizzled(min(128, cols * x.itemsize))
+        self.exact = (x.data_ptr(), x.dtype, self.shape, self.strides, rows, cols)
+
+
+EXACT.add(Descriptor)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """TMA descriptor of x for blocks of rows × cols, with the shared-memory layout that the tensor cores read."""
-    return Descriptor(x, x.shape, x.stride(), [rows, cols], _swizzled(min(128, cols * x.itemsize)))
+    return Descriptor(x, rows, cols)
 
 
 @lru_cache

@@ -110,6 +110,8 @@ def _exact(key: list[Any], args: tuple) -> tuple:
             key.append(x)
         elif kind in _TENSORS:
             key += (x.data_ptr(), x.dtype)
+        elif kind in EXACT:
+            key.append(x.exact)
         else:
             key.append(_described(x))
     return tuple(key)
@@ -128,6 +130,7 @@ def _described(x: Any) -> Any:
 
 _NUMBERS = {int, float, bool, type(None)}
 _TENSORS = {Tensor, Parameter}
+EXACT: set[type] = set()  # types of arguments that name all that a launch reads of them, in a tuple `exact`
 
 
 def _fits_32_bits(x: int) -> bool:

@@ -9,7 +9,8 @@ long as addresses, sizes and dtypes are the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import triton
@@ -37,6 +38,20 @@ def known_version() -> bool:
     return triton.__version__.split("+")[0] in TRITONS
 
 
+@cache
+def _inside(launch: Callable[..., None]) -> tuple[Callable[..., None], set[int], list[Any]] | None:
+    """The driver's launch, the places of descriptors among a kernel's arguments, and what encodes them.
+
+    None if they are not where this file looks for them.
+    """
+    if not inspect.isfunction(launch):  # the driver's launch itself: the kernel has no descriptors
+        return launch, set(), []
+    inside = inspect.getclosurevars(launch).nonlocals  # Triton's loop over descriptors, around the driver's launch
+    if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inside.keys():
+        return None
+    return inside["launcher"], inside["tensordesc_indices"], inside["tensordesc_meta"]
+
+
 def call_of(compiled: Any, grid: tuple[int, int, int], args: tuple) -> Call | None:
     """The launch of a compiled kernel with these arguments; None where only Triton's launcher serves it.
 
@@ -47,14 +62,10 @@ def call_of(compiled: Any, grid: tuple[int, int, int], args: tuple) -> Call | No
         return None
     if run.global_scratch_size or run.profile_scratch_size:  # Triton allocates this memory anew for every launch
         return None
-    launch = run.launch
-    described: set[int] = set()
-    metas: Iterator[Any] = iter(())
-    if inspect.isfunction(launch):  # Triton's loop that encodes descriptors, around the driver's launch
-        inside = inspect.getclosurevars(launch).nonlocals
-        if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inside.keys():
-            return None
-        launch, described, metas = inside["launcher"], inside["tensordesc_indices"], iter(inside["tensordesc_meta"])
+    inside = _inside(run.launch)
+    if inside is None:
+        return None
+    launch, described, metas = inside[0], inside[1], iter(inside[2])
     values: list[Any] = []
     for place, x in enumerate(args):
         if place in described:
@@ -71,16 +82,8 @@ def call_of(compiled: Any, grid: tuple[int, int, int], args: tuple) -> Call | No
     first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     nothing = None, None, None  # launch metadata and two hooks
     if hasattr(run, "arg_annotations"):  # 3.7
-        rest = (
-            *first,
-            compiled.packed_metadata,
-            *nothing,
-            None,
-            None,
-            run.arg_annotations,
-            run.kernel_signature,
-            values,
-        )
+        scratch = None, None
+        rest = (*first, compiled.packed_metadata, *nothing, *scratch, run.arg_annotations, run.kernel_signature, values)
     else:
         rest = (*first, None, None, compiled.packed_metadata, *nothing, *values)
     return Call(launch, grid, rest)

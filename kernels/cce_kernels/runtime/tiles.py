@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .devices import IN_INTERPRETER, Device, properties, target
 from .interpreter import INTERPRETED, mend
+from .launch import EXACT
 from .tile_table import FULL_PRECISION, Tiles, row_for
 
 if INTERPRETED:
@@ -87,15 +88,22 @@ def aligned(x: Tensor) -> Tensor:
 
 
 class Descriptor(TensorDescriptor):
-    """A TMA descriptor without Triton's checks, which take most of the time to make one. The tensor is known to fit."""
+    """A TMA descriptor without Triton's checks, which take most of the time to make one. The tensor is known to fit.
 
-    def __post_init__(self) -> None:
-        pass
+    exact: all that a launch reads of the descriptor, see `launch.EXACT`.
+    """
+
+    def __init__(self, x: Tensor, rows: int, cols: int) -> None:
+        self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), [rows, cols]  # type: ignore
+        self.exact = (x.data_ptr(), x.dtype, self.shape, self.strides, rows, cols)
+
+
+EXACT.add(Descriptor)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """TMA descriptor of x for blocks of rows × cols. A block reads zeros beyond x, and writes nothing there."""
-    return Descriptor(x, x.shape, x.stride(), [rows, cols])
+    return Descriptor(x, rows, cols)
 
 
 def device_of(x: Tensor) -> Device:

@@ -377,6 +377,26 @@ def test_wrong_arguments_are_refused_by_name(message):
         linear_cross_entropy(**arguments)
 
 
+READ_ONCE = {"e", "c", "targets", "bias", "main_grad_c", "ignore_index", "reduction", "shift"}
+
+
+@pytest.mark.parametrize("message", [key for key, wrong in REFUSED.items() if wrong.keys() <= READ_ONCE])
+def test_wrong_inputs_are_refused_after_right_ones_have_passed(monkeypatch, message):
+    """On a GPU the checks are left out for inputs like those of an earlier call. Targets' values are not checked."""
+    from cce_kernels import arguments
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(arguments, "_PASSED", set())
+    inputs = {"e": E, "c": C, "targets": T, "bias": None, "main_grad_c": None}
+    inputs |= {"ignore_index": -100, "reduction": "mean", "shift": 0}
+    for _ in range(2):
+        arguments.check_inputs(**inputs)
+    if "lies outside" not in message:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            arguments.check_inputs(**inputs | REFUSED[message])
+    assert len(arguments._PASSED) == 1
+
+
 def test_it_runs_where_numpy_is_not_installed_and_without_torchs_compiler():
     """torch and Triton do not need numpy, so an environment with only the kernels lacks it."""
     program = """
