@@ -6,6 +6,7 @@ as the test's own.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -84,7 +85,9 @@ def _call(path: list[str], module: str, function: str, arguments: dict[str, Any]
     sys.path[:] = path
     with pytest.MonkeyPatch.context() as monkeypatch:
         try:
+            gc.disable()  # imports leave no garbage
             test = getattr(importlib.import_module(module), function)
+            gc.enable()
             test(**arguments, **({"monkeypatch": monkeypatch} if patch else {}))
         except pytest.skip.Exception as skipped:
             return "skipped", str(skipped)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 LAZY = """
+import gc
+gc.disable()  # imports leave no garbage, and looking for it takes two seconds
 import sys
 import torch
 from linrnn.models.fla_import import import_fla
