@@ -42,7 +42,7 @@ def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     device = e.device.type
     if not e.is_meta and torch.is_autocast_enabled(device):  # torch has no autocast on meta
         return torch.get_autocast_dtype(device)
-    return torch.promote_types(e.dtype, c.dtype)
+    return e.dtype if e.dtype == c.dtype else torch.promote_types(e.dtype, c.dtype)
 
 
 def gradients_wanted(

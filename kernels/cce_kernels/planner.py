@@ -154,6 +154,7 @@ def splits_beside(rows: int, cols: int, programs: int) -> int:
     return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * _tiles(rows, cols)))))
 
 
+@lru_cache(maxsize=1024)
 def splits_alone(rows: int, cols: int, programs: int) -> int:
     """The same for one chunk whose products run one after the other; 0 if they had better run side by side.
 

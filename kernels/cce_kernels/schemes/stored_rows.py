@@ -74,7 +74,7 @@ def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:
     if home is None:
         return x.new_empty(n_rows, cdiv(dim, 64) * 64)[:, :dim]
     if home.dtype == x.dtype:
-        return home[:n_rows]
+        return rows_of(slice(0, n_rows), home)
     return home.view(-1).view(x.dtype)[: n_rows * dim].view(n_rows, dim)
 
 
