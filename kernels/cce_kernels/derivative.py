@@ -2,7 +2,7 @@
 
 operators.py and parallel/operators.py use it. Their functions take e, c, targets, bias, main_grad_c, stats and weights
 first. They return loss, LSE, metrics, the state of the backward pass and its plan. Metrics and tensors of the state may
-be None; state.py turns them into the tensors of an operator.
+be None; runtime/state.py turns them into the tensors of an operator.
 """
 
 from __future__ import annotations

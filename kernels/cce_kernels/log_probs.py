@@ -131,4 +131,5 @@ def predicted_tokens(
             torch.argmin(logits, dim=-1, out=out)
         else:
             torch.argmax(logits, dim=-1, out=out)
+        del logits  # before the next block's
     return found.view(e.shape[:-1])

@@ -20,7 +20,7 @@ from .options import Options, options_of
 from .planner import Plan, Problem, skips_ignored
 from .row_math import assemble_loss, where_it_counts
 from .runtime.devices import kernels_on
-from .state import State, filled, present, used_up
+from .runtime.state import State, filled, present, used_up
 
 # The fields of Options in order: the last inputs of most operators.
 OPTIONS = (

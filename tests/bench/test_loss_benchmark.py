@@ -128,6 +128,15 @@ def test_the_truth_is_what_fp64_autograd_gives(kind, monkeypatch):
     torch.testing.assert_close(truth.weight_VD, w.grad)
 
 
+@pytest.mark.parametrize("kind", ["peaked", "half_ignored"])
+def test_a_timed_step_has_the_truth_s_loss_and_gradients(kind):
+    problem = make_problem(TINY, kind, torch.float32, CPU, 0)
+    truth, loss = truth_of(problem), build_loss(parse_loss("standard"), device=CPU)
+    assert timing.step(loss, problem).item() == pytest.approx(truth.loss, rel=1e-5)
+    for found, true in zip(problem.gradients(), (truth.hidden_ND, truth.weight_VD), strict=True):
+        assert relative_error(found, true) < 1e-5
+
+
 def test_relative_error_is_the_frobenius_norm_of_the_difference(monkeypatch):
     monkeypatch.setattr("linrnn.bench.loss.problems._BLOCK_ROWS", 1)
     true = torch.randn(50, 3, dtype=torch.float64)

@@ -23,7 +23,7 @@ from ..options import Options, options_of
 from ..planner import Plan, Problem
 from ..row_math import IGNORED, Rows, assemble_loss, weighted, where_it_counts
 from ..runtime.devices import kernels_on
-from ..state import State, filled, present, used_up
+from ..runtime.state import State, filled, present, used_up
 from .sharding import Gathered, Reduced, Same, Spread, chunk_rows, process_group
 
 # The inputs of ../operators.py, but without a reduction: these operators return row losses, which api.py sums.

@@ -48,8 +48,8 @@ from ..kernels.targets.order import order_by_target
 from ..options import Options
 from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
+from ..runtime.state import State, present
 from ..runtime.tiles import cdiv, multiprocessors, tiles_for
-from ..state import State, present
 from .last_chunk import LastChunk, finish_one, finish_several, lends_to_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
 

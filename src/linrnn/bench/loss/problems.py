@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,11 @@ class Problem:
     @property
     def device(self) -> torch.device:
         return self.labels_N.device
+
+    @cached_property
+    def n_counted(self) -> int:
+        """The number of labels that are not ignored."""
+        return int((self.labels_N != IGNORE_INDEX).sum())
 
     @property
     def gradient_bytes(self) -> int:
@@ -174,7 +180,7 @@ def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Soluti
     """The solution in `dtype`, a block of rows at a time. Only (softmax - onehot) is rounded to `operand`."""
     weight = problem.weight_VD.to(dtype)
     grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
-    n = int((problem.labels_N != IGNORE_INDEX).sum())
+    n = problem.n_counted
     blocks = zip(problem.hidden_ND.split(_BLOCK_ROWS), problem.labels_N.split(_BLOCK_ROWS), strict=True)
     for leaf, labels in blocks:
         hidden = leaf.to(dtype)

@@ -33,7 +33,7 @@ def forward(loss: LossBackend, problem: Problem) -> torch.Tensor:
     tensors = problem.hidden_ND, problem.weight_VD, problem.labels_N
     same = problem.hidden_ND.dtype == problem.compute_dtype
     output = loss(*tensors) if same else loss.mixed(*tensors, problem.compute_dtype)
-    return output.sum_nats / len(problem.labels_N)
+    return output.sum_nats / problem.n_counted
 
 
 def evaluate(loss: LossBackend, problem: Problem) -> None:
