@@ -22,9 +22,9 @@ def build(folder: Path) -> Path:
     shutil.copytree(HERE.parent / "cce_kernels", variant, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(HERE / "layers.py", variant)
     shutil.copy(HERE.parent / "README.md", folder)
-    with open(variant / "__init__.py", "a") as package:
+    with open(variant / "__init__.py", "a", encoding="utf-8") as package:
         package.write("\nfrom . import layers  # noqa: E402, F401\n")
-    (variant / "metadata.json").write_text(json.dumps(METADATA, indent=2))
+    (variant / "metadata.json").write_text(json.dumps(METADATA, indent=2), encoding="utf-8")
     return folder
 
 

@@ -145,7 +145,7 @@ def test_a_model_that_patch_refuses_gets_the_reason():
     model = build_hf("Llama")
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     found = measured(model)
-    assert found.loss.startswith("its own, test_doctor.")
+    assert found.loss.startswith(f"its own, {__name__}.")
     assert "because patch refuses: model: has a loss_function" in found.switch
     assert not found.same_loss
     assert "the losses differ" in str(found)
