@@ -23,11 +23,12 @@ def mend() -> None:
 
     builder = interpreter.InterpreterBuilder
     convert, dot = interpreter._convert_float, builder.create_dot
-    rounded = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e5: (torch.float8_e5m2, torch.uint8)}
+    # By name, because a type's hash may change: other code makes the interpreter quicker that way.
+    rounded = {"bf16": (torch.bfloat16, torch.uint16), "fp8e5": (torch.float8_e5m2, torch.uint8)}
 
     def convert_float(data, source, target, rounding_mode):
-        if source == tl.float32 and target in rounded:
-            to, bits = rounded[target]
+        if source == tl.float32 and target.name in rounded:
+            to, bits = rounded[target.name]
             return torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).to(to).view(bits).numpy()
         if (source, target) == (tl.bfloat16, tl.float32):
             return (np.ascontiguousarray(data).astype(np.uint32) << 16).reshape(data.shape)

@@ -1,6 +1,7 @@
 """The schemes with three and with four products in Triton's interpreter: stored exponentials, sums over chunks."""
 
 import pytest
+import torch
 from cases import (
     APART,
     SKIPPED_ROWS,
@@ -50,3 +51,12 @@ def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(argument
 
 
 # Few draws: the interpreter is slow. test_linear_cross_entropy draws many more on the torch path.
+
+
+def test_casts_to_bf16_round_also_after_the_types_hash_has_changed(monkeypatch):
+    """quick_interpreter.py changes it, before or after the interpreter is mended."""
+    core, interpreter = pytest.importorskip("triton.language").core, pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(core.dtype, "__hash__", lambda self: hash((self.name, "anew")))
+    up = torch.tensor([1 + 2**-8 + 2**-12])  # rounds to 1 + 2^-7; truncated it is 1
+    bits = interpreter._convert_float(up.numpy(), core.float32, core.bfloat16, None)
+    assert torch.equal(torch.from_numpy(bits.view("int16")).view(torch.bfloat16), up.bfloat16())
