@@ -15,6 +15,7 @@ train: $(VENV)/base   ## set up, then `python train.py model=gla loss=cce_kahan`
 	$(RUN) train.py model=gla loss=cce_kahan $(ARGS)
 
 test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
+	@$(RUN) -m compileall -qq src kernels || true
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU

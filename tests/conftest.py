@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
-from forked import ROOT, Popen, run_elsewhere, start
+from forked import ROOT, Popen, run_elsewhere, start, start_server, use_server
 from hydra.core.config_store import ConfigStore
 from interpreted import ON, Interpreter
 
@@ -43,6 +45,18 @@ SMALL = (
 
 
 _interpreter = Interpreter()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All workers fork from one server: it imports the libraries once, while the workers collect the tests."""
+    with patch.dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")):
+        node.workerinput["fork_server"] = start_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        use_server(config.workerinput["fork_server"])
 
 
 @pytest.hookimpl(tryfirst=True)

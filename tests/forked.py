@@ -6,9 +6,10 @@ Tests of how a command starts in a new interpreter use the fixture `fresh_comman
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,16 +19,32 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
 
+_server = forkserver._forkserver  # type: ignore[attr-defined]
+
+
 def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
     """Call a function of an importable module in such a process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm"])
-    path = os.environ.get("PYTHONPATH")
-    with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{path}" if path else str(TESTS)):
-        forkserver.ensure_running()
-    process = context.Process(target=function, args=arguments)
+    start_server()
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def start_server() -> str:
+    """Start the process from which all others are forked, unless it runs. Returns its address."""
+    if _server._forkserver_address and _server._forkserver_pid is None:  # another process has started it
+        _server.ensure_running = resource_tracker.ensure_running
+    forkserver.set_forkserver_preload(["warm"])
+    path = os.environ.get("PYTHONPATH")
+    with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{path}" if path else str(TESTS)):
+        _server.ensure_running()
+    return _server._forkserver_address
+
+
+def use_server(address: str) -> None:
+    """Fork from the server that another process has started, and that ends with that process."""
+    _server._forkserver_address = address
+    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # stands in for the owner's pipe
 
 
 def spawn(function: Callable[..., None], *arguments: object) -> BaseProcess:
@@ -72,12 +89,24 @@ def run_elsewhere(
 
 
 class Popen:
-    """What a sweep's point needs of `subprocess.Popen`: `python train.py …` in such a process."""
+    """What a sweep or torchrun needs of `subprocess.Popen`: `python train.py …` in such a process."""
 
-    def __init__(self, command: Sequence[str], *, stdout: BinaryIO, env: dict[str, str], **_: Any) -> None:
-        _, script, *overrides = command
-        log = Path(stdout.name)
-        self._process = start(run_elsewhere, env, Path.cwd(), Path(script).name, overrides, log, log)
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: dict[str, str],
+        stdout: BinaryIO | None,
+        start_new_session: bool = False,
+        **_: Any,
+    ) -> None:
+        _, script, *overrides = (argument for argument in args if argument != "-u")
+        log = Path(stdout.name if stdout else "/proc/self/fd/1").resolve()
+        self._process = start(
+            run_in_session if start_new_session else run_elsewhere,
+            *(env, Path.cwd(), Path(script).name, overrides, log, log),
+        )
+        self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -86,9 +115,26 @@ class Popen:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+
+def run_in_session(*arguments: Any) -> None:
+    """As :func:`run_elsewhere`, in a session of its own: whoever started the command signals its process group."""
+    os.setsid()
+    run_elsewhere(*arguments)
+
+
+def run_torchrun(arguments: list[str], printed: Path) -> None:
+    """Run torchrun in this process. The ranks that it starts are forked."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    with patch.object(subprocess_handler, "Popen", Popen):
+        run_script(run.__file__, arguments, printed)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.run
 from data_helpers import sentences, write_jsonl
-from forked import run_elsewhere, start
-from rank_process import ROOT, curve, ended, output, start_ranks, summary_of
+from forked import run_torchrun, start
+from rank_process import curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -181,7 +180,7 @@ def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(small:
     overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
     arguments = ["--standalone", "--nproc-per-node=2", "train.py", *overrides]
     printed = tmp_path / "printed"
-    launcher = start(run_elsewhere, dict(os.environ), ROOT, torch.distributed.run.__file__, arguments, printed, printed)
+    launcher = start(run_torchrun, arguments, printed)
     try:
         directory = wait_for_step(tmp_path / "results/ddp", 3)
         launcher.terminate()
