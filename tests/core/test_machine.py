@@ -21,8 +21,9 @@ from linrnn.core.machine import GIB, available_memory, free_disk
 from linrnn.data import prepare
 from linrnn.data.cache import KEPT_SECONDS, sweep
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
-from linrnn.models import architecture, build_model, fla_models, open_pretrained
+from linrnn.models import architecture, build_model, open_pretrained
 from linrnn.models.architecture import resolve
+from linrnn.models.facts import FACTS, ModelFacts
 from linrnn.training import plan as plan_module
 from linrnn.training.plan import Plan, make_training_plan
 from linrnn.training.trainer import Trainer
@@ -214,7 +215,7 @@ def test_what_a_living_process_holds_is_left_alone(tmp_path: Path) -> None:
 @pytest.fixture
 def fifth_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """A model of FLA's without formulas, except those of its parameters, without which it cannot be built."""
-    monkeypatch.setitem(architecture.MIXER_PARAMETERS, "retnet", architecture.MIXER_PARAMETERS["transformer"])
+    monkeypatch.setitem(FACTS, "retnet", ModelFacts("retnet", "RetNet", "RetNet", FACTS["transformer"].matched))
     return "retnet"
 
 
@@ -265,7 +266,6 @@ def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
     fifth_model: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FLA's own kernels of it would end in an error of Triton's."""
-    monkeypatch.setattr("linrnn.models.support.MODELS", (*architecture.MODELS, fifth_model))
     config = load_config(small("trainer.max_steps=2"))
     mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
     config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
@@ -277,7 +277,6 @@ def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
     with pytest.raises(UnsupportedError, match=refusal):
         build_model(resolve(config.model, config.size, 512), device="cpu")
     (tmp_path / "config.json").write_text('{"model_type": "retnet"}')
-    monkeypatch.setitem(fla_models.CLASSES, fifth_model, "RetNet")
     with pytest.raises(UnsupportedError, match=refusal):
         open_pretrained(tmp_path, torch.device("cpu"))
 

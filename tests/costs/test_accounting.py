@@ -25,7 +25,6 @@ from linrnn.costs import (
     vocabulary_loss_bytes,
 )
 from linrnn.costs.flops import forward_flops
-from linrnn.costs.mixers import FLOPS_OF_MIXERS
 from linrnn.costs.utilisation import mfu_of_summary
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme
 from linrnn.losses.cce_apple import CceAppleLossConfig
@@ -34,6 +33,7 @@ from linrnn.losses.liger import LigerLossConfig
 from linrnn.losses.torch_native import TorchNativeLossConfig
 from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, resolve
+from linrnn.models.facts import facts_of
 
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -145,7 +145,7 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
     linears = {
         name: module for name, module in language_model.blocks[0].attn.named_modules() if isinstance(module, nn.Linear)
     }
-    assert sorted(FLOPS_OF_MIXERS[model].projections(arch)) == sorted(
+    assert sorted(facts_of(model).flops.projections(arch)) == sorted(
         (m.in_features, m.out_features) for m in linears.values()
     )
 

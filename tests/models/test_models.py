@@ -17,7 +17,8 @@ from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.models import LanguageModel, build_model, check_supported, load_weights, support
 from linrnn.models.architecture import MODELS, Architecture, resolve
-from linrnn.models.chunk_size import KERNELS, leave_out_slow_configurations
+from linrnn.models.chunk_size import leave_out_slow_configurations
+from linrnn.models.facts import FACTS
 
 CPU = torch.device("cpu")
 TINY = SizeConfig(
@@ -274,7 +275,10 @@ def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch
         torch.testing.assert_close(grad, eager[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("model", "size"), [(name, size) for name in KERNELS for size in KERNELS[name][2]])
+CHUNKED = {name: facts.chunks for name, facts in FACTS.items() if facts.chunks}
+
+
+@pytest.mark.parametrize(("model", "size"), [(name, size) for name in CHUNKED for size in CHUNKED[name].sizes])
 def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     model: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

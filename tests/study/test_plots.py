@@ -8,8 +8,9 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from linrnn.core.plot_style import LOSSES, in_words, looks, model_in_words
+from linrnn.core.plot_style import LOSSES, in_words, looks
 from linrnn.losses import loss_names
+from linrnn.models.facts import model_in_words
 from linrnn.study import figures, plots
 from linrnn.study.results import read_committed
 

@@ -32,7 +32,6 @@ OTHER = ("#44AA99", "8", "")  # for a loss that only the benchmark knows
 FILLINGS = ("full", "none", "left", "bottom", "right", "top")
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # for curves of other things, e.g. models
-MODELS = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "kda": "KDA", "transformer": "Transformer"}
 GREY, PALE = "#666666", "#E4E4E4"
 WIDTH = 10.0  # inches; the widest figure. Git hosts show it at about 900 pixels
 _LOOKS: Any = {
@@ -111,17 +110,6 @@ def power(value: float) -> str:
     """`value` as 2^k if that is exact, else as a decimal."""
     exponent = math.log2(value)
     return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
-
-
-def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -> str:
-    """A model's name as people write it, with the name of its size and the number of its parameters."""
-    words = f"{MODELS.get(name, name)} {size}".strip()
-    if not n_parameters:
-        return words
-    millions = n_parameters / 1e6
-    return (
-        f"{words} ({millions / 1e3:.2g} B parameters)" if millions >= 1000 else f"{words} ({millions:.0f} M parameters)"
-    )
 
 
 def subplots(*arguments: Any, **options: Any) -> Any:

@@ -10,11 +10,10 @@ from linrnn.config.schema import FsdpConfig, LossConfig, ParallelConfig, VocabCo
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters
 from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
+from linrnn.models.facts import facts_of
 
 ID = 8  # bytes of a token id or label
 AGREEMENT = 1024  # bytes in which every rank describes its arguments
-# Whether FLA's kernels need some of a model's parameters in fp32. FSDP then gathers its blocks in fp32 under autocast.
-KEEPS_FP32 = {"gla": False, "gated_deltanet": True, "kda": True, "transformer": False}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def gathered_bytes(model: str, precision: str) -> int | None:
     """Bytes per element in which FSDP gathers the blocks' weights; None for an unknown model."""
     if precision != "bf16_autocast":
         return BF16 if precision == "bf16" else FP32
-    return {True: FP32, False: BF16, None: None}[KEEPS_FP32.get(model)]
+    return {True: FP32, False: BF16, None: None}[facts_of(model).keeps_fp32]
 
 
 def communication(

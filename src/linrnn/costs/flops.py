@@ -26,8 +26,8 @@ Sources of `mfu_6n`: PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commi
 """
 
 from linrnn.costs.devices import peak_flops_per_second
-from linrnn.costs.mixers import FLOPS_OF_MIXERS
 from linrnn.models.architecture import Architecture
+from linrnn.models.facts import facts_of
 
 BACKWARD = 2  # products of the backward pass for each product of the forward pass
 
@@ -37,7 +37,7 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
 
     The components are mixer_projections, mixer_scan (the recurrence, or attention), mlp and vocabulary.
     """
-    if (mixer := FLOPS_OF_MIXERS.get(arch.model)) is None:
+    if (mixer := facts_of(arch.model).flops) is None:
         return None
     tokens, layers = n_sequences * seq_len, arch.num_layers
     return {
@@ -56,7 +56,7 @@ def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | Non
 
 def model_flops_6n(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
     """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu_6n`; None: unknown."""
-    if (mixer := FLOPS_OF_MIXERS.get(arch.model)) is None:
+    if (mixer := facts_of(arch.model).flops) is None:
         return None
     parameters = arch.body_parameters + arch.embedding_parameters  # the head's; an untied embedding is only read
     mixing = arch.num_layers * arch.num_heads * mixer.usual(arch, seq_len)

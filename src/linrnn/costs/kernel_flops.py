@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from linrnn.config.schema import LossConfig
 from linrnn.costs.flops import BACKWARD, forward_flops
-from linrnn.costs.mixers import FLOPS_OF_MIXERS
 from linrnn.losses.formulas import BF16
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
+from linrnn.models.facts import facts_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def kernel_flops(
         compute: bytes per element of hidden states and head.
     """
     forward = forward_flops(arch, n_sequences, seq_len)
-    mixer, formulas = FLOPS_OF_MIXERS.get(arch.model), FORMULAS_OF_LOSSES.get(loss.name)
+    mixer, formulas = facts_of(arch.model).flops, FORMULAS_OF_LOSSES.get(loss.name)
     if forward is None or mixer is None or formulas is None:
         return None
     tokens = n_sequences * seq_len

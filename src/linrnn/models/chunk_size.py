@@ -13,27 +13,18 @@ import torch
 from torch import Tensor
 
 from linrnn.models.cpu_ops import mixers
+from linrnn.models.facts import Chunks
 from linrnn.models.fla_import import import_fla
 
-# FLA's module, the kernel's name there, and the chunk sizes that it takes (for GLA: see `chunk_gla`). 256 is too large
-# for GLA: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in shared memory, which has at most 227 KiB.
-KERNELS = {
-    "gla": ("fla.layers.gla", "chunk_gla", (64, 128)),
-    "gated_deltanet": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
-    "kda": ("fla.layers.kda", "chunk_kda", (32, 64)),
-}
 # Multiply-adds that a thread of FLA's kernel for dv may unroll: the most of any configuration with 64 tokens.
 UNROLLED_MULTIPLY_ADDS = 8192
-# At this many tokens or fewer FLA's GLA layer uses its recurrent kernel, which has no chunks.
-GLA_RECURRENT_TOKENS = 64
 
 
-def with_chunk_size(forward: Callable[..., Any], model: str, chunk_size: int) -> Callable[..., Any]:
-    """The `forward` of a block of `model`, run with kernels of this chunk size."""
-    module_name, name, _ = KERNELS[model]
-    module = import_fla(module_name)
+def with_chunk_size(forward: Callable[..., Any], chunks: Chunks, chunk_size: int) -> Callable[..., Any]:
+    """The `forward` of a block, run with kernels of this chunk size."""
+    module, name = import_fla(chunks.module), chunks.name
     # torch's compiler takes a second to import: only here
-    chosen = torch.compiler.disable(chunk_gla) if model == "gla" else getattr(module, name)
+    chosen = torch.compiler.disable(chunks.own) if chunks.own else getattr(module, name)
     kernel = functools.partial(chosen, chunk_size=chunk_size)
 
     def call(*args: Any, **kwargs: Any) -> Any:

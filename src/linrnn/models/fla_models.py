@@ -2,21 +2,14 @@
 
 from typing import Any
 
-from linrnn.models.architecture import Architecture
+from linrnn.models.facts import FACTS, Architecture, matched
 from linrnn.models.fla_import import import_fla
-
-CLASSES = {
-    "gla": "GLA",
-    "gated_deltanet": "GatedDeltaNet",
-    "kda": "KDA",
-    "transformer": "Transformer",
-}
 
 
 def fla_classes(model: str) -> tuple[Any, Any]:
     """The class of the causal language model, and the class of its configuration."""
-    module = import_fla(f"fla.models.{model}")
-    return getattr(module, f"{CLASSES[model]}ForCausalLM"), getattr(module, f"{CLASSES[model]}Config")
+    module, classes = import_fla(f"fla.models.{model}"), FACTS[model].classes
+    return getattr(module, f"{classes}ForCausalLM"), getattr(module, f"{classes}Config")
 
 
 def fla_config(arch: Architecture) -> Any:
@@ -30,12 +23,4 @@ def fla_config(arch: Architecture) -> Any:
         "tie_word_embeddings": arch.tie_embeddings,
         "use_cache": False,
     }
-    match arch.model:
-        case "gla":
-            d = arch.hidden_size
-            mixer = {"expand_k": arch.key_dim / d, "expand_v": arch.value_dim / d}
-        case "gated_deltanet" | "kda":
-            mixer = {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim}
-        case _:
-            mixer = {}
-    return fla_classes(arch.model)[1](**shared, **mixer)
+    return fla_classes(arch.model)[1](**shared, **matched(arch.model).settings(arch))

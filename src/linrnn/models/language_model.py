@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linrnn.core.errors import ConfigError
-from linrnn.models.architecture import Architecture
-from linrnn.models.chunk_size import GLA_RECURRENT_TOKENS, with_chunk_size
+from linrnn.models.chunk_size import with_chunk_size
+from linrnn.models.facts import Architecture, facts_of
 
 # Parameters that FLA's kernels always read in fp32: logarithms of decay rates.
 KEPT_IN_FP32 = ("A_log", "dt_bias")
@@ -23,12 +23,14 @@ class LanguageModel(nn.Module):
     Attributes:
         hf: FLA's model, a transformers `PreTrainedModel`; checkpoints use the names of its state dict.
         arch: the dimensions of the model.
+        chunks: the kernel that runs with `model.chunk_size`; None: the default is used.
     """
 
     def __init__(self, hf: Any, arch: Architecture) -> None:
         super().__init__()
         self.hf = hf
         self.arch = arch
+        self.chunks = facts_of(arch.model).chunks if arch.chunk_size is not None else None
         self._compiled = False
         self._checkpointed = False
         self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
@@ -47,13 +49,14 @@ class LanguageModel(nn.Module):
         Raises:
             ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use chunks.
         """
-        if self.arch.model == "gla" and self.arch.chunk_size is not None:
+        if self.chunks is not None:
             n_tokens = input_ids_BT.shape[1] if cu_seqlens is None else input_ids_BT.numel()
-            if n_tokens <= GLA_RECURRENT_TOKENS:
+            if n_tokens <= self.chunks.recurrent_tokens:
                 raise ConfigError(
                     f"model.chunk_size={self.arch.chunk_size} has no effect on {n_tokens} tokens: at "
-                    f"{GLA_RECURRENT_TOKENS} or fewer FLA's GLA uses a recurrent kernel",
-                    f"use model.chunk_size=null, or trainer.seq_len above {GLA_RECURRENT_TOKENS}",
+                    f"{self.chunks.recurrent_tokens} or fewer FLA's {facts_of(self.arch.model).title} uses a recurrent "
+                    "kernel",
+                    f"use model.chunk_size=null, or trainer.seq_len above {self.chunks.recurrent_tokens}",
                 )
         options = {"use_cache": False, "return_dict": False}
         if cu_seqlens is None:
@@ -134,8 +137,9 @@ class LanguageModel(nn.Module):
             forward: Callable[..., Any] = MethodType(type(block).forward, block)
             if self._compiled:
                 forward = torch.compile(forward)
-            if self.arch.chunk_size is not None:
-                forward = with_chunk_size(forward, self.arch.model, self.arch.chunk_size)
+            if self.chunks is not None:
+                assert self.arch.chunk_size is not None
+                forward = with_chunk_size(forward, self.chunks, self.arch.chunk_size)
             if self._checkpointed:
                 forward = partial(checkpoint, forward, use_reentrant=False)
             block.forward = forward

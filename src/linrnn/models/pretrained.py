@@ -11,7 +11,8 @@ from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.models import cpu_ops
 from linrnn.models.attention import install_sdpa
-from linrnn.models.fla_models import CLASSES, fla_classes
+from linrnn.models.facts import FACTS
+from linrnn.models.fla_models import fla_classes
 
 
 def open_pretrained(directory: Path, device: torch.device) -> Any:
@@ -27,8 +28,8 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
         name = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
-    if name not in CLASSES:
-        raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(CLASSES)}")
+    if name not in FACTS:
+        raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(FACTS)}")
     if device.type == "cpu":
         cpu_ops.check_model(name)
     model_class, _ = fla_classes(name)

@@ -9,13 +9,9 @@ from packaging.version import Version
 from linrnn.config.schema import ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.models import cpu_ops
-from linrnn.models.architecture import MODELS
-from linrnn.models.chunk_size import KERNELS
+from linrnn.models.facts import facts_of, matched
 
 FLA_VERSION = "0.6.0"
-# From the first to below the second version of Triton, scalar-gated delta rules have a wrong backward pass on Hopper.
-# FLA 0.6.0 refuses it there (its issue 640).
-WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
 
 
 def check_supported(model: ModelConfig, device: torch.device) -> None:
@@ -26,8 +22,7 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
         UnsupportedError: FLA is missing or of another version, the device does not exist, the model has no CPU form, or
             Triton has known wrong results.
     """
-    if model.name not in MODELS:
-        raise ConfigError(f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}")
+    matched(model.name)
     _check_chunk_size(model)
     try:
         installed = importlib.metadata.version("flash-linear-attention")
@@ -52,16 +47,15 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
 def _check_chunk_size(model: ModelConfig) -> None:
     if model.chunk_size is None:
         return
-    if model.name not in KERNELS:
+    if (chunks := facts_of(model.name).chunks) is None:
         raise ConfigError(
             f"model.chunk_size={model.chunk_size}: {model.name} has no chunks whose size can be set",
             "use model.chunk_size=null",
         )
-    sizes = KERNELS[model.name][2]
-    if model.chunk_size not in sizes:
+    if model.chunk_size not in chunks.sizes:
         raise ConfigError(
             f"model.chunk_size={model.chunk_size} is not one that FLA's {model.name} kernel takes",
-            f"use model.chunk_size={' or '.join(map(str, sizes))}, or null for its default",
+            f"use model.chunk_size={' or '.join(map(str, chunks.sizes))}, or null for its default",
         )
 
 
@@ -83,10 +77,10 @@ def _check_cuda(model: ModelConfig) -> None:
         )
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(f"model={model.name} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'")
-    hopper = torch.cuda.get_device_capability()[0] == 9
     triton = Version(importlib.metadata.version("triton"))
-    if model.name == "gated_deltanet" and hopper and WRONG_ON_HOPPER[0] <= triton < WRONG_ON_HOPPER[1]:
-        raise UnsupportedError(
-            f"Gated DeltaNet's backward pass is wrong on Hopper GPUs with Triton {triton} (FLA's issue 640)",
-            "pip install 'triton>=3.7.1,<3.8', or use model=kda or model=gla",
-        )
+    if (
+        (wrong := facts_of(model.name).known_wrong)
+        and torch.cuda.get_device_capability()[0] == wrong.capability
+        and Version(wrong.first) <= triton < Version(wrong.fixed)
+    ):
+        raise UnsupportedError(wrong.cause.format(triton=triton), wrong.remedy)

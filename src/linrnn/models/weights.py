@@ -12,7 +12,8 @@ from torch import Tensor
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.models.architecture import Architecture
-from linrnn.models.fla_models import CLASSES, fla_classes
+from linrnn.models.facts import matched, matched_models
+from linrnn.models.fla_models import fla_classes
 from linrnn.models.language_model import LanguageModel
 
 # The files to download from the hub.
@@ -63,8 +64,10 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
         ConfigError: the model is not one of the architectures here.
     """
     settings = _settings(directory, source)
-    if settings.get("model_type") not in CLASSES:
-        raise ConfigError(f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(CLASSES)}")
+    if settings.get("model_type") not in matched_models():
+        raise ConfigError(
+            f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(matched_models())}"
+        )
     return int(fla_classes(settings["model_type"])[1].from_dict(settings).vocab_size)
 
 
@@ -174,13 +177,7 @@ def _settings(directory: Path, source: str) -> dict[str, Any]:
 def _overrides(theirs: Any, arch: Architecture) -> list[str]:
     """The overrides that turn `arch` into the architecture of FLA's configuration `theirs`."""
     d, heads = theirs.hidden_size, theirs.num_heads
-    match arch.model:
-        case "gla":
-            k_dim, v_dim = round(d * theirs.expand_k) // heads, round(d * theirs.expand_v) // heads
-        case "gated_deltanet" | "kda":
-            k_dim, v_dim = theirs.head_dim, int(theirs.head_dim * theirs.expand_v)
-        case _:
-            k_dim = v_dim = d // heads
+    k_dim, v_dim = matched(arch.model).head_dims(theirs)
     mixer = f"size.mixers.{arch.model}"
     wanted: dict[str, tuple[Any, Any]] = {
         "size.hidden_size": (d, arch.hidden_size),

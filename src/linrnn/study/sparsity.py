@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrnn.core.plot_style import COLOURS, DASHES, GREY, legend_below, model_in_words, save, subplots
+from linrnn.core.plot_style import COLOURS, DASHES, GREY, legend_below, save, subplots
 from linrnn.core.tables import Table
 from linrnn.data import Batch
 from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel
+from linrnn.models.facts import model_in_words
 from linrnn.training.runtime import loss_inputs
 
 EXPONENTS = 32  # 2^-0 to 2^-31; smaller values count as the last

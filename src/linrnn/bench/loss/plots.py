@@ -14,10 +14,10 @@ from linrnn.core.plot_style import (
     in_words,
     legend_below,
     looks,
-    model_in_words,
     power,
     subplots,
 )
+from linrnn.models.facts import model_in_words
 
 AXES = {"n": "tokens N", "d": "hidden dimensions D", "v": "vocabulary V"}
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}

@@ -10,33 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from linrnn.core.errors import UnsupportedError
-from linrnn.models.cpu_ops import layers, mixers
+from linrnn.models.cpu_ops import layers
+from linrnn.models.facts import FACTS, Replacements, facts_of
 from linrnn.models.fla_import import import_fla
 
-__all__ = ["MIXERS", "REPLACEMENTS", "check_model", "install"]
+__all__ = ["check_model", "install", "replacements"]
 
-Replacements = dict[tuple[str, str], Callable[..., Any]]
-# For each model's mixer: (module, name) where FLA looks a function up, and its CPU version. A model that is not listed
-# needs a GPU. The Transformer's attention is torch's own (linrnn.models.attention).
-MIXERS: dict[str, Replacements] = {
-    "gla": {
-        ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
-        ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
-    },
-    "gated_deltanet": {
-        ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,
-        ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
-        ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
-    },
-    "kda": {
-        ("fla.layers.kda", "chunk_kda"): mixers.gated_delta_rule,
-        ("fla.layers.kda", "fused_recurrent_kda"): mixers.gated_delta_rule,
-    },
-    "transformer": {
-        ("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding,
-    },
-}
-# The same for layers that several models have.
+# For layers that several models have: (module, name) where FLA looks a function up, and its CPU version. Those of a
+# model's mixer stand in its file (linrnn.models.zoo).
 SHARED: Replacements = {
     ("fla.modules.causal_conv1d.ops", "causal_conv1d"): layers.causal_conv1d,
     ("fla.modules.causal_conv1d.ops", "causal_conv1d_update"): layers.causal_conv1d_update,
@@ -44,7 +25,12 @@ SHARED: Replacements = {
     ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"): layers.rms_norm_gated,
     ("fla.modules.mlp", "swiglu_linear"): layers.swiglu_linear,
 }
-REPLACEMENTS: Replacements = {key: value for part in (*MIXERS.values(), SHARED) for key, value in part.items()}
+
+
+def replacements() -> Replacements:
+    """Every function of FLA's that has a CPU version."""
+    known = (facts.cpu for facts in FACTS.values() if facts.cpu)
+    return {key: value for part in (*known, SHARED) for key, value in part.items()}
 
 
 def check_model(model: str) -> None:
@@ -53,17 +39,18 @@ def check_model(model: str) -> None:
     Raises:
         UnsupportedError: FLA has only Triton kernels for the mixer.
     """
-    if model not in MIXERS:
+    if facts_of(model).cpu is None:
+        known = [name for name, facts in FACTS.items() if facts.matched and facts.cpu]
         raise UnsupportedError(
             f"model={model} has no CPU form: FLA has Triton kernels alone for its mixer, which need an NVIDIA GPU",
-            f"run it on a GPU machine, choose model={' or model='.join(MIXERS)}, or write its plain-torch version "
+            f"run it on a GPU machine, choose model={' or model='.join(known)}, or write its plain-torch version "
             "(docs/extending.md, Add a model)",
         )
 
 
 def install() -> None:
     """Route CPU tensors of FLA's layers to this package. Calling it again changes nothing."""
-    for (module_name, name), replacement in REPLACEMENTS.items():
+    for (module_name, name), replacement in replacements().items():
         module = import_fla(module_name)
         original = getattr(module, name)
         if not hasattr(original, "cpu_version"):

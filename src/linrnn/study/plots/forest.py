@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from linrnn.core.plot_style import GREY, PALE, legend_below, looks, model_in_words, subplots
+from linrnn.core.plot_style import GREY, PALE, legend_below, looks, subplots
+from linrnn.models.facts import model_in_words
 from linrnn.study.criteria import BATCH, MEMORY, SPEED, SPEED_AT_LARGEST, UNDECIDED, Criterion, Verdict
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import loss_layer_share

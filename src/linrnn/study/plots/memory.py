@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.core.plot_style import LOSSES, OTHER, in_words, legend_below, loss_of, model_in_words, subplots
+from linrnn.core.plot_style import LOSSES, OTHER, in_words, legend_below, loss_of, subplots
+from linrnn.models.facts import model_in_words
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import heading, measured, named
 from linrnn.study.results import Run, backend_names

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.bench.loss.rows import crossovers
-from linrnn.core.plot_style import model_in_words
+from linrnn.models.facts import model_in_words
 from linrnn.runs.figures import host_decides
 from linrnn.study.intervals import LEAST_PAIRS
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock, checkpointing_of

@@ -1,0 +1,3 @@
+"""One file for each model with its facts. Importing this package makes all of them known."""
+
+from linrnn.models.zoo import gla, gated_deltanet, kda, transformer  # noqa: F401, I001 (the order of the tables)

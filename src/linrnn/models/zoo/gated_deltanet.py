@@ -1,0 +1,76 @@
+"""Gated DeltaNet (arXiv:2412.06464): delta rule with one decay per head, short convolutions."""
+
+from linrnn.models.cpu_ops import layers, mixers
+from linrnn.models.facts import (
+    FP32,
+    Architecture,
+    Chunks,
+    KnownWrong,
+    Matched,
+    MixerFlops,
+    MixerMemory,
+    ModelFacts,
+    chunk_length,
+    register_model,
+)
+from linrnn.models.zoo import shared
+
+
+def _parameters(arch: Architecture) -> int:
+    """Output gate; decay and beta; A_log and dt_bias; norm."""
+    d, heads = arch.hidden_size, arch.num_heads
+    gates = d * arch.value_dim + 2 * d * heads
+    return (
+        shared.projection_parameters(arch) + shared.convolution_parameters(arch) + gates + 2 * heads + arch.head_v_dim
+    )
+
+
+def _projections(arch: Architecture) -> list[tuple[int, int]]:
+    d, heads = arch.hidden_size, arch.num_heads
+    gates = [(d, arch.value_dim), (d, heads), (d, heads)]  # output gate, decay, beta
+    return [*shared.query_key_value_output(arch), *gates]
+
+
+def _memory(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
+    heads, keys, values, chunk = arch.num_heads, arch.key_dim, arch.value_dim, chunk_length(arch, seq_len)
+    # the convolutions' inputs; normalised q and k; v; the inverse; scalars per head: two norms, decay and beta
+    saved = compute * (2 * (2 * keys + values) + heads * chunk + 2 * heads) + 4 * FP32 * heads
+    # w, dq, dk in two parts, dw; u, the new values, dv in two parts, the output's gradient
+    return saved, compute * (5 * keys + 5 * values + shared.state_elements(arch, seq_len))
+
+
+register_model(
+    ModelFacts(
+        name="gated_deltanet",
+        title="Gated DeltaNet",
+        classes="GatedDeltaNet",
+        matched=Matched(
+            _parameters,
+            settings=lambda arch: {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim},
+            head_dims=lambda fla: (fla.head_dim, int(fla.head_dim * fla.expand_v)),
+            check=shared.check_ratio,
+        ),
+        flops=MixerFlops(
+            _projections,
+            shared.delta_rule,
+            shared.delta_rule,
+            shared.delta_rule_kernel,
+            shared.delta_rule_kernel_again,
+        ),
+        memory=MixerMemory(linears=6, gated=True, scan=_memory),
+        keeps_fp32=True,
+        chunks=Chunks("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
+        cpu={
+            ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,
+            ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
+            ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
+        },
+        known_wrong=KnownWrong(
+            first="3.4.0",
+            fixed="3.7.1",
+            capability=9,
+            cause="Gated DeltaNet's backward pass is wrong on Hopper GPUs with Triton {triton} (FLA's issue 640)",
+            remedy="pip install 'triton>=3.7.1,<3.8', or use model=kda or model=gla",
+        ),
+    )
+)

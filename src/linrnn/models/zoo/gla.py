@@ -1,0 +1,74 @@
+"""Gated Linear Attention (arXiv:2312.06635): a decay for every key dimension."""
+
+from linrnn.models.chunk_size import chunk_gla
+from linrnn.models.cpu_ops import mixers
+from linrnn.models.facts import (
+    FP32,
+    Architecture,
+    Chunks,
+    Matched,
+    MixerFlops,
+    MixerMemory,
+    ModelFacts,
+    chunk_length,
+    register_model,
+)
+from linrnn.models.zoo import shared
+
+GLA_GATE_RANK = 16  # inner width of the low-rank forget gate
+
+
+def _parameters(arch: Architecture) -> int:
+    """Output gate; low-rank forget gate with bias; norm."""
+    d, keys = arch.hidden_size, arch.key_dim
+    return shared.projection_parameters(arch) + d * arch.value_dim + GLA_GATE_RANK * (d + keys) + keys + arch.head_v_dim
+
+
+def _projections(arch: Architecture) -> list[tuple[int, int]]:
+    d, rank = arch.hidden_size, GLA_GATE_RANK
+    gates = [(d, arch.value_dim), (d, rank), (rank, arch.key_dim)]  # output gate, decay
+    return [*shared.query_key_value_output(arch), *gates]
+
+
+def _memory(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
+    heads, keys, values, chunk = arch.num_heads, arch.key_dim, arch.value_dim, chunk_length(arch, seq_len)
+    # q, k, v; the low-rank gate before and after its logsigmoid; scores in fp32
+    saved = compute * (2 * keys + values + 2 * keys + GLA_GATE_RANK) + FP32 * heads * chunk
+    # summed decays; dq and dk in two parts, dg; the scores' gradient; dv and the output's gradient
+    return saved, FP32 * (6 * keys + heads * chunk + shared.state_elements(arch, seq_len)) + compute * 2 * values
+
+
+register_model(
+    ModelFacts(
+        name="gla",
+        title="GLA",
+        classes="GLA",
+        matched=Matched(
+            _parameters,
+            settings=lambda arch: {
+                "expand_k": arch.key_dim / arch.hidden_size,
+                "expand_v": arch.value_dim / arch.hidden_size,
+            },
+            head_dims=lambda fla: (
+                round(fla.hidden_size * fla.expand_k) // fla.num_heads,
+                round(fla.hidden_size * fla.expand_v) // fla.num_heads,
+            ),
+        ),
+        flops=MixerFlops(
+            _projections,
+            shared.linear_attention,
+            shared.linear_attention,
+            shared.gla_kernel,
+            shared.gla_kernel_again,
+        ),
+        memory=MixerMemory(linears=5, gated=True, scan=_memory),
+        keeps_fp32=False,
+        # FLA fixes chunks of 64. 256 is too large: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in
+        # shared memory, which has at most 227 KiB.
+        chunks=Chunks("fla.layers.gla", "chunk_gla", (64, 128), own=chunk_gla, recurrent_tokens=64),
+        cpu={
+            ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
+            ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
+        },
+    )
+)

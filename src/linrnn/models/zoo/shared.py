@@ -1,0 +1,94 @@
+"""Formulas that several models share: parameters, and FLOPs of attention and of delta rules.
+
+FLOPs are those of the forward pass for one token and one head. K and V are a head's key and value dimensions, T is the
+length of the sequence, and C is the number of tokens in a chunk.
+"""
+
+from linrnn.core.errors import ConfigError
+from linrnn.models.facts import Architecture, chunk_length
+
+CONV_SIZE = 4  # taps of the short convolutions of Gated DeltaNet and KDA
+MAX_KEY_DIM = 256  # per head; FLA's delta-rule kernels take no more
+
+
+# ------------------------------------------------------------------------------------------------------- parameters
+def projection_parameters(arch: Architecture) -> int:
+    """Queries, keys, values, output."""
+    return arch.hidden_size * (2 * arch.key_dim + 2 * arch.value_dim)
+
+
+def convolution_parameters(arch: Architecture) -> int:
+    return CONV_SIZE * (2 * arch.key_dim + arch.value_dim)
+
+
+def query_key_value_output(arch: Architecture) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the four linear layers that every mixer has."""
+    d, keys, values = arch.hidden_size, arch.key_dim, arch.value_dim
+    return [(d, keys), (d, keys), (d, values), (values, d)]
+
+
+def check_ratio(arch: Architecture) -> None:
+    """Reject heads that FLA's delta-rule layers cannot express. They take the value dimension as a ratio."""
+    where = f"size.mixers.{arch.model}"
+    k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
+    if k_dim > MAX_KEY_DIM:
+        raise ConfigError(
+            f"{where}.head_k_dim={k_dim} is above {MAX_KEY_DIM}, the most FLA's kernels take",
+            f"use more heads with head_k_dim={MAX_KEY_DIM} or less",
+        )
+    if int(k_dim * (v_dim / k_dim)) != v_dim:
+        raise ConfigError(
+            f"{where}: FLA takes the value dimension as a ratio, and {v_dim}/{k_dim} is not exact",
+            "use a head_v_dim that is a multiple of head_k_dim, or half of it",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ FLOPs
+def linear_attention(arch: Architecture, seq_len: int) -> int:
+    """Updating the state, k vᵀ, and reading it, qᵀ S (Yang et al. 2024, arXiv:2312.06635, equation 3): 2 x 2KV."""
+    return 4 * arch.head_k_dim * arch.head_v_dim
+
+
+def delta_rule(arch: Architecture, seq_len: int) -> int:
+    """Also reading the state for the key, kᵀ S (Yang et al. 2024, arXiv:2412.06464, equation 10): 3 x 2KV."""
+    return 6 * arch.head_k_dim * arch.head_v_dim
+
+
+def delta_rule_kernel(arch: Architecture, seq_len: int) -> int:
+    """The WY form (Yang et al. 2024, arXiv:2406.06484, section 3; arXiv:2412.06464; Kimi Team 2025, arXiv:2510.26692).
+
+    * k kᵀ and q kᵀ: 4CK.
+    * The inverse of a unit lower-triangular C x C matrix: C² / 3.
+    * The inverse times keys and values: 2CK + 2CV.
+    * w S, the update kᵀ u and q S: 6KV.
+    * Scores times u: 2CV.
+    """
+    k_dim, v_dim, chunk = arch.head_k_dim, arch.head_v_dim, chunk_length(arch, seq_len)
+    return 2 * chunk * (3 * k_dim + 2 * v_dim) + 6 * k_dim * v_dim + chunk**2 // 3
+
+
+def delta_rule_kernel_again(arch: Architecture, seq_len: int) -> int:
+    """Recomputed: the updates of the state, w, u and w S."""
+    k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
+    return 2 * chunk_length(arch, seq_len) * (k_dim + v_dim) + 4 * k_dim * v_dim
+
+
+def gla_kernel(arch: Architecture, seq_len: int) -> int:
+    """The chunked form of GLA (Yang et al. 2024, arXiv:2312.06635, section 4).
+
+    Within a chunk: scores q kᵀ (2CK) times values (2CV). Between chunks: updating the state, kᵀ v (2KV), and reading
+    it, q S (2KV). Products of a chunk count as the dense C x C tiles that the kernels multiply.
+    """
+    k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
+    return 2 * chunk_length(arch, seq_len) * (k_dim + v_dim) + 4 * k_dim * v_dim
+
+
+def gla_kernel_again(arch: Architecture, seq_len: int) -> int:
+    """Recomputed: the updates of the state."""
+    return 2 * arch.head_k_dim * arch.head_v_dim
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+def state_elements(arch: Architecture, seq_len: int) -> int:
+    """Elements per token of every chunk's state, and of their gradients."""
+    return 2 * arch.key_dim * arch.head_v_dim // chunk_length(arch, seq_len)
