@@ -26,6 +26,7 @@ class Stored:
     main_grad: bool = False
     weights: bool = False  # token_weights
     bias: bool = False
+    dim: int = 40
 
     def __str__(self) -> str:
         return self.name
@@ -54,6 +55,9 @@ STORED_OPTIONS = [
     Stored("bias-smoothed-chunks", {"label_smoothing": 0.3, "logit_scale": 0.5}, rows=128, bias=True),
     Stored("bias-row_losses-lse", {"reduction": "none", "z_loss": 1e-3}, lse=True, bias=True),
     Stored("bias-smoothed-row_losses", {"label_smoothing": 0.1, "reduction": "none"}, FP32, bias=True, weights=True),
+    Stored("upright_tiles", dim=264),
+    Stored("upright_tiles-bias-chunks-main_grad", rows=128, main_grad=True, bias=True, dim=264),
+    Stored("shallow_tiles", dim=512),
 ]
 
 
@@ -88,7 +92,7 @@ def rounded_logit_gradients() -> Iterator[None]:
 def draw(case: Stored, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """e, c and targets. Some rows have a huge loss, some are ignored, and many share a target."""
     g = torch.Generator().manual_seed(0)
-    n_rows, dim, vocab = 300, 40, 391
+    n_rows, dim, vocab = 300, case.dim, 391
     c = torch.randn(vocab, dim, generator=g) / dim**0.5
     targets = torch.randint(0, vocab, (n_rows,), generator=g)
     targets[torch.rand(n_rows, generator=g) < 0.3] = 5

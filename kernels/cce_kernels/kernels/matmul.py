@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from ..runtime.launch import quick
-from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, power_of_2, tiles_for
+from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, power_of_2, tiles_for, transposed_tiles
 from .kahan import read_sum, write_sum
 from .targets.live_rows import Live
 
@@ -267,7 +267,7 @@ def product(
     assert (target_terms is None and rank_one is None) or out.dim() == 2
     depth, n_rows = a.shape if transpose_a else a.shape[::-1]
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
-    tiles = tiles_for(a, cols)
+    tiles = transposed_tiles(a, cols, depth) if transpose_a else tiles_for(a, cols)
     overlap = AVAILABLE and launches_overlap(a)
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
     product_kernel[(units,)](

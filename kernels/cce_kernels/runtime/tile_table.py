@@ -33,13 +33,17 @@ class Tiles:
 class Row:
     """Tiles of each kernel for 16-bit operands. Every kernel holds its tile in fp32 registers.
 
-    product: plain products (kernels/matmul.py). A narrow output narrows the tile.
+    product: plain products (kernels/matmul.py). A narrow output narrows the tile. A transposed product turns the tile
+        upright, 256 × 128, if fewer of its columns then lie beyond the output (tiles.transposed_tiles).
+    shallow: transposed products that sum few rows. Two programs share a multiprocessor, so that one computes while the
+        other stores its tile.
     short_logits, logits: exponentials (kernels/logits.py) for D up to 1024, and for larger D. The store stages half a
         tile in shared memory, and the running sums of a row take registers.
     gradient: dL/dz (kernels/logit_gradient.py). The store stages half a tile in shared memory.
     """
 
     product: Tiles
+    shallow: Tiles
     short_logits: Tiles
     logits: Tiles
     gradient: Tiles
@@ -50,6 +54,7 @@ class Row:
 # multiprocessor: the tensor cores work for one while the other computes exponentials.
 HOPPER = Row(
     product=Tiles(128, 256, 64, 8, 4),
+    shallow=Tiles(128, 128, 64, 4, 3),
     short_logits=Tiles(128, 128, 64, 4, 3, resident=2),
     logits=Tiles(128, 256, 64, 8, 3),
     gradient=Tiles(128, 256, 64, 8, 3),
@@ -57,6 +62,7 @@ HOPPER = Row(
 # Data-centre Blackwell holds accumulators in tensor memory. Triton 3.7's compiler fails on the metrics of a wider tile.
 BLACKWELL = Row(
     product=Tiles(128, 256, 64, 8, 4),
+    shallow=Tiles(128, 256, 64, 8, 4),
     short_logits=Tiles(128, 128, 64, 4, 2, resident=2),
     logits=Tiles(128, 128, 64, 4, 4),
     gradient=Tiles(128, 256, 64, 8, 3),
@@ -64,6 +70,7 @@ BLACKWELL = Row(
 # Consumer Blackwell has TMA and 99 KiB of shared memory.
 SMALL = Row(
     product=Tiles(128, 256, 64, 8, 3),
+    shallow=Tiles(128, 256, 64, 8, 3),
     short_logits=Tiles(128, 256, 32, 8, 3),
     logits=Tiles(128, 256, 32, 8, 3),
     gradient=Tiles(128, 256, 32, 8, 3),

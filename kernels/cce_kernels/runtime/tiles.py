@@ -37,6 +37,8 @@ def power_of_2(n: int) -> int:
 
 
 SHORT = 1024  # the largest D for which logits take small tiles (H200)
+SHALLOW = 768  # the most rows that a transposed product sums with the table's `shallow` tiles (H100)
+WASTE = 1.04  # a transposed product's tiles turn upright if wide ones cover this many times as many columns (H100)
 GROUP = 16  # row tiles that run over the same columns together, so that both operands stay in L2
 
 
@@ -50,6 +52,11 @@ def tiles_for(x: Tensor, cols: int) -> Tiles:
     return _product_tiles(x.dtype, cols, device_of(x))
 
 
+def transposed_tiles(x: Tensor, cols: int, depth: int) -> Tiles:
+    """The same for a product aᵀ b that sums `depth` rows. The tile's rows do not depend on `depth`."""
+    return _transposed_tiles(x.dtype, cols, depth <= SHALLOW, device_of(x))
+
+
 @lru_cache
 def _product_tiles(dtype: torch.dtype, cols: int, device: Device) -> Tiles:
     if dtype == torch.float32:
@@ -57,6 +64,17 @@ def _product_tiles(dtype: torch.dtype, cols: int, device: Device) -> Tiles:
     tiles = row_for(device).product
     width = min(tiles.cols, max(64, power_of_2(cols)))
     return replace(tiles, cols=width, num_warps=tiles.num_warps if width > 64 else 4)
+
+
+@lru_cache
+def _transposed_tiles(dtype: torch.dtype, cols: int, shallow: bool, device: Device) -> Tiles:
+    tiles = _product_tiles(dtype, cols, device)
+    half = tiles.cols // 2
+    if dtype == torch.float32:
+        return tiles
+    if cdiv(cols, tiles.cols) * tiles.cols >= WASTE * cdiv(cols, half) * half:
+        return replace(tiles, rows=2 * tiles.rows, cols=half)
+    return row_for(device).shallow if shallow and cols > tiles.cols else tiles
 
 
 def logits_tiles(x: Tensor) -> Tiles:

@@ -49,7 +49,7 @@ from ..options import Options
 from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.state import State, present
-from ..runtime.tiles import cdiv, multiprocessors, tiles_for
+from ..runtime.tiles import cdiv, multiprocessors, transposed_tiles
 from .last_chunk import LastChunk, finish_one, finish_several, lends_to_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
 
@@ -134,7 +134,12 @@ def forward(
 def _order(e: Tensor, columns: Tensor, state: State) -> None:
     """Sort the rows by target, for dC and dbias. Called last, because only the backward pass needs the order."""
     if state[KEYS] is not None:
-        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], tiles_for(e, e.shape[1]).rows)
+        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], _tile_entries(e))
+
+
+def _tile_entries(e: Tensor) -> int:
+    """Vocabulary entries of a tile of dC."""
+    return transposed_tiles(e, e.shape[1], e.shape[0]).rows
 
 
 def _live(rows_live: Tensor | None, counts: Tensor | None, chunk: slice, rows: int) -> Live | None:
@@ -193,8 +198,7 @@ def backward(
     if grad_bias is not None:
         _add_to_bias(grad_bias, last.w, rows_of(slice(first, n_rows), factor), first)
         everywhere = None if share is None else share.sum()
-        tile = tiles_for(e, e.shape[1]).rows
-        finish_bias_gradient(grad_bias, keys, order, bounds, tile, coefficient, everywhere, end, o)
+        finish_bias_gradient(grad_bias, keys, order, bounds, _tile_entries(e), coefficient, everywhere, end, o)
     if first:
         finish_several(last, slice(first, n_rows), sums, finished)
     else:
@@ -264,7 +268,7 @@ def empty_state(
         sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, lost_rows, early.grad_e)
     if dtype_c is not None or dtype_bias is not None:
         keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
-        bounds = keys.new_empty(cdiv(vocab, tiles_for(e, dim).rows) + 1)
+        bounds = keys.new_empty(cdiv(vocab, _tile_entries(e)) + 1)
     if dtype_c is not None:
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
     sum_bias = None if dtype_bias is None else e.new_empty(vocab, dtype=torch.float32)

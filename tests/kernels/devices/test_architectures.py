@@ -3,10 +3,12 @@
 import os
 
 import pytest
+import torch
 from cases import BF16, FP32, Case
 
 pytest.importorskip("triton")
 
+from cce_kernels.runtime import tiles
 from cce_kernels.runtime.devices import SHARED_KIB
 from cce_kernels.runtime.tile_table import HOPPER, row_for
 from cce_kernels.runtime.tiles import target
@@ -19,8 +21,9 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 RESERVED = 1024
 
-EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 2048}, options=EVERYTHING)
-SOFTCAP = Case("softcap", dtype=BF16, **PLAIN | {"dim": 2048}, options={"softcap": 20.0})
+# dC's products have upright tiles at D = 1152, deep ones with 1024 rows, and shallow ones otherwise.
+EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 1152}, options=EVERYTHING)
+SOFTCAP = Case("softcap", dtype=BF16, **PLAIN | {"dim": 2048, "shape": (1024,)}, options={"softcap": 20.0})
 SHORT = Case("short", dtype=BF16, **PLAIN)
 FILTERED = Case("filtered", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False})
 FULL_PRECISION = Case("fp32", dtype=FP32, bias=True, **PLAIN, options={"softcap": 9.0, "filter_eps": 2**-8})
@@ -28,7 +31,7 @@ LARGE = ("exponentials_kernel", "gradient_kernel", "product_kernel")  # those th
 LAUNCHES = {
     "recomputed": lambda: launch_all(EVERY_OPTION, with_metrics=True),
     "filtered": lambda: launch_all(FILTERED),
-    "stored": lambda: launch_all(SOFTCAP, rows=128, with_metrics=True),
+    "stored": lambda: launch_all(SOFTCAP, rows=1024, with_metrics=True),
     "stored-short": lambda: launch_all(SHORT, rows=128, with_metrics=True),
 }
 # The others are the same everywhere: with pointers and with TMA is enough (Hopper: test_compiles.py).
@@ -65,6 +68,23 @@ def test_every_kernel_compiles_and_fits(monkeypatch, capability, launch):
     EVERY_KERNEL[launch]()
     assert len({name for name, _ in compiled}) >= (6 if launch == "stored" else 9)
     check(compiled, capability)
+
+
+@pytest.mark.parametrize(
+    ("dim", "shallow", "deep"),
+    [
+        (256, (128, 256), (128, 256)),
+        (640, (256, 128), (256, 128)),
+        (1000, (128, 128), (128, 256)),
+        (2880, (256, 128), (256, 128)),
+        (4096, (128, 128), (128, 256)),
+    ],
+)
+def test_the_tiles_of_dc_follow_from_its_width_and_depth(monkeypatch, dim, shallow, deep):
+    x = torch.empty(1, 1, dtype=BF16)
+    monkeypatch.setattr(tiles, "device_of", lambda _: target(90))
+    found = {depth: tiles.transposed_tiles(x, dim, depth) for depth in (512, 4096)}
+    assert {depth: (t.rows, t.cols) for depth, t in found.items()} == {512: shallow, 4096: deep}
 
 
 def test_the_table_goes_by_the_shared_memory_that_devices_have():
