@@ -284,6 +284,7 @@ def estimate(arch: Architecture, loss: LossConfig = COMPILED, **changes: object)
         "seq_len": 2048,
         "precision": "bf16_autocast",
         "activation_checkpointing": "none",
+        "optimizer": load_config().optimizer,
     }
     return memory_estimate(arch, loss=loss, **(options | changes))  # type: ignore[arg-type]
 
@@ -291,7 +292,7 @@ def estimate(arch: Architecture, loss: LossConfig = COMPILED, **changes: object)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
     for loss, measured in zip(STEP_LOSSES, MEASURED_STEPS[model], strict=True):
-        assert estimate(measured_model(model), loss, optimizer=False).peak / GIB == pytest.approx(measured, rel=0.03)
+        assert estimate(measured_model(model), loss, optimizer=None).peak / GIB == pytest.approx(measured, rel=0.03)
 
 
 def committed_runs() -> list[dict]:
@@ -411,7 +412,7 @@ def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds(c
         model, chunk, checkpointing = case.split("/")
         arch = architecture({"model": model, "size": "mve", "vocab_size": vocab_size, "chunk_size": json.loads(chunk)})
         options = {"batch_size": batch_size, "seq_len": seq_len, "activation_checkpointing": checkpointing}
-        memory = estimate(arch, optimizer=False, **options)
+        memory = estimate(arch, optimizer=None, **options)
         activations = memory.components()["activations"] - memory.workspaces
         assert activations == pytest.approx(before_loss, rel=0.003, abs=MIB), case
         beyond_parameters = memory.at_blocks - memory.workspaces - memory.parameters

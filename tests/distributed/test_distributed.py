@@ -96,6 +96,16 @@ def test_every_model_trains_on_two_ranks(model: str, small: Small, trained: Trai
         assert curve(directory)[step] == pytest.approx(figures, rel=ROUNDING)
 
 
+def test_muon_updates_every_replica_alike(small: Small, trained: Trained) -> None:
+    """Newton-Schulz computes in bf16, so that after an update rounding differs by more than without it."""
+    options = ("model=transformer", "optimizer=muon")
+    one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
+    one.fit()
+    ranks = curve(trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2))
+    for step, figures in curve(one.directory.path).items():
+        assert ranks[step] == pytest.approx(figures, rel=ROUNDING if step == 1 else 1e-3)
+
+
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(
     small: Small, trained: Trained, tmp_path: Path
 ) -> None:

@@ -160,7 +160,9 @@ class HubDataConfig(TokenizedDataConfig):
 # -------------------------------------------------------------------------------------------------------- training
 @dataclass
 class OptimizerConfig:
-    name: str = one_of("adamw")
+    """AdamW's keys, the schedule's, and gradient clipping. Every optimizer has them."""
+
+    name: str = plain_name()
     lr: float = at_least(0)
     beta1: float = between(0, 1)
     beta2: float = between(0, 1)
@@ -176,6 +178,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.max_grad_norm == math.inf:  # in PyTorch: measure the norm, do not clip
             self.max_grad_norm = None
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon for the layers' matrices. The keys of AdamW are for all other parameters."""
+
+    momentum: float = between(0, 1)
+    ns_steps: int = between(1, 99)
 
 
 @dataclass
@@ -496,7 +506,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "wikitext103": HubDataConfig,
         "fineweb_edu": HubDataConfig,
     },
-    "optimizer": {"": OptimizerConfig},
+    "optimizer": {"adamw": OptimizerConfig, "muon": MuonConfig},
     "trainer": {"": TrainerConfig},
     "logger": {"": LoggerConfig},
     "parallel": {

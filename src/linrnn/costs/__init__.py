@@ -10,7 +10,8 @@ from linrnn.costs.flops import mfu, model_flops, model_flops_6n
 from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
 from linrnn.costs.layer_memory import recurrent_state_bytes
 from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
-from linrnn.costs.traffic import loss_traffic, optimizer_traffic
+from linrnn.costs.optimizer import optimizer_traffic
+from linrnn.costs.traffic import loss_traffic
 
 __all__ = [
     "ASSUMED_CPU_SHARE",

@@ -6,8 +6,9 @@ are computed twice.
 
 from dataclasses import dataclass
 
-from linrnn.config.schema import LossConfig
+from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.flops import BACKWARD, forward_flops
+from linrnn.costs.optimizer import update_flops
 from linrnn.losses.formulas import BF16
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
@@ -25,16 +26,18 @@ class KernelFlops:
         backward: twice the forward pass, for the gradients of both factors.
         recomputed: computed again to save memory: activation checkpointing, a loss layer that recomputes its logits,
             kernels that recompute their states or scores.
+        update: the optimizer's: Muon's Newton-Schulz iterations. Elementwise work does not count.
     """
 
     forward: dict[str, int]
     backward: dict[str, int]
     recomputed: dict[str, int]
+    update: int = 0
 
     @property
     def total(self) -> int:
         """All FLOPs that the device computes."""
-        return sum(sum(part.values()) for part in (self.forward, self.backward, self.recomputed))
+        return sum(sum(part.values()) for part in (self.forward, self.backward, self.recomputed)) + self.update
 
 
 def kernel_flops(
@@ -44,6 +47,7 @@ def kernel_flops(
     loss: LossConfig,
     activation_checkpointing: str,
     compute: int = BF16,
+    optimizer: OptimizerConfig | None = None,
 ) -> KernelFlops | None:
     """What the kernels compute in a step over `n_sequences` (all micro-steps) of `seq_len` tokens.
 
@@ -53,10 +57,11 @@ def kernel_flops(
         loss: decides whether the backward pass computes the logits again.
         activation_checkpointing: none | full (every block's forward pass is computed again).
         compute: bytes per element of hidden states and head.
+        optimizer: None for forward and backward passes alone.
     """
-    forward = forward_flops(arch, n_sequences, seq_len)
+    forward, update = forward_flops(arch, n_sequences, seq_len), update_flops(arch, optimizer)
     mixer, formulas = facts_of(arch.model).flops, FORMULAS_OF_LOSSES.get(loss.name)
-    if forward is None or mixer is None or formulas is None:
+    if forward is None or update is None or mixer is None or formulas is None:
         return None
     tokens = n_sequences * seq_len
     mixed = tokens * arch.num_layers * arch.num_heads
@@ -67,4 +72,5 @@ def kernel_flops(
     if activation_checkpointing == "full":
         for component in ("mixer_projections", "mixer_scan", "mlp"):
             again[component] = again.get(component, 0) + forward[component]
-    return KernelFlops(forward, {name: BACKWARD * flops for name, flops in forward.items()}, again)
+    backward = {name: BACKWARD * flops for name, flops in forward.items()}
+    return KernelFlops(forward, backward, again, update)

@@ -10,9 +10,10 @@ and cuBLAS's workspaces. They describe the GPU kernels; the torch fallbacks on C
 
 from dataclasses import dataclass
 
-from linrnn.config.schema import LossConfig
+from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.communication import ID, gathered_bytes
 from linrnn.costs.layer_memory import layer_memory
+from linrnn.costs.optimizer import optimizer_state, update_memory
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
@@ -29,7 +30,7 @@ class MemoryEstimate:
     Attributes:
         parameters: in the dtype that they are kept in.
         gradients: of all parameters, at the end of the backward pass.
-        optimizer: AdamW's two moments.
+        optimizer: AdamW's two moments; Muon's mean of a matrix's gradients.
         workspaces: cuBLAS's, always allocated.
         weight_copies: the blocks' weights in the compute dtype, under autocast. There are none with activation
             checkpointing, or if FSDP gathers the weights in that dtype.
@@ -49,6 +50,7 @@ class MemoryEstimate:
         at_blocks: the peak in the backward pass of the last block (which comes first), or of the first block (when
             nearly all gradients exist).
         at_embedding: the peak in the embedding's backward pass, with all gradients that the update will use.
+        at_update: the peak in the optimizer's update.
     """
 
     parameters: int
@@ -68,11 +70,12 @@ class MemoryEstimate:
     at_head: int
     at_blocks: int
     at_embedding: int
+    at_update: int
 
     @property
     def peak(self) -> int:
         """The most that is allocated at once."""
-        return max(self.at_loss, self.at_head, self.at_blocks, self.at_embedding)
+        return max(self.at_loss, self.at_head, self.at_blocks, self.at_embedding, self.at_update)
 
     def components(self) -> dict[str, int]:
         """Bytes by component, under the names of measured memory. Activations are also listed in parts."""
@@ -97,16 +100,19 @@ class MemoryEstimate:
 
 
 def training_state(
-    arch: Architecture, precision: str, *, shard_ranks: int = 1, optimizer: bool = True
+    arch: Architecture, precision: str, *, optimizer: OptimizerConfig | None, shard_ranks: int = 1
 ) -> dict[str, int]:
-    """Bytes per rank of parameters, gradients and AdamW's two moments. These are known for every model.
+    """Bytes per rank of parameters, gradients and the optimizer's state. These are known for every model.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
+        optimizer: None for forward and backward passes alone. Muon needs `shard_ranks=1`.
         shard_ranks: number of ranks that share one model.
     """
-    parameters = (BF16 if precision == "bf16" else FP32) * arch.n_parameters // shard_ranks
-    return {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters if optimizer else 0}
+    kept = BF16 if precision == "bf16" else FP32
+    parameters = kept * arch.n_parameters // shard_ranks
+    state = optimizer_state(arch, optimizer, kept) // shard_ranks
+    return {"parameters": parameters, "gradients": parameters, "optimizer": state}
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
@@ -127,8 +133,8 @@ def memory_estimate(
     precision: str,
     loss: LossConfig,
     activation_checkpointing: str,
+    optimizer: OptimizerConfig | None,
     accumulation_steps: int = 1,
-    optimizer: bool = True,
     shard_ranks: int = 1,
     by_vocabulary: bool = False,
 ) -> MemoryEstimate | None:
@@ -140,7 +146,7 @@ def memory_estimate(
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
         activation_checkpointing: none | full.
-        optimizer: False for forward and backward passes alone.
+        optimizer: None for forward and backward passes alone.
         shard_ranks: number of ranks that share one model (FSDP2). The estimate is one rank's memory.
         by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
 
@@ -234,6 +240,7 @@ def memory_estimate(
         at_head=held + compute * (tokens + rows) * d + (matrix_gradient if compute < kept or whole else 0),
         at_blocks=max(last_block, first_block) + block_backward,
         at_embedding=always + parameters + batch + loss_tokens * kept * d + new_gradients * matrix_gradient,
+        at_update=always + parameters + update_memory(arch, optimizer, kept),
     )
 
 

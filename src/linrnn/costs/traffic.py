@@ -5,9 +5,8 @@ Tiles that are read again cost more. Scalars per token are left out.
 """
 
 from linrnn.config.schema import LossConfig
-from linrnn.losses.formulas import BF16, FP32, Bytes
+from linrnn.losses.formulas import Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
-from linrnn.models.architecture import Architecture
 
 
 def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
@@ -16,8 +15,3 @@ def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: i
     if formulas is None or formulas.traffic is None:
         return None
     return formulas.traffic(loss, n_tokens, d, vocab, compute)
-
-
-def optimizer_traffic(arch: Architecture, precision: str) -> int:
-    """AdamW reads parameter, gradient and two moments, and writes all but the gradient."""
-    return 7 * arch.n_parameters * (BF16 if precision == "bf16" else FP32)

@@ -35,8 +35,9 @@ class Breakdown:
         environment: versions, hardware, commit.
         memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
         time: part -> {"forward", "backward", "recomputed"} seconds, medians; step and optimizer have "total".
-        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; null: no formulas.
-        traffic: part -> {"forward", "backward"} bytes of HBM by formula.
+        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; "optimizer" has
+            "update". Null: no formulas.
+        traffic: part -> {"forward", "backward"} bytes of HBM by formula; "optimizer" has "total".
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
         hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
         peak_flops_per_second: the device's peak; null if unknown.
@@ -122,6 +123,7 @@ def assemble(
     return Breakdown(
         run={
             **names_of_run(config, name),
+            "optimizer": config.optimizer.name,
             "precision": plan.precision,
             "device": device,
             "vocab_size": arch.vocab_size,
@@ -142,11 +144,12 @@ def assemble(
                 "recomputed": flops.recomputed.get(component, 0),
             }
             for component in flops.forward
-        },
+        }
+        | {"optimizer": {"update": flops.update}},
         traffic={
             "loss": traffic
             and {pass_: trainer.accumulation_steps * size for pass_, size in zip(PASSES[:2], traffic, strict=True)},
-            "optimizer": {"total": costs.optimizer_traffic(arch, plan.precision)},
+            "optimizer": _total(costs.optimizer_traffic(arch, config.optimizer, plan.precision)),
         },
         **costs.mfu(
             arch,
@@ -158,6 +161,10 @@ def assemble(
         hardware_utilisation=flops.total / (step * peak) if flops and step and peak else None,
         peak_flops_per_second=peak,
     )
+
+
+def _total(size: int | None) -> dict[str, int] | None:
+    return None if size is None else {"total": size}
 
 
 def median(times: Iterable[dict[str, float]], name: str) -> float | None:
@@ -210,7 +217,8 @@ def _heading(b: Breakdown) -> list[str]:
         f"# {run['run_name']}: where memory and time go",
         "",
         f"{run['device']}, {run['precision']}, B = {run['batch_size']}, T = {run['seq_len']}, "
-        f"V = {run['vocab_size']:,}, activation checkpointing {run['activation_checkpointing']}",
+        f"V = {run['vocab_size']:,}, activation checkpointing {run['activation_checkpointing']}, "
+        f"optimizer {run.get('optimizer', 'adamw')}",
         "",
     ]
 
@@ -271,14 +279,18 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
     rows = [
         (component, *(f"{flops[pass_]:.3e}" for pass_ in PASSES), f"{sum(flops.values()) / total_flops:.1%}")
         for component, flops in of_parts.items()
+        if component != "optimizer"
     ]
+    if update := of_parts.get("optimizer", {}).get("update"):
+        rows.append((f"optimizer: {update:.3e}", "", "", "", f"{update / total_flops:.1%}"))
     if b.flops is None:
         rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
     columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
     loss = b.traffic["loss"]
     unknown = "depends on the data" if b.run["loss"] in FORMULAS_OF_LOSSES else "unknown: no formulas"
     cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
-    traffic = [("loss", *cells), ("optimizer", "", _digits((b.traffic["optimizer"] or {})["total"] / 1e9))]
+    moved = b.traffic["optimizer"]
+    traffic = [("loss", *cells), ("optimizer", "", _digits(moved["total"] / 1e9) if moved else "unknown: no formulas")]
     by_formula = "HBM traffic by formula"
     return [
         *Table(columns, rows, words=columns[:1]).markdown(),

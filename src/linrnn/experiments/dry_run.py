@@ -132,6 +132,7 @@ def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
         plan.config.loss,
         trainer.activation_checkpointing,
         compute_dtype(plan.precision).itemsize,
+        plan.config.optimizer,
     )
 
 

@@ -134,7 +134,8 @@ class BuiltRun:
         """
         remark = self.weights.remark if self.weights else None
         first = self.ranks.is_first
-        room = checkpoints_planned(self.plan, self.directory, self.model.hf, self.step) if first else None
+        parts = (self.model.hf, self.optimizer)
+        room = checkpoints_planned(self.plan, self.directory, *parts, self.step) if first else None
         tokens = self.plan.sequences_of_rank * self.config.trainer.seq_len
         arch = self.architecture
         of_loss = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute_dtype(self.precision))

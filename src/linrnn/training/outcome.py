@@ -66,7 +66,7 @@ def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> Ou
         else "a shorter trainer.seq_len",
         "trainer.activation_checkpointing=full" if trainer.activation_checkpointing == "none" else None,
         "loss=cce_kahan" if not config.loss.name.startswith("cce") else None,
-        "parallel=fsdp" if config.parallel.name == "ddp" else None,
+        "parallel=fsdp" if config.parallel.name == "ddp" and config.optimizer.name != "muon" else None,
     ]
     return OutOfMemoryError(
         f"out of memory {where}: {first_line(error)}",

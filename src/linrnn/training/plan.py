@@ -14,7 +14,7 @@ import torch
 
 from linrnn import costs
 from linrnn.config import steps
-from linrnn.config.schema import Config, FsdpConfig, VocabConfig
+from linrnn.config.schema import Config, FsdpConfig, MuonConfig, VocabConfig
 from linrnn.core.errors import ConfigError, OutOfMemoryError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory
 from linrnn.data import vocabulary_size
@@ -94,7 +94,8 @@ class Plan:
 
     def training_state(self, arch: Architecture) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state on each rank."""
-        return costs.training_state(arch, self.precision, shard_ranks=self.shard_ranks)
+        optimizer = self.config.optimizer
+        return costs.training_state(arch, self.precision, optimizer=optimizer, shard_ranks=self.shard_ranks)
 
     def memory_estimate(self, arch: Architecture) -> costs.MemoryEstimate | None:
         """Expected memory of a step on each rank; None for a model or a loss without formulas."""
@@ -106,6 +107,7 @@ class Plan:
             precision=self.precision,
             loss=self.config.loss,
             activation_checkpointing=trainer.activation_checkpointing,
+            optimizer=self.config.optimizer,
             # A replica's gradients lie in buckets that stay allocated, like gradients of an earlier micro-step.
             accumulation_steps=max(trainer.accumulation_steps, 1 if shard_ranks > 1 else min(self.world_size, 2)),
             shard_ranks=shard_ranks,
@@ -166,6 +168,11 @@ def _check_parallel(plan: Plan) -> None:
         raise ConfigError(
             f"parallel.shard_ranks={shard_ranks} does not divide {world_size} ranks",
             "use a divisor of the number of ranks (that of a machine's GPUs, for several machines), or null for all",
+        )
+    if isinstance(plan.config.optimizer, MuonConfig):
+        raise ConfigError(
+            f"optimizer=muon needs whole matrices, and parallel={parallel.name} leaves a part of each on every rank",
+            "use parallel=ddp, or optimizer=adamw",
         )
     if isinstance(parallel, VocabConfig):
         check_vocabulary_parallel(plan.config.loss)

@@ -84,11 +84,13 @@ def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
         )
 
 
-def checkpoints_planned(plan: Plan, directory: RunDirectory, model: Any, step: int) -> str | None:
+def checkpoints_planned(
+    plan: Plan, directory: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, step: int
+) -> str | None:
     """A line that says when checkpoints are written and how much room the disk has; None without checkpoints.
 
     Args:
-        model: the model that checkpoints will hold.
+        model: the model that checkpoints will hold, and its optimizer.
         step: the step from which the run continues.
 
     Raises:
@@ -100,7 +102,7 @@ def checkpoints_planned(plan: Plan, directory: RunDirectory, model: Any, step: i
     every, left = trainer.checkpoint_every or plan.total_steps, plan.total_steps - step
     facts = checkpoint.check_room(
         directory.path,
-        checkpoint.foreseen_bytes(model),
+        checkpoint.foreseen_bytes(model, optimizer),
         there=0 if directory.begins_anew else len(checkpoint.found(directory.checkpoints)),
         keep=trainer.keep_checkpoints,
         writes=math.ceil(left / every),

@@ -132,7 +132,8 @@ def step_memory(row: StepRow) -> costs.MemoryEstimate | None:
     config = _config(row)
     return costs.memory_estimate(
         _architecture(row), batch_size=row.sequences_of_rank, seq_len=row.seq_len, precision=row.precision,
-        loss=config.loss, activation_checkpointing="none", accumulation_steps=2 if row.parallel == "ddp" else 1,
+        loss=config.loss, activation_checkpointing="none", optimizer=config.optimizer,
+        accumulation_steps=2 if row.parallel == "ddp" else 1,
         shard_ranks=row.ranks if isinstance(config.parallel, FsdpConfig) else 1,
         by_vocabulary=isinstance(config.parallel, VocabConfig),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 `checkpoints/step_00000200/` holds
 
-    tensors/*.safetensors  parameters under the Hugging Face names of FLA's model; AdamW's moments and step counts as
+    tensors/*.safetensors  parameters under the Hugging Face names of FLA's model; the optimizer's state as
                            `<parameter>/exp_avg` …; each rank's part in torch.distributed.checkpoint's Hugging Face
                            format (names, offsets and values, no pickled .metadata)
     rng.safetensors        states of torch's generators

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from linrnn.core.errors import DataError
+from linrnn.core.errors import ConfigError, DataError
 from linrnn.training.checkpoint.files import RNG, TENSORS, read_state
-from linrnn.training.checkpoint.tensors import Tensors, check, empty_state, model_tensors, read, shapes
+from linrnn.training.checkpoint.tensors import Tensors, check, empty_state, model_tensors, read, shapes, state_keys
 
 
 @dataclass
@@ -92,10 +92,19 @@ def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
     """Restore the optimizer's state (moments and step counts). Learning rates and weight decay stay as they are.
 
     Raises:
+        ConfigError: another optimizer wrote the state.
         DataError: a file cannot be read.
     """
     parameters = dict(model.named_parameters())
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    keys = {id(p): state_keys(group) for group in optimizer.param_groups for p in group["params"]}
+    for full in shapes(path / TENSORS):
+        name, _, key = full.partition("/")
+        if key and key not in keys[id(parameters[name])]:
+            raise ConfigError(
+                f"{path} holds {key} of {name}, which belongs to another optimizer",
+                "use the optimizer that it was trained with, or init_from= for its weights alone",
+            )
     tensors: Tensors = {
         full: empty_state(parameters[full.rsplit("/", 1)[0]], shape)
         for full, shape in shapes(path / TENSORS).items()

@@ -9,6 +9,7 @@ rank reads its own part.
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,10 +47,16 @@ def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     }
 
 
-def foreseen_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a whole checkpoint, before the optimizer has a state: parameters, buffers and AdamW's two moments."""
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    tensors = [*model_tensors(model).values(), *(moment for p in trained for moment in (p, p))]
+def state_keys(group: dict[str, Any]) -> frozenset[str]:
+    """The keys of the state that an optimizer keeps for each parameter of one of its groups: Muon's or AdamW's."""
+    return frozenset({"momentum_buffer"} if "ns_steps" in group else {"step", "exp_avg", "exp_avg_sq"})
+
+
+def foreseen_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a whole checkpoint, before the optimizer has a state: parameters, buffers and moments."""
+    tensors = list(model_tensors(model).values())
+    for group in optimizer.param_groups:
+        tensors += group["params"] * len(state_keys(group) - {"step"})
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

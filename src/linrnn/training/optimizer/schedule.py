@@ -1,68 +1,12 @@
-"""AdamW with decay groups, a learning rate that is a pure function of the step, and gradient clipping."""
+"""The learning rate of every step, a pure function of the step."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from linrnn.config.schema import OptimizerConfig
 from linrnn.core.errors import ConfigError
-
-NO_DECAY_SUFFIXES = ("bias", "A_log", "dt_bias")
-
-
-def decay_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the trainable parameters with weight decay (`decay`) and without (`no_decay`).
-
-    Vectors and scalars (norm weights, biases, A_log, dt_bias) have no decay, nor has any parameter with FLA's mark
-    `_no_weight_decay`. Embeddings and the output head decay like every other matrix, as in GPT-2 and Llama. A tied
-    parameter is listed once.
-    """
-    groups: dict[str, list[str]] = {"decay": [], "no_decay": []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups["decay" if _decays(name, parameter) else "no_decay"].append(name)
-    return groups
-
-
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    marked = getattr(parameter, "_no_weight_decay", False)
-    return parameter.ndim >= 2 and not marked and not name.endswith(NO_DECAY_SUFFIXES)
-
-
-def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW, fused on CPU and CUDA, over the trainable parameters of `model` (fp32 or bf16, on `device`).
-
-    The moments have the parameters' dtype. A group's `name` is that of :func:`decay_groups`.
-
-    Raises:
-        ConfigError: a momentum of 1, a clipping norm of 0, or nothing to train.
-    """
-    for key in ("beta1", "beta2"):
-        if getattr(config, key) >= 1:
-            raise ConfigError(f"optimizer.{key}=1 never forgets", f"use optimizer.{key} below 1")
-    if config.max_grad_norm == 0:
-        remedy = "use optimizer.max_grad_norm=null to not clip"
-        raise ConfigError("optimizer.max_grad_norm=0 erases every gradient", remedy)
-    parameters = dict(model.named_parameters())
-    weight_decays = {"decay": config.weight_decay, "no_decay": 0.0}
-    groups = [
-        {"params": [parameters[name] for name in names], "weight_decay": weight_decays[group], "name": group}
-        for group, names in decay_groups(model).items()
-        if names
-    ]
-    if not groups:
-        raise ConfigError("no parameter of the model requires a gradient", "unfreeze some of its parameters")
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=device.type in ("cpu", "cuda"),
-    )
 
 
 class Schedule:
@@ -136,19 +80,6 @@ class Schedule:
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, horizon: int) -> Schedule:
     """The schedule that `config` names, ending at step `horizon`."""
     return Schedule(optimizer, config, horizon)
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm` (None: leave them).
-
-    Gradients may be sharded (DTensors of one mesh). Returns the norm before clipping, a scalar on the gradients'
-    device. The host does not wait for it.
-    """
-    if max_norm is None:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _share(done: int, of: int) -> float:

@@ -1,0 +1,183 @@
+"""`optimizer=muon`: which parameters it takes, its update by hand, its state in checkpoints, and what it refuses."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from linrnn import costs
+from linrnn.config import load_config, run_name
+from linrnn.core.errors import ConfigError
+from linrnn.costs.optimizer import layer_matrices, update_flops, update_memory
+from linrnn.experiments.breakdown import markdown, measure
+from linrnn.training.checkpoint import foreseen_bytes, found
+from linrnn.training.optimizer import build_optimizer
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+CPU = torch.device("cpu")
+MUON = "optimizer=muon"
+
+
+def built(small: Small, *overrides: str) -> Trainer:
+    return Trainer(load_config(small(MUON, "loss=standard", *overrides)))
+
+
+def fitted(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    trainer.fit()
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
+    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
+
+
+def members(trainer: Trainer) -> dict[str, list[str]]:
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    return {group["name"]: [names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups}
+
+
+@pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
+def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(small: Small, model: str) -> None:
+    trainer = built(small, f"model={model}")
+    groups, parameters = members(trainer), dict(trainer.model.named_parameters())
+    assert sorted(name for names in groups.values() for name in names) == sorted(parameters)
+    assert all(".layers." in name and parameters[name].ndim == 2 for name in groups["matrices"])
+    others = [name for group in ("decay", "no_decay") for name in groups[group]]
+    assert not [name for name in others if ".layers." in name and name.endswith("proj.weight")]
+    assert groups["decay"][0].endswith("embeddings.weight")
+    assert {group["weight_decay"] for group in trainer.optimizer.param_groups[:2]} == {0.1}
+    # The formulas know the shape of each of these matrices.
+    shapes = layer_matrices(trainer.architecture)
+    assert shapes is not None
+    assert sorted(map(sorted, shapes)) == sorted(sorted(parameters[name].shape) for name in groups["matrices"])
+    trainer.train_step()
+    state = [value for entry in trainer.optimizer.state.values() for key, value in entry.items() if key != "step"]
+    kept = sum(value.numel() * value.element_size() for value in state)
+    assert kept == trainer.plan.training_state(trainer.architecture)["optimizer"]
+    assert foreseen_bytes(trainer.model.hf, trainer.optimizer) == 4 * trainer.architecture.n_parameters + kept
+
+
+class OneMatrix(torch.nn.Module):
+    """A matrix of a layer, and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 6)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(6, 3, bias=False)])
+
+
+def test_two_steps_by_hand() -> None:
+    """The mean of the gradients, Nesterov's sum, its nearest orthogonal matrix to Newton-Schulz's error, and decay."""
+    model, config = OneMatrix(), load_config([MUON, "optimizer.lr=0.01"]).optimizer
+    optimizer = build_optimizer(model, config, CPU)
+    weight = model.blocks[0].weight
+    mean = torch.zeros_like(weight)
+    for seed in range(2):
+        gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        before = weight.detach().clone()
+        weight.grad, model.embedding.weight.grad = gradient.clone(), torch.ones(5, 6)
+        optimizer.step()
+        mean = 0.95 * mean + 0.05 * gradient
+        update = (before * (1 - 0.01 * 0.1) - weight.detach()) / (0.01 * 0.2 * math.sqrt(6))
+        left, _, right = torch.linalg.svd(0.05 * gradient + 0.95 * mean, full_matrices=False)
+        singular = torch.linalg.svdvals(update)
+        assert 0.6 < singular.min() <= singular.max() < 1.3, "nearly orthogonal"
+        assert torch.nn.functional.cosine_similarity(update.flatten(), (left @ right).flatten(), 0) > 0.95
+    assert set(optimizer.state[weight]) == {"momentum_buffer"}
+    assert torch.allclose(optimizer.state[weight]["momentum_buffer"], mean)
+    assert set(optimizer.state[model.embedding.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_run_that_stops_goes_on_bit_for_bit(small: Small) -> None:
+    plan = small(MUON, "model=gated_deltanet", "optimizer.schedule_steps=4")
+    whole = fitted([*plan, "group=whole", "trainer.max_steps=4"])
+    fitted([*plan, "trainer.max_steps=2"])
+    second = fitted([*plan, "trainer.max_steps=4"])
+    assert losses(second) == losses(whole)
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in second.model.state_dict().items())
+    assert "-muon-" in second.directory.path.name
+    summary = second.directory.read_summary()
+    assert summary is not None
+    assert "optimizer.name=muon" in summary["training"]
+
+
+def test_it_learns_from_clipped_gradients(small: Small) -> None:
+    trained = fitted(
+        small(
+            MUON,
+            "model=transformer",
+            "trainer.max_steps=8",
+            "optimizer.max_grad_norm=0.5",
+            "trainer.checkpoint_every=0",
+        )
+    )
+    assert losses(trained)[-1] < losses(trained)[0] - 0.3
+
+
+def test_the_state_of_another_optimizer_is_refused(small: Small) -> None:
+    first = fitted(small("optimizer.schedule_steps=3"))
+    [step] = found(first.directory.checkpoints)
+    with pytest.raises(ConfigError, match="belongs to another optimizer") as error:
+        built(small, f"continue_from={step}").fit()
+    assert "init_from=" in error.value.remedy
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
+def test_sharded_matrices_are_refused_before_anything_is_built(
+    small: Small, parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"optimizer=muon needs whole matrices, and parallel={parallel}") as error:
+        built(small, f"parallel={parallel}")
+    assert "parallel=ddp" in error.value.remedy
+
+
+@pytest.mark.parametrize(("override", "cause"), [("momentum=1", "never forgets"), ("ns_steps=0", "below the minimum")])
+def test_values_that_could_never_train_are_refused(small: Small, override: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        built(small, f"optimizer.{override}")
+
+
+def test_its_keys_belong_to_it_alone() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.momentum: there is no such key") as error:
+        load_config(["optimizer.momentum=0.9"])
+    assert "optimizer=muon" in error.value.remedy
+    assert run_name(load_config([MUON])) == "gla-smoke-cce_kahan-muon-s0"
+    assert run_name(load_config([MUON, "optimizer.momentum=0.9"])) == "gla-smoke-cce_kahan-muon-momentum_0.9-s0"
+
+
+def test_newton_schulz_is_counted_as_torch_multiplies(small: Small) -> None:
+    trainer = built(small, "model=transformer")
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        trainer.optimizer.step()
+    assert counter.get_total_flops() == update_flops(trainer.architecture, trainer.config.optimizer)
+
+
+def test_the_breakdown_says_what_the_update_takes(small: Small) -> None:
+    trainer = built(small, "trainer.max_steps=9")
+    breakdown = measure(trainer, "a name", warmup_steps=1, steps=1)
+    config, arch = trainer.config.optimizer, trainer.architecture
+    assert breakdown.memory["optimizer"]["measured"] is not None
+    row = breakdown.memory["optimizer"]
+    assert row["formula"] <= row["measured"] <= row["formula"] + 4 * 100, "and step counts"  # type: ignore[operator]
+    assert breakdown.flops is not None
+    assert breakdown.flops["optimizer"] == {"update": update_flops(arch, config)}
+    assert update_flops(arch, config) > 0  # type: ignore[operator]
+    assert update_memory(arch, config, 4) > 0
+    text = markdown(breakdown)
+    assert "optimizer muon" in text
+    assert "| optimizer: " in text
+    adamw = load_config().optimizer
+    assert update_flops(arch, adamw) == update_memory(arch, adamw, 4) == 0
+    assert costs.optimizer_traffic(arch, adamw, "fp32") == 7 * 4 * arch.n_parameters
+    assert costs.optimizer_traffic(arch, config, "fp32") > 7 * 4 * arch.n_parameters  # type: ignore[operator]
