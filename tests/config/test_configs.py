@@ -137,20 +137,20 @@ def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not() 
     def name(*overrides: str) -> str:
         return run_name(load_config(overrides))
 
-    assert name() == name("optimizer.schedule_steps=200") == "gla-smoke-cce_kahan-s0"
-    assert name("trainer.max_steps=400") == name("optimizer.schedule_steps=400") == "gla-smoke-cce_kahan-steps400-s0"
+    assert name() == name("schedule.steps=200") == "gla-smoke-cce_kahan-s0"
+    assert name("trainer.max_steps=400") == name("schedule.steps=400") == "gla-smoke-cce_kahan-steps400-s0"
     tokens = ("trainer.max_steps=null", f"trainer.max_tokens={400 * 8 * 128 + 9}")
     assert name(*tokens) == "gla-smoke-cce_kahan-steps400-s0"
-    assert name("optimizer.schedule=constant", "trainer.max_steps=20").count("steps20") == 1
+    assert name("schedule=constant", "trainer.max_steps=20").count("steps20") == 1
     assert len({name(f"trainer.max_steps={steps}") for steps in (20, 60, 100)}) == 3
 
 
 def test_a_run_does_not_go_beyond_its_schedule_unless_that_is_constant() -> None:
-    beyond = ["optimizer.schedule_steps=100", "trainer.max_steps=101"]
+    beyond = ["schedule.steps=100", "trainer.max_steps=101"]
     for schedule in ("cosine", "wsd"):
-        with pytest.raises(ConfigError, match=f"101 steps go beyond optimizer.schedule_steps=100, .* {schedule}"):
-            identity(load_config([*beyond, f"optimizer.schedule={schedule}"]))
-    assert identity(load_config([*beyond, "optimizer.schedule=constant"]))["optimizer.schedule_steps"] == 100
+        with pytest.raises(ConfigError, match=f"101 steps go beyond schedule.steps=100, .* {schedule}"):
+            identity(load_config([*beyond, f"schedule={schedule}"]))
+    assert identity(load_config([*beyond, "schedule=constant"]))["schedule.steps"] == 100
 
 
 def test_long_names_end_in_a_hash_and_stay_distinct() -> None:
@@ -161,9 +161,9 @@ def test_long_names_end_in_a_hash_and_stay_distinct() -> None:
         "trainer.batch_size=3",
         "trainer.seq_len=77",
         "optimizer.weight_decay=0.33",
-        "optimizer.schedule=wsd",
+        "schedule=wsd",
     ]
-    a, b = (run_name(load_config([*many, f"optimizer.min_lr_ratio={ratio}"])) for ratio in (0.2, 0.3))
+    a, b = (run_name(load_config([*many, f"schedule.min_lr_ratio={ratio}"])) for ratio in (0.2, 0.3))
     assert len(a) <= 80
     assert a != b
 

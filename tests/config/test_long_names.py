@@ -6,7 +6,7 @@ from linrnn.config import load_config, run_name
 from linrnn.runs.summary import names_of_run
 
 LONG = ["trainer.batch_size=3", "trainer.seq_len=777", "optimizer.beta1=0.81", "optimizer.beta2=0.91"]
-LONG += ["optimizer.weight_decay=0.123", "optimizer.min_lr_ratio=0.2", "trainer.valid_tokens=4321"]
+LONG += ["optimizer.weight_decay=0.123", "schedule.min_lr_ratio=0.2", "trainer.valid_tokens=4321"]
 
 
 def test_a_long_name_keeps_the_words_that_fit_and_tells_runs_apart() -> None:

@@ -18,7 +18,7 @@ SHARD = "train-00000.bin"
 @pytest.fixture
 def started(small: Small, tmp_path: Path) -> tuple[list[str], Path]:
     """The overrides of a run that has made three steps on its own data, and that data's directory."""
-    overrides = small(f"data.cache_dir={tmp_path}/data", "optimizer.schedule_steps=5")
+    overrides = small(f"data.cache_dir={tmp_path}/data", "schedule.steps=5")
     trainer = Trainer(load_config(overrides))
     trainer.fit()
     return [*overrides, "trainer.max_steps=5"], trainer.data.directory

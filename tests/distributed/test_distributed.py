@@ -110,9 +110,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_
     small: Small, trained: Trained, tmp_path: Path
 ) -> None:
     same = (
-        "optimizer.schedule=constant",
-        "optimizer.schedule_steps=2000",
-        "optimizer.warmup_steps=0",
+        "schedule=constant",
+        "schedule.steps=2000",
+        "schedule.warmup_steps=0",
     )  # of another max_steps
     distributed = (*same, "parallel=ddp", "group=ddp")
     log = tmp_path / "stopped"

@@ -177,9 +177,9 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
 
 def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Trained) -> None:
     same = (
-        "optimizer.schedule=constant",
-        "optimizer.schedule_steps=4",
-        "optimizer.warmup_steps=0",
+        "schedule=constant",
+        "schedule.steps=4",
+        "schedule.warmup_steps=0",
         "size.vocab_size=515",
     )
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))

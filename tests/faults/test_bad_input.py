@@ -48,7 +48,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["trainer.max_steps=null"], 2, "no end", "give one"),
         (["trainer.max_tokens=7"], 2, "less than one step", "raise trainer.max_tokens"),
         (["size.vocab_size=8"], 2, "smaller than the data's vocabulary", "size.vocab_size="),
-        (["optimizer.warmup_steps=500"], 2, "warmup_steps=500", "lower"),
+        (["schedule.warmup_steps=500"], 2, "warmup_steps=500", "lower"),
         (["init_from=nowhere/at_all"], 3, "nowhere/at_all", ""),
         (["memory_budget_gib=80"], 2, "needs a GPU", "drop memory_budget_gib"),
         (["trainer.memory_snapshot=true"], 4, "memory_snapshot", "memory_snapshot=false"),

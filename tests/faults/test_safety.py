@@ -52,7 +52,7 @@ def test_files_secrets_and_pickles_of_a_run_that_is_continued(small: Small, tmp_
     root.mkdir()
     environment = {name: secrets.token_hex(20) for name in VARIABLES}
     kept = [o for o in small() if not o.startswith(("logger.", "results_dir=", "data.cache_dir="))]
-    overrides = [*kept, "logger.wandb.mode=offline", "trainer.checkpoint_every=1", "optimizer.schedule_steps=4"]
+    overrides = [*kept, "logger.wandb.mode=offline", "trainer.checkpoint_every=1", "schedule.steps=4"]
     for steps in (2, 4):
         process = start(_run_elsewhere, [*overrides, f"trainer.max_steps={steps}"], root, environment)
         process.join()
@@ -112,7 +112,7 @@ class Bomb:
 
 @pytest.fixture
 def finished(small: Small) -> Path:
-    trainer = Trainer(load_config(small("optimizer.schedule_steps=5")))
+    trainer = Trainer(load_config(small("schedule.steps=5")))
     trainer.fit()
     return trainer.directory.path
 
@@ -126,7 +126,7 @@ def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished: Path, small:
     state["sha256"][f"{checkpoint.TENSORS}/{file.name}"] = sha256_of(file)  # sound, by its checksums
     write_state(newest, state)
     with pytest.raises(LinrnnError) as error:
-        Trainer(load_config(small("trainer.max_steps=5", "optimizer.schedule_steps=5"))).fit()
+        Trainer(load_config(small("trainer.max_steps=5", "schedule.steps=5"))).fit()
     assert isinstance(error.value, DataError)
     assert str(newest / checkpoint.TENSORS) in error.value.cause
     with pytest.raises(DataError):

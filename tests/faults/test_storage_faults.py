@@ -115,7 +115,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(
 # ---------------------------------------------------------------------------------------------------------- clocks
 def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("trainer.max_steps=8", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9")
-    options += ("optimizer.schedule=constant", "optimizer.schedule_steps=8")  # the same for another max_steps
+    options += ("schedule=constant", "schedule.steps=8")  # the same for another max_steps
     steady = Trainer(load_config(small(*options, "group=steady")))
     steady.fit()
     jumps = itertools.cycle([0.0, 4e9, 1.0, 2e9, -1.0])

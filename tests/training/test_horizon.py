@@ -16,7 +16,7 @@ from linrnn.training.checkpoint.files import write_state
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-COSINE = ("optimizer.warmup_steps=2", "trainer.max_steps=8")
+COSINE = ("schedule.warmup_steps=2", "trainer.max_steps=8")
 
 
 def fitted(overrides: list[str]) -> Trainer:
@@ -32,7 +32,7 @@ def records(directory: Path, key: str) -> list[tuple[int, float]]:
 
 def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small: Small) -> None:
     whole = fitted(small(*COSINE, "group=whole")).directory.path
-    early = small(*COSINE, "group=stopped", "optimizer.schedule_steps=8")
+    early = small(*COSINE, "group=stopped", "schedule.steps=8")
     stopped = fitted([*early, "trainer.max_steps=4"])
     assert stopped.directory.path.name == whole.name, "it is the same run"
     assert stopped.directory.read_summary()["status"] == "finished"
@@ -45,7 +45,7 @@ def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small: Small) 
 def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early = small(*COSINE, "optimizer.schedule_steps=8", "trainer.checkpoint_every=5")
+    early = small(*COSINE, "schedule.steps=8", "trainer.checkpoint_every=5")
     stopped = fitted([*early, "trainer.max_steps=4"])
     longer = Trainer(load_config(early))
     saved = longer.save
@@ -66,7 +66,7 @@ def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
 
 
 def test_a_checkpoint_of_another_schedule_is_refused(small: Small) -> None:
-    run = small("optimizer.schedule_steps=5")
+    run = small("schedule.steps=5")
     [newest] = found(fitted(run).directory.checkpoints)
     state = read_state(newest)
     state["schedule"]["horizon"] = 9
@@ -85,18 +85,18 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small: Small, schedule: str) -> None:
-    run = small("run_name=run", f"optimizer.schedule={schedule}")
+    run = small("run_name=run", f"schedule={schedule}")
     directory = fitted(run).directory.path
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"schedule ends at step 3, and this command's ends at step 9") as error:
         Trainer(load_config([*run, "trainer.max_steps=9"]))
-    for choice in ("optimizer.schedule_steps=3", f"continue_from={directory}", "another run_name"):
+    for choice in ("schedule.steps=3", f"continue_from={directory}", "another run_name"):
         assert choice in error.value.remedy
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
 def test_a_constant_schedule_goes_on_beyond_its_horizon_without_a_jump(small: Small) -> None:
-    constant = small("optimizer.schedule=constant", "optimizer.schedule_steps=3", "optimizer.warmup_steps=1")
+    constant = small("schedule=constant", "schedule.steps=3", "schedule.warmup_steps=1")
     fitted(constant)
     longer = fitted([*constant, "trainer.max_steps=6"])
     rates = records(longer.directory.path, "train/lr")
@@ -120,7 +120,7 @@ def test_a_sweep_over_max_steps_has_a_directory_for_every_point(small: Small) ->
 @pytest.mark.parametrize(
     ("shared", "varied", "remedy"),
     [
-        (["optimizer.schedule_steps=100"], "trainer.max_steps", "leave optimizer.schedule_steps=null"),
+        (["schedule.steps=100"], "trainer.max_steps", "leave schedule.steps=null"),
         (["run_name=run"], "optimizer.lr", "leave run_name out"),
         ([], "trainer.log_every", "trainer.log_every is no part of a name"),
     ],
@@ -134,7 +134,7 @@ def test_points_that_would_share_a_directory_are_refused_by_name(
 
 
 def test_a_point_that_stops_before_a_finished_run_of_its_directory_is_refused(small: Small) -> None:
-    long = small("optimizer.schedule_steps=100")
+    long = small("schedule.steps=100")
     fitted(long)
     [same] = foresee([long])
     [shorter] = foresee([[*long, "trainer.max_steps=2"]])

@@ -95,7 +95,7 @@ def test_two_steps_by_hand() -> None:
 
 
 def test_a_run_that_stops_goes_on_bit_for_bit(small: Small) -> None:
-    plan = small(MUON, "model=gated_deltanet", "optimizer.schedule_steps=4")
+    plan = small(MUON, "model=gated_deltanet", "schedule.steps=4")
     whole = fitted([*plan, "group=whole", "trainer.max_steps=4"])
     fitted([*plan, "trainer.max_steps=2"])
     second = fitted([*plan, "trainer.max_steps=4"])
@@ -122,7 +122,7 @@ def test_it_learns_from_clipped_gradients(small: Small) -> None:
 
 
 def test_the_state_of_another_optimizer_is_refused(small: Small) -> None:
-    first = fitted(small("optimizer.schedule_steps=3"))
+    first = fitted(small("schedule.steps=3"))
     [step] = found(first.directory.checkpoints)
     with pytest.raises(ConfigError, match="belongs to another optimizer") as error:
         built(small, f"continue_from={step}").fit()

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from linrnn.config import load_config
 from linrnn.config.schema import OptimizerConfig
 from linrnn.core.errors import ConfigError
-from linrnn.training.optimizer import build_optimizer, build_schedule, clip_gradients, decay_groups
+from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients, decay_groups
 
 CONFIG = OptimizerConfig(
     name="adamw",
@@ -19,11 +20,6 @@ CONFIG = OptimizerConfig(
     eps=1e-8,
     weight_decay=0.1,
     max_grad_norm=1.0,
-    schedule="cosine",
-    schedule_steps=None,
-    warmup_steps=2,
-    min_lr_ratio=0.1,
-    decay_fraction=0.2,
 )
 CPU = torch.device("cpu")
 
@@ -46,9 +42,16 @@ class Block(nn.Module):
         self.head.weight = self.embedding.weight  # tied
 
 
-def multipliers(total: int, **changes: object) -> list[float]:
-    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
-    schedule = build_schedule(build_optimizer(nn.Linear(2, 2), config, CPU), config, total)
+def schedule_of(total: int, name: str = "cosine", **changes: object) -> Schedule:
+    options = [f"schedule.{key}={'null' if value is None else value}" for key, value in changes.items()]
+    config = load_config(
+        [f"schedule={name}", *(["schedule.warmup_steps=2"] if "warmup_steps" not in changes else []), *options]
+    )
+    return Schedule(build_optimizer(Block(), CONFIG, CPU), config.schedule, CONFIG.lr, total)
+
+
+def multipliers(total: int, name: str = "cosine", **changes: object) -> list[float]:
+    schedule = schedule_of(total, name, **changes)
     return [schedule.lr_multiplier(step) for step in range(total)]
 
 
@@ -85,14 +88,17 @@ def test_cosine_starts_at_one_after_the_warmup_and_halves_midway():
     assert got[2:] == sorted(got[2:], reverse=True)
 
 
+def test_linear_falls_by_equal_steps_after_the_warmup():
+    got = multipliers(10, "linear", min_lr_ratio=0.2)
+    assert got == pytest.approx([0.5, 1, *(1 - 0.8 * step / 8 for step in range(8))])
+
+
 def test_wsd_is_flat_then_falls_linearly_over_the_decay_fraction():
-    assert multipliers(10, schedule="wsd", decay_fraction=0.4) == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325]
-    )
+    assert multipliers(10, "wsd", decay_fraction=0.4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325])
 
 
 def test_constant_stays_at_the_peak_and_no_warmup_starts_there():
-    assert multipliers(4, schedule="constant", warmup_steps=0) == [1, 1, 1, 1]
+    assert multipliers(4, "constant", warmup_steps=0) == [1, 1, 1, 1]
 
 
 def test_default_warmup_is_a_tenth_of_the_run_whatever_its_length():
@@ -101,15 +107,14 @@ def test_default_warmup_is_a_tenth_of_the_run_whatever_its_length():
 
 
 def test_apply_sets_every_group_from_the_step_alone():
-    optimizer = build_optimizer(Block(), CONFIG, CPU)
-    schedule = build_schedule(optimizer, CONFIG, 10)
+    schedule = schedule_of(10)
     assert schedule.apply(7) == schedule.apply(7) == pytest.approx(CONFIG.lr * schedule.lr_multiplier(7))
-    assert {group["lr"] for group in optimizer.param_groups} == {schedule.apply(7)}
+    assert {group["lr"] for group in schedule.optimizer.param_groups} == {schedule.apply(7)}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"warmup_steps": 11}, {"schedule": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}],
+    [{"warmup_steps": 11}, {"name": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}],
 )
 def test_a_schedule_that_does_not_fit_the_run_is_refused(changes):
     with pytest.raises(ConfigError, match="exceed"):

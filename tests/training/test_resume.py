@@ -131,12 +131,12 @@ def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(
     assert bytes_below(first.directory.path) == before
     output = capsys.readouterr().out
     assert f"{first.directory.path} is finished: 3 steps; nothing was run or written" in output
-    for choice in ("trainer.resume=never", f"continue_from={first.directory.path}", "optimizer.schedule_steps="):
+    for choice in ("trainer.resume=never", f"continue_from={first.directory.path}", "schedule.steps="):
         assert choice in output
 
 
 def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]]) -> None:
-    run = small("run_name=run", "optimizer.schedule_steps=5")
+    run = small("run_name=run", "schedule.steps=5")
     trainer = Trainer(load_config(run))
     trainer.fit()
     before = bytes_below(trainer.directory.path)
@@ -152,10 +152,10 @@ def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]])
 
 
 def test_a_run_goes_on_with_other_operational_keys_and_says_which(small: Callable[..., list[str]]) -> None:
-    first = Trainer(load_config(small("optimizer.schedule_steps=6")))
+    first = Trainer(load_config(small("schedule.steps=6")))
     first.fit()
     keys = ("trainer.checkpoint_every=1", "trainer.valid_every=2", "trainer.warmup_measurement_steps=1")
-    more = small("optimizer.schedule_steps=6", "trainer.max_steps=6", *keys)
+    more = small("schedule.steps=6", "trainer.max_steps=6", *keys)
     second = Trainer(load_config(more))
     assert second.directory.path == first.directory.path
     second.fit()
@@ -196,7 +196,7 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., l
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = ("trainer.checkpoint_every=2", "optimizer.schedule_steps=6")
+    plan = ("trainer.checkpoint_every=2", "schedule.steps=6")
     trainer = Trainer(load_config(small(*plan, "trainer.max_steps=4")))
     trainer.fit()
     [newest] = (found(trainer.directory.checkpoints)[-1] / TENSORS).iterdir()

@@ -92,7 +92,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
 
 def test_a_resumed_run_has_the_figures_of_all_its_processes(small: Small) -> None:
     """The last process makes four steps, all of them warm-up."""
-    options = ("trainer.warmup_measurement_steps=5", "optimizer.schedule_steps=24")
+    options = ("trainer.warmup_measurement_steps=5", "schedule.steps=24")
     first = Trainer(load_config(small(*options, "trainer.max_steps=12"))).fit()
     trainer = Trainer(load_config(small(*options, "trainer.max_steps=16")))
     second = trainer.fit()

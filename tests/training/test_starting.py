@@ -18,7 +18,7 @@ from linrnn.training.checkpoint import found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-FLAT = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
+FLAT = ("schedule=constant", "schedule.warmup_steps=0")
 
 
 def fitted(overrides: list[str]) -> Trainer:
@@ -54,7 +54,7 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
 ) -> None:
     first = fitted(small())
     step = found(first.directory.checkpoints)[-1]
-    plan = ("trainer.batch_size=4", "loss=standard", "optimizer.lr=0.001", "optimizer.schedule_steps=4", "seed=1")
+    plan = ("trainer.batch_size=4", "loss=standard", "optimizer.lr=0.001", "schedule.steps=4", "seed=1")
     second = fitted(small(*plan, f"continue_from={step}", "trainer.max_steps=2"))
     expected = {"run": f"default/{first.session.name}", "step": 3, "tokens": 3 * 2 * 80}
     assert summary_of(second)["continues"] == expected
@@ -184,11 +184,11 @@ def test_evaluate_names_the_tokenizer_of_the_data_and_the_one_to_use(
 def test_a_checkpoint_of_an_earlier_version_is_refused(small: Small) -> None:
     from linrnn.training.checkpoint.files import read_state, write_state
 
-    run = fitted(small("optimizer.schedule_steps=5"))
+    run = fitted(small("schedule.steps=5"))
     [newest] = found(run.directory.checkpoints)
     state = read_state(newest)
     del state["token_fingerprint"]
     write_state(newest, state)
     for more in ([f"init_from={newest}", "group=other"], ["trainer.max_steps=5"]):
         with pytest.raises(DataError, match=r"written by an earlier version \(no token_fingerprint\)"):
-            fitted(small("optimizer.schedule_steps=5", *more))
+            fitted(small("schedule.steps=5", *more))

@@ -72,7 +72,7 @@ def test_options_that_must_not_change_the_losses(small: Small, plain: dict[int, 
     [
         "trainer.precision=bf16_autocast",
         "trainer.precision=bf16",
-        "optimizer.schedule=wsd",
+        "schedule=wsd",
         "optimizer.max_grad_norm=null",
         "data=stdlib",
     ],
@@ -100,7 +100,7 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     done = fresh_command(*evaluate, "max_tokens=400")
     assert done.returncode == 0, done.stderr
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
-    second = trained(small(f"init_from={first.directory.path}", "optimizer.warmup_steps=0"))
+    second = trained(small(f"init_from={first.directory.path}", "schedule.warmup_steps=0"))
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
 
 

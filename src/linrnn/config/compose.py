@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from linrnn.config.older_keys import refuse_old_names, regrouped
 from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, ReadingConfig
 from linrnn.config.strings import quoted, string_keys, unreadable
@@ -108,6 +109,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         ConfigError: a group option, key or value is unknown. The error offers the nearest valid names.
     """
     check_overrides(overrides)
+    refuse_old_names(overrides)
     lines = quoted(overrides, config_name)
     try:
         parsed = OverridesParser.create().parse_overrides(lines)
@@ -292,7 +294,7 @@ def read_config(path: Path) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
         check_text(text)
-        raw: Any = OmegaConf.create(text)
+        raw: Any = OmegaConf.create(regrouped(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))))
         typed = OmegaConf.structured(Config)
         for group in (field.name for field in dataclasses.fields(Config) if field.name in SCHEMAS):
             options = SCHEMAS[group]

@@ -37,14 +37,15 @@ OPERATIONAL = (
     "data.verify",
     "parallel.timeout_seconds",
 )
-HORIZON = "optimizer.schedule_steps"
-_GROUPS = ("model", "size", "loss", "data", "optimizer", "parallel")
+HORIZON = "schedule.steps"
+_GROUPS = ("model", "size", "loss", "data", "optimizer", "schedule", "parallel")
 _SHORT = {
     "trainer.batch_size": "b",
     "trainer.seq_len": "t",
     "trainer.accumulation_steps": "a",
     "sequences_per_step": "b",
     "trainer.precision": "",
+    "schedule.name": "schedule_",
     HORIZON: "steps",
     "optimizer.lr": "lr",
     "size.vocab_size": "v",
@@ -91,9 +92,9 @@ def run_name(config: Config, world_size: int = 1) -> str:
     """
     if config.run_name:
         return config.run_name
-    defaults = defaults_of(config)
-    values = identity(config, world_size)
     menu = options_of_menu()
+    defaults = {**defaults_of(config), "schedule.name": menu["schedule"]}  # a word among the keys, not among the groups
+    values = identity(config, world_size)
     words = [
         getattr(config, group).name
         for group in ("data", "optimizer", "parallel")

@@ -160,7 +160,7 @@ class HubDataConfig(TokenizedDataConfig):
 # -------------------------------------------------------------------------------------------------------- training
 @dataclass
 class OptimizerConfig:
-    """AdamW's keys, the schedule's, and gradient clipping. Every optimizer has them."""
+    """AdamW's keys and gradient clipping. Every optimizer has them."""
 
     name: str = plain_name()
     lr: float = at_least(0)
@@ -169,11 +169,6 @@ class OptimizerConfig:
     eps: float = at_least(0)
     weight_decay: float = at_least(0)
     max_grad_norm: float | None = at_least(0)
-    schedule: str = one_of("cosine", "wsd", "constant")
-    schedule_steps: int | None = at_least(1)
-    warmup_steps: int | None = at_least(0)
-    min_lr_ratio: float = between(0, 1)
-    decay_fraction: float = between(0, 1)
 
     def __post_init__(self) -> None:
         if self.max_grad_norm == math.inf:  # in PyTorch: measure the norm, do not clip
@@ -186,6 +181,29 @@ class MuonConfig(OptimizerConfig):
 
     momentum: float = between(0, 1)
     ns_steps: int = between(1, 99)
+
+
+@dataclass
+class ScheduleConfig:
+    """A warm-up, and the step at which the schedule ends. Every schedule has these keys."""
+
+    name: str = plain_name()
+    steps: int | None = at_least(1)
+    warmup_steps: int | None = at_least(0)
+
+
+@dataclass
+class FallingConfig(ScheduleConfig):
+    """A schedule whose learning rate falls to a share of the peak."""
+
+    min_lr_ratio: float = between(0, 1)
+
+
+@dataclass
+class WsdConfig(FallingConfig):
+    """Warm-up, stable, decay: the rate falls only in the last share of the schedule."""
+
+    decay_fraction: float = between(0, 1)
 
 
 @dataclass
@@ -272,6 +290,7 @@ class Config:
     loss: LossConfig
     data: DataConfig
     optimizer: OptimizerConfig
+    schedule: ScheduleConfig
     trainer: TrainerConfig
     logger: LoggerConfig
     parallel: ParallelConfig
@@ -507,6 +526,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "fineweb_edu": HubDataConfig,
     },
     "optimizer": {"adamw": OptimizerConfig, "muon": MuonConfig},
+    "schedule": {
+        "cosine": FallingConfig,
+        "linear": FallingConfig,
+        "wsd": WsdConfig,
+        "constant": ScheduleConfig,
+    },
     "trainer": {"": TrainerConfig},
     "logger": {"": LoggerConfig},
     "parallel": {

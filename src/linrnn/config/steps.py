@@ -38,19 +38,18 @@ def last_step(config: Config, world_size: int = 1) -> int:
 
 
 def horizon(config: Config, world_size: int = 1) -> int:
-    """The step at which the learning-rate schedule ends: `optimizer.schedule_steps`, or the run's last step.
+    """The step at which the learning-rate schedule ends: `schedule.steps`, or the run's last step.
 
     Raises:
         ConfigError: as :func:`last_step`, or the run outlasts a schedule that is not constant.
     """
-    last, schedule_steps = last_step(config, world_size), config.optimizer.schedule_steps
+    last, schedule_steps = last_step(config, world_size), config.schedule.steps
     if schedule_steps is None:
         return last
-    if last > schedule_steps and config.optimizer.schedule != "constant":
+    if last > schedule_steps and config.schedule.name != "constant":
         raise ConfigError(
-            f"the run's {last} steps go beyond optimizer.schedule_steps={schedule_steps}, "
-            f"the end of its {config.optimizer.schedule} schedule",
-            "lower trainer.max_steps or trainer.max_tokens, raise optimizer.schedule_steps, "
-            "or use optimizer.schedule=constant",
+            f"the run's {last} steps go beyond schedule.steps={schedule_steps}, "
+            f"the end of its {config.schedule.name} schedule",
+            "lower trainer.max_steps or trainer.max_tokens, raise schedule.steps, or use schedule=constant",
         )
     return schedule_steps

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.naming import HORIZON
+from linrnn.config.older_keys import with_new_names
 from linrnn.core.errors import ConfigError, LinrnnError, StorageError
 from linrnn.core.json_files import read_object
 from linrnn.core.locks import SIGN, DirectoryLock
@@ -143,7 +144,7 @@ class RunDirectory:
             self._check_identity()
 
     def _check_identity(self) -> None:
-        there = read_object(self.path / IDENTITY, remedy=_ASIDE)
+        there = with_new_names(read_object(self.path / IDENTITY, remedy=_ASIDE))
         here = json.loads(json.dumps(self._identity))
         changed = differences(there, here)
         if there.keys() == here.keys() and len(changed) == 1 and there[HORIZON] != here[HORIZON]:

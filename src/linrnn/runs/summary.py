@@ -82,6 +82,7 @@ def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str
 def _training(config: Config, world_size: int) -> str:
     """Everything else that decides how a run learns and is validated. Runs that differ in it are not compared."""
     values = {f"optimizer.{key}": value for key, value in dataclasses.asdict(config.optimizer).items()}
+    values |= {f"schedule.{key}": value for key, value in dataclasses.asdict(config.schedule).items()}
     values |= {
         HORIZON: horizon(config, world_size),
         "init_from": config.init_from,
@@ -152,7 +153,7 @@ def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
         f"{directory} is finished: {steps} steps; nothing was run or written",
         "  -> trainer.resume=never moves it aside and runs it again",
         f"  -> continue_from={directory} trains on from its state, as another run with its own schedule",
-        "  -> optimizer.schedule_steps=… trainer.max_steps=… trains under a longer schedule, from step 0",
+        "  -> schedule.steps=… trainer.max_steps=… trains under a longer schedule, from step 0",
     ]
     if steps < horizon:
         lines.insert(1, f"  -> a larger trainer.max_steps continues it, to step {horizon}, where its schedule ends")

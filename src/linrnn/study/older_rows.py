@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any
 
 from linrnn.config import load_config
+from linrnn.config.older_keys import NEW_NAMES, with_new_names
 
 WALL_CLOCK = "wall clock"
-_HORIZON = re.compile(r"optimizer\.schedule_steps=(\d+) ?")
+_HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
 
 
 def checkpointing_of(row: Mapping[str, Any]) -> str:
@@ -43,7 +44,7 @@ def _hidden_size(size: str) -> int:
 
 def horizon(summary: Mapping[str, Any]) -> int | None:
     """The step at which the schedule ends. Rows that do not record it: the last step of a finished run, or None."""
-    recorded = _HORIZON.search(summary.get("training") or "")
+    recorded = _HORIZON.search(_training(summary.get("training")) or "")
     if recorded:
         return int(recorded[1])
     return summary["steps"] if summary["status"] == "finished" else None
@@ -51,7 +52,17 @@ def horizon(summary: Mapping[str, Any]) -> int | None:
 
 def without_horizon(training: str | None) -> str | None:
     """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    training = _training(training)
     return training and _HORIZON.sub("", training)
+
+
+@cache
+def _training(recorded: str | None) -> str | None:
+    """What a run records as `training`, with today's names of the schedule's keys."""
+    if not recorded or not any(f"{key}=" in recorded for key in NEW_NAMES):
+        return recorded
+    words = with_new_names(dict(re.findall(r"(\S+?)=(.*?)(?= [\w.]+=|$)", recorded)))
+    return " ".join(f"{key}={value}" for key, value in words.items())
 
 
 def thinned(report: Mapping[str, Any]) -> bool:

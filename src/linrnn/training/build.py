@@ -12,7 +12,7 @@ from linrnn.models import build_model
 from linrnn.runs.directory import RunDirectory
 from linrnn.training import checkpoint
 from linrnn.training.measurements import Measurements
-from linrnn.training.optimizer import build_optimizer, build_schedule
+from linrnn.training.optimizer import Schedule, build_optimizer
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
 from linrnn.training.runtime import compute_dtype, parameter_dtype, prepare_process
 from linrnn.training.session import Session
@@ -114,7 +114,7 @@ class BuiltRun:
         vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
         self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
-        self.schedule = build_schedule(self.optimizer, config.optimizer, self.plan.horizon)
+        self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)
         self.loader = BatchLoader(
             self.data.train,
             seq_len=config.trainer.seq_len,

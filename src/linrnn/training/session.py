@@ -145,7 +145,7 @@ class Session:
             + f"-> {self.directory.path}"
         )
         if plan.horizon != plan.total_steps:
-            say_line(f"the {config.optimizer.schedule} schedule ends at step {plan.horizon}")
+            say_line(f"the {config.schedule.name} schedule ends at step {plan.horizon}")
         for note in notes:
             if note:
                 say_line(note)

@@ -63,7 +63,9 @@ def progress_to_resume(
     """
     progress = checkpoint.read_progress(newest)
     check_not_beyond(progress.step, plan, directory)
-    if changed := differences(progress.schedule, schedule):
+    # Earlier versions also wrote keys that their schedule does not use.
+    trained_under = {key: value for key, value in progress.schedule.items() if key in schedule}
+    if changed := differences(trained_under, schedule):
         raise ConfigError(
             f"{newest} was trained under another schedule ({'; '.join(changed)})",
             "continue_from= trains on under a new schedule, in a run of its own",

@@ -64,7 +64,7 @@ class StepLog:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise DivergedError(
                 f"step {record.step}: loss {loss}, gradient norm {grad_norm}",
-                "lower optimizer.lr or optimizer.max_grad_norm, or raise optimizer.warmup_steps; the last good "
+                "lower optimizer.lr or optimizer.max_grad_norm, or raise schedule.warmup_steps; the last good "
                 "checkpoint is kept",
             )
         run.state.recent_losses.append(loss)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from linrnn.config.schema import OptimizerConfig
+from linrnn.config.schema import FallingConfig, ScheduleConfig, WsdConfig
 from linrnn.core.errors import ConfigError
 
 
@@ -13,47 +13,49 @@ class Schedule:
     """The learning rate of every step of a run. It has no state, so a resumed run simply continues.
 
     Warm-up step s (0-based) of W gets (s + 1) / W of the peak. After the warm-up, let m = min_lr_ratio. Let x be the
-    share of the remaining steps (cosine) or of the decay steps (WSD: Hu et al. 2024, arXiv:2404.06395, linear here)
-    already done:
+    share of the remaining steps (cosine, linear) or of the decay steps (WSD: Hu et al. 2024, arXiv:2404.06395, linear
+    here) already done:
 
-        cosine  m + (1 - m) (1 + cos πx) / 2;    WSD  1 - (1 - m) x;    constant  1
+        cosine  m + (1 - m) (1 + cos πx) / 2;    linear, WSD  1 - (1 - m) x;    constant  1
 
     Args:
         optimizer: :meth:`apply` sets the rate of its groups.
-        config: peak, shape, warm-up and decay.
+        config: shape, warm-up and decay.
+        lr: the peak.
         horizon: the step at which the schedule ends. A run may stop before it. Beyond it, only `constant` has a rate.
 
     Raises:
         ConfigError: the warm-up (and the WSD decay) do not fit into the schedule.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, horizon: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, lr: float, horizon: int) -> None:
         self.optimizer = optimizer
         self.config = config
+        self.lr = lr
         self.horizon = horizon
         self.warmup_steps = horizon // 10 if config.warmup_steps is None else config.warmup_steps
-        self.decay_steps = round(config.decay_fraction * horizon) if config.schedule == "wsd" else 0
+        self.decay_steps = round(config.decay_fraction * horizon) if isinstance(config, WsdConfig) else 0
         if self.warmup_steps > horizon:
             raise ConfigError(
-                f"optimizer.warmup_steps={self.warmup_steps} exceeds the schedule's {horizon} steps",
-                "lower optimizer.warmup_steps (null: a tenth of the schedule) or raise trainer.max_steps",
+                f"schedule.warmup_steps={self.warmup_steps} exceeds the schedule's {horizon} steps",
+                "lower schedule.warmup_steps (null: a tenth of the schedule) or raise trainer.max_steps",
             )
         if self.warmup_steps + self.decay_steps > horizon:
             raise ConfigError(
                 f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed {horizon} steps",
-                "lower optimizer.warmup_steps or optimizer.decay_fraction, or raise trainer.max_steps",
+                "lower schedule.warmup_steps or schedule.decay_fraction, or raise trainer.max_steps",
             )
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the learning rate of every step, JSON-ready, for a checkpoint."""
         config = self.config
         return {
-            "schedule": config.schedule,
+            "schedule": config.name,
             "horizon": self.horizon,
-            "lr": config.lr,
+            "lr": self.lr,
             "warmup_steps": self.warmup_steps,
             "decay_steps": self.decay_steps,
-            "min_lr_ratio": config.min_lr_ratio,
+            **({"min_lr_ratio": config.min_lr_ratio} if isinstance(config, FallingConfig) else {}),
         }
 
     def lr_multiplier(self, step: int) -> float:
@@ -61,25 +63,20 @@ class Schedule:
         config = self.config
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        if config.schedule == "cosine":
-            progress = _share(step - self.warmup_steps, self.horizon - self.warmup_steps)
+        if not isinstance(config, FallingConfig):
+            return 1.0
+        steps = self.decay_steps if isinstance(config, WsdConfig) else self.horizon - self.warmup_steps
+        progress = _share(step - (self.horizon - steps), steps)
+        if config.name == "cosine":
             return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-        if config.schedule == "wsd":
-            progress = _share(step - (self.horizon - self.decay_steps), self.decay_steps)
-            return 1 - (1 - config.min_lr_ratio) * progress
-        return 1.0
+        return 1 - (1 - config.min_lr_ratio) * progress
 
     def apply(self, step: int) -> float:
         """Set the learning rate of step `step` (0-based) in every group, and return it."""
-        lr = self.config.lr * self.lr_multiplier(step)
+        lr = self.lr * self.lr_multiplier(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
-
-
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, horizon: int) -> Schedule:
-    """The schedule that `config` names, ending at step `horizon`."""
-    return Schedule(optimizer, config, horizon)
 
 
 def _share(done: int, of: int) -> float:

@@ -1,0 +1,57 @@
+"""Keys that have another name today: refused on a command line, renamed in files of earlier versions.
+
+The learning-rate schedule was part of the group `optimizer` before it became the group `schedule`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from linrnn.core.errors import ConfigError
+
+NEW_NAMES = {
+    "optimizer.schedule": "schedule.name",
+    "optimizer.schedule_steps": "schedule.steps",
+    "optimizer.warmup_steps": "schedule.warmup_steps",
+    "optimizer.min_lr_ratio": "schedule.min_lr_ratio",
+    "optimizer.decay_fraction": "schedule.decay_fraction",
+}
+# Earlier versions wrote every key of every schedule. These are the ones that a schedule has no more.
+_UNUSED = {
+    "cosine": ("schedule.decay_fraction",),
+    "constant": ("schedule.decay_fraction", "schedule.min_lr_ratio"),
+}
+
+
+def refuse_old_names(overrides: Sequence[str]) -> None:
+    """Reject overrides of keys that have another name today.
+
+    Raises:
+        ConfigError: there is one. The remedy is the override to use instead.
+    """
+    for override in overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
+        if key in NEW_NAMES:
+            new = NEW_NAMES[key].removesuffix(".name")
+            raise ConfigError(f"{key} has a new name", f"use {new}{equals}{value}")
+
+
+def with_new_names(flat: dict[str, Any]) -> dict[str, Any]:
+    """A flattened configuration or identity with today's keys, in the same order."""
+    renamed = {NEW_NAMES.get(key, key): value for key, value in flat.items()}
+    if "optimizer.schedule" in flat:
+        for key in _UNUSED.get(str(flat["optimizer.schedule"]), ()):
+            renamed.pop(key, None)
+    return renamed
+
+
+def regrouped(raw: dict[str, Any]) -> dict[str, Any]:
+    """A run's config.yaml, read as a dictionary, with today's keys."""
+    optimizer = raw.get("optimizer")
+    if "schedule" in raw or not isinstance(optimizer, dict) or "schedule" not in optimizer:
+        return raw
+    flat = with_new_names({f"optimizer.{key}": value for key, value in optimizer.items()})
+    groups: dict[str, dict[str, Any]] = {"optimizer": {}, "schedule": {}}
+    for key, value in flat.items():
+        group, _, name = key.partition(".")
+        groups[group][name] = value
+    return {**raw, **groups}
