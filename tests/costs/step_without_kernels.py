@@ -4,8 +4,8 @@ Kernels only fill tensors that FLA has allocated. Without the kernels every tens
 Matrix products are left out too: without bf16 units they take minutes on a CPU. No tensor has real memory.
 
 Arguments: sequences, their length, vocabulary. The cases are every model at the size mve, and other chunk sizes than
-FLA's, each without and with activation checkpointing, under bf16 autocast. The figures are bytes beyond the parameters:
-when the loss begins, and the peak in the backward pass after the final norm.
+FLA's, each with several kinds of activation checkpointing, under bf16 autocast. The figures are bytes beyond the
+parameters: when the loss begins, and the peak in the backward pass after the final norm.
 """
 
 import json
@@ -127,6 +127,6 @@ if __name__ == "__main__":
     found = {
         f"{name}/{chunk or 'null'}/{checkpointing}": bytes_held(name, chunk, checkpointing, *sizes)  # type: ignore[call-arg]
         for name, chunk in CASES
-        for checkpointing in ("none", "full")
+        for checkpointing in ("none", *(["selective"] if chunk is None else []), "full")
     }
     print(json.dumps(found))

@@ -197,6 +197,8 @@ def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks():
     forward = plain.forward
     blocks = forward["mixer_projections"] + forward["mixer_scan"] + forward["mlp"]
     assert checkpointed.total - plain.total == blocks
+    selective = kernel_flops(tiny("kda"), 2, 128, STANDARD, "selective")
+    assert selective.total - plain.total == forward["mixer_scan"], "no linear layer is computed again"
 
 
 def test_the_vocabulary_is_a_sixth_of_a_1_2b_models_forward_pass():
@@ -572,7 +574,10 @@ def test_gradients_of_earlier_micro_steps_add_to_the_peak_of_the_next():
 
 def test_with_checkpointing_the_loss_layer_decides_the_peak():
     arch = measured_model("gla")
-    plain, checkpointed = (estimate(arch, activation_checkpointing=mode) for mode in ("none", "full"))
+    plain, selective, checkpointed = (
+        estimate(arch, activation_checkpointing=mode) for mode in ("none", "selective", "full")
+    )
+    assert plain.peak > selective.peak > checkpointed.peak
     assert checkpointed.residual < 0.15 * (plain.mixer + plain.mlp + plain.residual)
     share = {
         name: estimate(arch, loss, activation_checkpointing="full").peak

@@ -63,6 +63,14 @@ def test_with_checkpointing_the_blocks_keep_their_inputs_alone(small: Small) -> 
     assert saved_bytes(small, "model=gla")["mixer"] > 10 * 4 * N * D
 
 
+def test_with_selective_checkpointing_the_blocks_also_keep_the_results_of_linear_layers(small: Small) -> None:
+    saved = saved_bytes(small, "model=transformer", "trainer.activation_checkpointing=selective")
+    run = trainer(small, "model=transformer")
+    assert saved["other"] == LAYERS * 4 * N * D
+    assert saved["mixer"] == LAYERS * 4 * N * 4 * D
+    assert saved["mlp"] == LAYERS * 4 * N * (2 * run.architecture.intermediate_size + D)
+
+
 def test_under_autocast_copies_of_the_weights_are_told_apart(small: Small) -> None:
     run = trainer(small, "model=transformer", "trainer.precision=bf16_autocast", "trainer.batch_size=3")
     saved = SavedActivations(run.model)
@@ -73,7 +81,7 @@ def test_under_autocast_copies_of_the_weights_are_told_apart(small: Small) -> No
     assert 2 * matrices <= saved.bytes["weight_copies"] <= 2 * (matrices + arch.embedding_parameters)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alone(
     small: Small, checkpointing: str
 ) -> None:
@@ -85,7 +93,7 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
         record = timed.train_step()
     assert record.read() == plain.train_step().read()
     seconds = clock.seconds()
-    passes = ["forward", "backward", *(["recomputed"] if checkpointing == "full" else [])]
+    passes = ["forward", "backward", *(["recomputed"] if checkpointing != "none" else [])]
     expected = {f"{part}/{name}" for part in ("mixer", "mlp", "norms") for name in passes}
     assert seconds.keys() == expected | {
         "embedding/forward",
@@ -93,7 +101,7 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
         "loss/backward",
         "optimizer",
         "step",
-        *(["norms/recomputed"] if checkpointing == "full" else []),
+        *(["norms/recomputed"] if checkpointing != "none" else []),
     }
     assert min(seconds.values()) > 0
     assert 0.5 * seconds["step"] < sum(seconds.values()) - seconds["step"] < seconds["step"]

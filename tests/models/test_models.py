@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
@@ -19,6 +20,7 @@ from linrnn.models import LanguageModel, build_model, check_supported, load_weig
 from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.chunk_size import leave_out_slow_configurations
 from linrnn.models.facts import FACTS
+from linrnn.models.language_model import KEPT_PRODUCTS
 
 CPU = torch.device("cpu")
 TINY = SizeConfig(
@@ -240,9 +242,34 @@ def test_bf16_autocast_runs_and_stays_near_fp32(model: str) -> None:
 def test_checkpointed_activations_give_the_same_gradients(model: str) -> None:
     network, ids = build(model), tokens(2, 70)
     kept = gradients(network, ids)
-    network.set_activation_checkpointing("full")
-    computed_again = gradients(network, ids)
-    assert all(torch.equal(kept[name], computed_again[name]) for name in kept)
+    for mode in ("full", "selective"):
+        network.set_activation_checkpointing(mode)
+        computed_again = gradients(network, ids)
+        assert all(torch.equal(kept[name], computed_again[name]) for name in kept)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(operation) in KEPT_PRODUCTS
+        return operation(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_computes_no_linear_layer_again() -> None:
+    network, ids = build("gla"), tokens(2, 90)
+
+    def products(mode: str) -> int:
+        network.set_activation_checkpointing(mode)
+        with Products() as found:
+            loss_of(network, ids).backward()
+        return found.count
+
+    none, selective, full = (products(mode) for mode in ("none", "selective", "full"))
+    assert selective == none
+    assert full > none
 
 
 def test_checkpointing_saves_fewer_activations_and_can_be_switched_off() -> None:
@@ -469,3 +496,19 @@ def test_chunk_sizes_agree_on_the_gpu(model: str, size: int) -> None:
     for name, grad in usual.items():
         error = (sized[name] - grad).norm() / grad.norm()
         assert error < 2e-2, f"{name}: {error:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpointed_activations_give_the_same_gradients_on_the_gpu(model: str, mode: str) -> None:
+    try:
+        check_supported(ModelConfig(model, None), torch.device("cuda"))
+    except UnsupportedError as error:
+        pytest.skip(error.cause)
+    network, ids = build_model(architecture(model), device="cuda", seed=0), tokens(2, 130).cuda()
+    kept = gradients(network, ids)
+    network.set_activation_checkpointing(mode)
+    for name, grad in gradients(network, ids).items():
+        distance = (kept[name] - grad).norm() / grad.norm()
+        assert distance < 2e-2, f"{name}: {distance:.1e}"

@@ -214,7 +214,7 @@ class TrainerConfig:
     accumulation_steps: int = at_least(1)
     seq_len: int = at_least(2)
     precision: str = one_of("auto", "fp32", "bf16_autocast", "bf16")
-    activation_checkpointing: str = one_of("none", "full")
+    activation_checkpointing: str = one_of("none", "selective", "full")
     compile_blocks: bool
     deterministic: bool
     log_every: int = at_least(1)

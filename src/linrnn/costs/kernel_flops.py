@@ -14,6 +14,9 @@ from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
 
+# Components that are computed again, by activation checkpointing. Selective keeps the results of all linear layers.
+RECOMPUTED = {"none": (), "selective": ("mixer_scan",), "full": ("mixer_projections", "mixer_scan", "mlp")}
+
 
 @dataclass(frozen=True)
 class KernelFlops:
@@ -55,7 +58,8 @@ def kernel_flops(
 
     Args:
         loss: decides whether the backward pass computes the logits again.
-        activation_checkpointing: none | full (every block's forward pass is computed again).
+        activation_checkpointing: none | selective (all but the linear layers is computed again) | full (every block's
+            forward pass is computed again).
         compute: bytes per element of hidden states and head.
         optimizer: None for forward and backward passes alone.
     """
@@ -69,8 +73,7 @@ def kernel_flops(
     again = {"mixer_scan": mixed * mixer.kernel_again(arch, seq_len)}
     if formulas.products(loss, tokens, arch.hidden_size, arch.vocab_size, compute) == 4:
         again["vocabulary"] = forward["vocabulary"]
-    if activation_checkpointing == "full":
-        for component in ("mixer_projections", "mixer_scan", "mlp"):
-            again[component] = again.get(component, 0) + forward[component]
+    for component in RECOMPUTED[activation_checkpointing]:
+        again[component] = again.get(component, 0) + forward[component]
     backward = {name: BACKWARD * flops for name, flops in forward.items()}
     return KernelFlops(forward, backward, again, update)

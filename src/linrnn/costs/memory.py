@@ -17,6 +17,7 @@ from linrnn.costs.optimizer import optimizer_state, update_memory
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
+from linrnn.models.facts import facts_of
 
 # PyTorch gives cuBLAS 4096 KiB x 8 on Hopper and later (aten/src/ATen/cuda/CublasHandlePool.cpp), as NVIDIA advises for
 # cublasSetWorkspace; before Hopper 8.1 MiB. Two threads multiply, forward and backward, each with its own workspace.
@@ -36,7 +37,7 @@ class MemoryEstimate:
             checkpointing, or if FSDP gathers the weights in that dtype.
         mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and the norms with
             the residual stream and the batch. With activation checkpointing `residual` is the blocks' inputs, and
-            `mixer` and `mlp` are 0.
+            `mixer` and `mlp` are 0. With selective checkpointing the results of linear layers are `mixer` and `mlp`.
         loss_inputs: the loss's inputs: hidden states, and the head if it is a copy. Freed after the loss layer's
             backward pass.
         recomputed_block: with activation checkpointing, the activations of the one block that is recomputed, and its
@@ -145,7 +146,7 @@ def memory_estimate(
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
-        activation_checkpointing: none | full.
+        activation_checkpointing: none | selective | full.
         optimizer: None for forward and backward passes alone.
         shard_ranks: number of ranks that share one model (FSDP2). The estimate is one rank's memory.
         by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
@@ -156,7 +157,7 @@ def memory_estimate(
     kept = BF16 if precision == "bf16" else FP32
     compute = FP32 if precision == "fp32" else BF16
     autocast = precision == "bf16_autocast"
-    checkpointed = activation_checkpointing == "full"
+    checkpointed = activation_checkpointing != "none"
     sharded = shard_ranks > 1
     by_vocabulary = by_vocabulary and sharded
     d, layers, tied = arch.hidden_size, arch.num_layers, arch.tie_embeddings
@@ -178,7 +179,12 @@ def memory_estimate(
     batch = 2 * ID * tokens
     if checkpointed:
         recomputed = block_saves - block_input + weights.block
-        saved = {"mixer": 0, "mlp": 0, "residual": layers * block_input + final_norm + batch}
+        kept_products = (0, 0)
+        if activation_checkpointing == "selective":
+            kept_products = _linear_results(arch, tokens * compute)
+            recomputed -= sum(kept_products)  # the block uses its own
+        mixer, mlp = (layers * size for size in kept_products)
+        saved = {"mixer": mixer, "mlp": mlp, "residual": layers * block_input + final_norm + batch}
     else:
         recomputed = 0
         saved = {
@@ -276,3 +282,11 @@ def _weights(
     if by_vocabulary:
         head = head // shard_ranks if autocast else 0
     return _Weights(block if dtype == FP32 else 0, gathered, head)
+
+
+def _linear_results(arch: Architecture, each: int) -> tuple[int, int]:
+    """Bytes of the results of all linear layers in one mixer and in one MLP. `each`: of one entry for every token."""
+    flops = facts_of(arch.model).flops
+    assert flops is not None  # a model with formulas of its memory has those of its FLOPs
+    mixer = sum(outputs for _, outputs in flops.projections(arch))
+    return each * mixer, each * (2 * arch.intermediate_size + arch.hidden_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from linrnn.core.errors import ConfigError
 from linrnn.models.chunk_size import with_chunk_size
@@ -15,6 +15,9 @@ from linrnn.models.facts import Architecture, facts_of
 
 # Parameters that FLA's kernels always read in fp32: logarithms of decay rates.
 KEPT_IN_FP32 = ("A_log", "dt_bias")
+CHECKPOINTING = ("none", "selective", "full")
+# Operations whose results selective checkpointing keeps: the products of linear layers, without and with a bias.
+KEPT_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
 
 class LanguageModel(nn.Module):
@@ -32,7 +35,7 @@ class LanguageModel(nn.Module):
         self.arch = arch
         self.chunks = facts_of(arch.model).chunks if arch.chunk_size is not None else None
         self._compiled = False
-        self._checkpointed = False
+        self._checkpointing = "none"
         self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
         self._set_block_forwards()
 
@@ -116,14 +119,28 @@ class LanguageModel(nn.Module):
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether blocks keep only their inputs for the backward pass."""
-        return self._checkpointed
+        """Whether blocks recompute activations in the backward pass."""
+        return self._checkpointing != "none"
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether blocks recompute activations, but keep the results of their linear layers."""
+        return self._checkpointing == "selective"
 
     def set_activation_checkpointing(self, mode: str) -> None:
-        """`none` keeps every activation. `full` keeps each block's input and recomputes the rest."""
-        if mode not in ("none", "full"):
-            raise ConfigError(f"activation_checkpointing={mode} is not one of none, full", "use none or full")
-        self._checkpointed = mode == "full"
+        """Choose what the blocks keep for the backward pass. They recompute the rest.
+
+        Args:
+            mode: `none` keeps every activation, `full` each block's input, `selective` each block's input and the
+                results of its linear layers (`KEPT_PRODUCTS`).
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        if mode not in CHECKPOINTING:
+            names = ", ".join(CHECKPOINTING)
+            raise ConfigError(f"activation_checkpointing={mode} is not one of {names}", f"use one of {names}")
+        self._checkpointing = mode
         self._set_block_forwards()
 
     def compile_blocks(self) -> None:
@@ -140,6 +157,15 @@ class LanguageModel(nn.Module):
             if self.chunks is not None:
                 assert self.arch.chunk_size is not None
                 forward = with_chunk_size(forward, self.chunks, self.arch.chunk_size)
-            if self._checkpointed:
+            if self._checkpointing == "full":
                 forward = partial(checkpoint, forward, use_reentrant=False)
+            elif self._checkpointing == "selective":
+                contexts = partial(create_selective_checkpoint_contexts, _keeps)
+                forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
             block.forward = forward
+
+
+def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether selective checkpointing keeps the result of an operation."""
+    kept = str(operation) in KEPT_PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from linrnn.models import LanguageModel
+from linrnn.models.language_model import KEPT_PRODUCTS
 from linrnn.profiling import BackwardMark
 
 
@@ -34,6 +36,8 @@ class SavedActivations:
     * `loss`: saved after the final norm, including hidden states and a copy of the head.
     * `weight_copies`: the blocks' weights in the compute dtype, under autocast.
     * `other`: saved between the parts. With activation checkpointing a block's inputs count here.
+
+    With selective checkpointing the results that it keeps count for the mixers and the MLPs.
 
     A tensor that several parts keep counts once, for the first. Parameters do not count.
     """
@@ -59,6 +63,8 @@ class SavedActivations:
                 hooks.callback(hook.remove)
             hooks.callback(self._model.register_forward_hook(self._body_ended).remove)
             hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            if self._model.keeps_products:
+                hooks.enter_context(_Products(self._product))
             yield
 
     def _entering(self, part: str) -> Callable[..., None]:
@@ -79,6 +85,10 @@ class SavedActivations:
                 if torch.is_tensor(value) and value.is_floating_point():
                     self._count(value)
 
+    def _product(self, result: Tensor) -> None:
+        if self._part in ("mixer", "mlp") and torch.is_grad_enabled():
+            self._count(result)
+
     def _pack(self, tensor: Tensor) -> Tensor:
         self._count(tensor)
         return tensor.detach()  # shares the memory; a node that keeps its own output would be a reference cycle
@@ -90,6 +100,20 @@ class SavedActivations:
         self._seen.add(storage.data_ptr())
         is_copy = tuple(tensor.shape) in self._weight_shapes and self._part not in ("embedding", "loss")
         self.bytes["weight_copies" if is_copy else self._part] += storage.nbytes()
+
+
+class _Products(TorchDispatchMode):
+    """Shows `seen` the result of each operation that selective checkpointing keeps."""
+
+    def __init__(self, seen: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if str(operation) in KEPT_PRODUCTS:
+            self._seen(result)
+        return result
 
 
 # ---------------------------------------------------------------------------------------------------------- time

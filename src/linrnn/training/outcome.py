@@ -64,7 +64,7 @@ def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> Ou
         f"trainer.accumulation_steps={2 * trainer.accumulation_steps}"
         if trainer.batch_size > 1
         else "a shorter trainer.seq_len",
-        "trainer.activation_checkpointing=full" if trainer.activation_checkpointing == "none" else None,
+        "trainer.activation_checkpointing=full" if trainer.activation_checkpointing != "full" else None,
         "loss=cce_kahan" if not config.loss.name.startswith("cce") else None,
         "parallel=fsdp" if config.parallel.name == "ddp" and config.optimizer.name != "muon" else None,
     ]

@@ -148,6 +148,12 @@ def make_training_plan(config: Config) -> Plan:
             "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
             "use trainer.memory_snapshot=false or device=cuda",
         )
+    trainer = config.trainer
+    if trainer.activation_checkpointing == "selective" and trainer.compile_blocks:
+        raise ConfigError(
+            "trainer.activation_checkpointing=selective keeps single products, and a compiled block shows none",
+            "use trainer.compile_blocks=false, or trainer.activation_checkpointing=full",
+        )
     _check_parallel(plan)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
     if config.init_from and config.continue_from:

@@ -1,5 +1,6 @@
 """The study in one picture: for each criterion our loss's ratio to a baseline, the target, and the attainable ratio."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,6 +21,8 @@ ASKED: dict[Criterion, tuple[str, str]] = {
     BATCH: ("Largest batch in 80 GiB", "more is better"),
     SPEED_AT_LARGEST: ("Tokens/s, each at its largest batch", "more is better"),
 }
+# What a model's name has behind it, by kind of activation checkpointing.
+SHORT = {"none": "", "selective": ", selective checkpointing", "full": ", checkpointing"}
 OFFSET = 0.2  # distance of a row's two points from its middle
 
 
@@ -52,14 +55,15 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cc
             continue
         if verdict.backend not in (backend, f"{backend} accumulate=kahan"):
             continue
-        kind = "full" if "checkpointing full" in verdict.setting else "none"
+        named = re.search(r"checkpointing (\w+)", verdict.setting)
+        kind = named[1] if named else "none"
         own = [run for run in runs if run.finished and run.summary["model"] == verdict.model]
         if "checkpointing" not in verdict.setting:
             kind = checkpointing_of(own[0].summary)
         own = [run for run in own if checkpointing_of(run.summary) == kind]
         bases = [run for run in own if run.summary["loss"] == verdict.against]
         name = model_in_words(verdict.model, own[0].summary["size"])
-        rows.append(Row(verdict, name + (", checkpointing" if kind == "full" else ""), _attainable(verdict, bases)))
+        rows.append(Row(verdict, name + SHORT[kind], _attainable(verdict, bases)))
     return rows
 
 

@@ -10,6 +10,11 @@ from linrnn.study.plots.select import heading, measured, named
 from linrnn.study.results import Run, backend_names
 
 GIB = 2**30
+IN_WORDS = {
+    "none": "without checkpointing",
+    "selective": "with selective activation checkpointing",
+    "full": "with activation checkpointing",
+}
 # The components of memory while the loss layer runs, with their colours.
 PARTS = {
     "parameters": "#AAB7C4",
@@ -48,7 +53,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
         if (model, checkpointing) != group:
             group = model, checkpointing
             place += 0.9 if ticks else 0.0
-            words = "with activation checkpointing" if checkpointing == "full" else "without checkpointing"
+            words = IN_WORDS[checkpointing]
             axes.text(0, place - 0.55, f"{heading([run])}, {words}", fontsize=9, fontweight="bold", va="bottom")
         left = 0.0
         for kind, size in _held(run).items():
@@ -84,7 +89,7 @@ def _gib(size: float) -> str:
 
 
 def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many sequences fit in 80 GiB?") -> Any:
-    """The largest batch by model and loss. One panel with and one without activation checkpointing.
+    """The largest batch by model and loss. One panel for each kind of activation checkpointing.
 
     Only searches with an exact result are drawn. The label of a bar: the sequences, and their ratio to `compiled`'s.
     """
@@ -93,7 +98,7 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many se
         for answer, name in zip(answers, backend_names(answers), strict=True)
         if answer["exact"]
     ]
-    kinds = [kind for kind in ("none", "full") if any(kind == one[0] for one in own)]
+    kinds = [kind for kind in ("none", "selective", "full") if any(kind == one[0] for one in own)]
     names = sorted({name for _, _, name, _ in own}, key=lambda name: (loss_of(name) != "standard", name != "compiled"))
     figure, [panels] = subplots(1, max(len(kinds), 1), figsize=(1 + 4 * max(len(kinds), 1), 3.9), squeeze=False)
     bars: dict[str, Any] = {}
@@ -111,7 +116,7 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many se
         axes.grid(visible=False, axis="x")
         axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
         axes.locator_params(axis="y", integer=True, nbins=6)
-        axes.set_title({"none": "no activation checkpointing", "full": "full activation checkpointing"}[kind])
+        axes.set_title(f"{'no' if kind == 'none' else kind} activation checkpointing")
     panels[0].set_ylabel("sequences of 2,048 tokens")
     if len({answer["seq_len"] for answer in answers}) != 1:
         panels[0].set_ylabel("sequences")
