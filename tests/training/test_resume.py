@@ -20,7 +20,7 @@ from linrnn.core.interrupts import SIGNALS
 from linrnn.training.checkpoint import TENSORS, found
 from linrnn.training.trainer import Trainer
 
-STEPS = 30
+STEPS = 20
 LONG = (
     f"trainer.max_steps={STEPS}",
     "trainer.checkpoint_every=3",

@@ -20,6 +20,7 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
@@ -112,7 +113,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
     refuse_old_names(overrides)
     lines = quoted(overrides, config_name)
     try:
-        parsed = OverridesParser.create().parse_overrides(lines)
+        parsed = [_parsed(line) for line in lines]
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
         single = [_sets_a_key(line, config_name) for line in lines]
         options = _told_apart([line for line, sets in zip(lines, single, strict=True) if not sets], config_name)
@@ -139,6 +140,12 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         raise ConfigError(
             "an option has a name that no file can have", "run with --help for the options there are"
         ) from error
+
+
+@functools.lru_cache(maxsize=4096)  # the points of a sweep share most of their overrides
+def _parsed(line: str) -> Override:
+    [override] = OverridesParser.create().parse_overrides([line])
+    return override
 
 
 class _Files(CachingConfigRepository):

@@ -75,7 +75,7 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
 def test_properties_of_the_filter(monkeypatch, unbiased):
     monkeypatch.setattr(*TOGETHER)
     check_adversarial_rows(unbiased, "cpu")
-    check_monotone(unbiased, "cpu", SMALL)
+    check_monotone(unbiased, "cpu", (12, 24, 300))
 
 
 def test_more_properties_of_the_filter(monkeypatch):
