@@ -3,6 +3,9 @@
 import gc
 from importlib import import_module
 
+import torch
+from tqdm import tqdm
+
 from linrnn.config import load_config
 from linrnn.models.architecture import MODELS
 from linrnn.models.fla_import import import_fla
@@ -20,5 +23,7 @@ for model in MODELS:
     import_fla(f"fla.models.{model}")
 for parallel in ("none", "ddp", "fsdp", "vocab"):
     load_config([f"parallel={parallel}"])
+tqdm.monitor_interval = 0  # the compiler's progress bar must not start a thread here
+torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True))  # its first use takes two seconds
 gc.freeze()  # a collection in a fork would look at all of this and copy its pages
 gc.enable()

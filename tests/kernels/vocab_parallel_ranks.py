@@ -198,13 +198,11 @@ def start_forked(spreads: dict[int, list[Spread]]) -> dict[int, list[dict[str, A
 
 
 def _fork_ranks(most: int, folder: str, names: dict[int, list[str]], printed: str) -> None:
-    """Fork the ranks after the compiler has been used once: its first use takes seconds, which each would need."""
     os.setsid()
     with open(printed, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
-    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True))
     context = multiprocessing.get_context("fork")
     sys.exit(failed([context.Process(target=_all_groups, args=(rank, folder, names)) for rank in range(most)]))
 
