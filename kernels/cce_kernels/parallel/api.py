@@ -159,11 +159,11 @@ def vocabulary_parallel_linear_cross_entropy(
     if torch.compiler.is_compiling():
         from .compiler import constant_name_of  # imported late: it imports torch's compiler, which takes 2 s
 
-        name = constant_name_of(group)
+        name, agrees = constant_name_of(group), False
     else:
-        name = name_of(group)
-    capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or capturing or dist.get_world_size(group) == 1:
+        capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
+        name, agrees = name_of(group), not capturing and dist.get_world_size(group) > 1
+    if not agrees:
         o, targets, ignore_index, weights = check()
     else:
         o, targets, ignore_index, weights = agree(check, describe, group, e.device)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 # capability). A multiprocessor has 1 KiB more, and every program on it takes that much.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 RESERVED = 1024
+# Triton writes the same PTX for 8.0, 8.6 and 8.9. So one compilation must fit the least memory of the three.
+COMPILED = {80: min(SHARED_BYTES[c] for c in (80, 86, 89))} | {c: SHARED_BYTES[c] for c in (90, 100, 120)}
 
 # dC's products have upright tiles at D = 1152, deep ones with 1024 rows, and shallow ones otherwise.
 EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 1152}, options=EVERYTHING)
@@ -45,16 +47,16 @@ EVERY_KERNEL = {
 
 def check(compiled, capability: int, resident: int = 1) -> None:
     assert compiled
-    room = (SHARED_BYTES[capability] + RESERVED) // resident - RESERVED
+    room = (COMPILED[capability] + RESERVED) // resident - RESERVED
     for name, kernel in compiled:
         assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= (room if name == "exponentials_kernel" else SHARED_BYTES[capability]), name
+        assert kernel.metadata.shared <= (room if name == "exponentials_kernel" else COMPILED[capability]), name
         if capability < 90:  # Triton turns descriptors into pointers
             assert "cp.async.bulk" not in kernel.asm["ptx"], name
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", COMPILED)
 def test_large_kernels_compile_and_fit(monkeypatch, capability, launch):
     compiled = compile_only(monkeypatch, capability, LARGE)
     LAUNCHES[launch]()
