@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import wandb
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -281,6 +280,8 @@ def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
 
 
 def test_wandb_records_offline_without_a_key(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb  # takes a second, which only the worker that runs this file shall pay
+
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
     overrides = [o for o in small() if not o.startswith("logger.")]

@@ -15,7 +15,6 @@ from patch_models import batch, build_hf
 from pool import Pool
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the ranks have their own process")
 RANKS = 2
@@ -26,6 +25,8 @@ FSDP2: dict[str, dict[str, Any]] = {
 
 def trained(patched: bool, folder: str) -> list[float]:
     """Losses and gradients' norms of a Trainer, which wraps the model in DDP."""
+    from transformers import Trainer, TrainingArguments  # seconds, which only the ranks shall pay
+
     ids, labels = (x.repeat(4, 1) for x in batch())
     rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
     arguments = TrainingArguments(

@@ -7,15 +7,13 @@ from typing import Any
 
 import cce_kernels
 import numpy as np
-import peft
 import pytest
 import torch
 from patch_models import VOCAB, assert_same, batch, build_hf, step
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-Made = Callable[..., Trainer]
+Made = Callable[..., Any]  # a Trainer
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -30,7 +28,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Made:
-    def make(model: Any = None, metrics: Any = None, **arguments: Any) -> Trainer:
+    def make(model: Any = None, metrics: Any = None, **arguments: Any) -> Any:
+        from transformers import Trainer, TrainingArguments  # seconds, which only the worker of this file shall pay
+
         given = TrainingArguments(
             str(tmp_path), use_cpu=True, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none", seed=1,
             per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
@@ -42,7 +42,7 @@ def trainer(tmp_path: Path) -> Made:
     return make
 
 
-def history(trainer: Trainer) -> list[float]:
+def history(trainer: Any) -> list[float]:
     """The loss of every step, the gradients' norms, and the loss of an evaluation."""
     trainer.train()
     logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
@@ -122,6 +122,8 @@ def test_a_compiled_run(trainer):
 # ------------------------------------------------------------------------------------------ PEFT
 def lora(model: Any, **options: Any) -> Any:
     torch.manual_seed(0)
+    import peft
+
     return peft.get_peft_model(model, peft.LoraConfig(**{**LORA, **options}, init_lora_weights="gaussian"))
 
 
