@@ -35,7 +35,7 @@ from linrnn.config.schema import COMMANDS, SCHEMAS, ReadingConfig
 from linrnn.core.errors import ConfigError
 
 OPTIONS = [(group, option) for group in groups_of_options() for option in options_of(group)]
-NEEDED = {"text": ["data.path=some.txt"]}
+NEEDED = {"data=text": ["data.path=some.txt"], "model=fla": ["model.config=delta_net"]}
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -43,7 +43,7 @@ def test_every_option_composes(group: str, option: str) -> None:
     if group == "sweep":  # its points: tests/config/test_grids.py
         assert load_config([f"sweep={option}"], "run_sweep").sweep.name == option
         return
-    config = load_config([f"{group}={option}", *NEEDED.get(option, [])])
+    config = load_config([f"{group}={option}", *NEEDED.get(f"{group}={option}", [])])
     if group in SCHEMAS and hasattr(getattr(config, group), "name"):
         assert getattr(config, group).name == option
 

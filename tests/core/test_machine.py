@@ -215,7 +215,7 @@ def test_what_a_living_process_holds_is_left_alone(tmp_path: Path) -> None:
 @pytest.fixture
 def fifth_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """A model of FLA's without formulas, except those of its parameters, without which it cannot be built."""
-    monkeypatch.setitem(FACTS, "retnet", ModelFacts("retnet", "RetNet", "RetNet", FACTS["transformer"].matched))
+    monkeypatch.setitem(FACTS, "retnet", ModelFacts("retnet", "RetNet", FACTS["transformer"].matched))
     return "retnet"
 
 
@@ -269,7 +269,7 @@ def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
     config = load_config(small("trainer.max_steps=2"))
     mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
     config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
-    refusal = r"model=retnet has no CPU form.*\n.*run it on a GPU machine, choose model=gla or model=gated_deltanet"
+    refusal = r"retnet has no CPU form.*\n.*run it on a GPU machine, choose model=gla or model=gated_deltanet"
     for begin in (make_training_plan, Trainer):  # a dry run only needs the plan
         with pytest.raises(UnsupportedError, match=refusal):
             begin(config)

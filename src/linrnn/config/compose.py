@@ -28,9 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from linrnn.config.fla.names import settle_fla_model
 from linrnn.config.older_keys import refuse_old_names, regrouped
 from linrnn.config.safety import check_overrides, check_text
-from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, ReadingConfig
+from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, FlaModelConfig, ReadingConfig
 from linrnn.config.strings import quoted, string_keys, unreadable
 from linrnn.config.yaml_lines import broken_yaml, place
 from linrnn.core.errors import ConfigError
@@ -185,6 +186,8 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> D
             found = create_defaults_list(files, config_name, overrides, prepend_hydra=False, skip_missing=False)
             composed = loader._compose_config_from_defaults_list(found.defaults, files)
             OmegaConf.set_struct(composed, True)
+            if "options" in (composed.get("model") or {}):
+                OmegaConf.set_struct(composed.model.options, False)  # FLA knows which keys there are
             loader._apply_overrides_to_config(found.config_overrides, composed)
             return composed
     finally:
@@ -244,6 +247,8 @@ def to_config(composed: DictConfig) -> Any:
         raise ConfigError(f"{', '.join(added)}: there is no such key", "run with --help for the keys there are")
     _expand_home(config)
     validate(config)
+    if isinstance(config, Config) and isinstance(config.model, FlaModelConfig):
+        settle_fla_model(config.model)
     return config
 
 
@@ -305,7 +310,7 @@ def read_config(path: Path) -> Config:
         typed = OmegaConf.structured(Config)
         for group in (field.name for field in dataclasses.fields(Config) if field.name in SCHEMAS):
             options = SCHEMAS[group]
-            typed[group] = OmegaConf.structured(options.get("") or options[raw[group].name])
+            typed[group] = OmegaConf.structured(options.get(raw[group].get("name")) or options[""])
         return to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(

@@ -51,6 +51,7 @@ _SHORT = {
     "size.vocab_size": "v",
     "size.num_layers": "l",
     "model.chunk_size": "c",
+    "model.config": "",
 }
 _MAX_LENGTH = 80
 

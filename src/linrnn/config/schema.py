@@ -61,6 +61,28 @@ class ModelConfig:
     name: str = plain_name()
     chunk_size: int | None = at_least(1)
 
+    @property
+    def label(self) -> str:
+        """The model in summaries and tables. Two models that compute different things have different labels."""
+        return self.name
+
+
+@dataclass
+class FlaModelConfig(ModelConfig):
+    """Any causal language model of flash-linear-attention."""
+
+    config: str = input_path()
+    options: dict[str, Any]
+    attention_every: int | None = at_least(1)
+    attention_window: int | None = at_least(1)
+
+    @property
+    def label(self) -> str:
+        options = {**self.options, "attention_every": self.attention_every, "attention_window": self.attention_window}
+        return " ".join(
+            [f"fla:{self.config}", *(f"{key}={value}" for key, value in options.items() if value is not None)]
+        )
+
 
 @dataclass
 class MixerDims:
@@ -515,7 +537,7 @@ COMMANDS: dict[str, type] = {
 # The schema of each `group=option`. A group with one schema for all options lists it under "". Losses belong to a
 # package above this one, so each loss adds its own options (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"": ModelConfig},
+    "model": {"": ModelConfig, "fla": FlaModelConfig},
     "size": {"": SizeConfig},
     "loss": {},
     "data": {

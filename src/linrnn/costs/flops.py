@@ -28,6 +28,7 @@ Sources of `mfu_6n`: PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commi
 from linrnn.costs.devices import peak_flops_per_second
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
+from linrnn.models.fla_any import FlaArchitecture
 
 BACKWARD = 2  # products of the backward pass for each product of the forward pass
 
@@ -37,6 +38,8 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
 
     The components are mixer_projections, mixer_scan (the recurrence, or attention), mlp and vocabulary.
     """
+    if isinstance(arch, FlaArchitecture):
+        return _forward_of_fla(arch, n_sequences, seq_len)
     if (mixer := facts_of(arch.model).flops) is None:
         return None
     tokens, layers = n_sequences * seq_len, arch.num_layers
@@ -48,6 +51,37 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
     }
 
 
+def _forward_of_fla(arch: FlaArchitecture, n_sequences: int, seq_len: int) -> dict[str, int] | None:
+    """As `forward_flops` for `model=fla`: the linear layers that FLA built, and the formula of its recurrence."""
+    if (scan := scan_of_fla(arch, seq_len, usual=False)) is None:
+        return None
+    tokens = n_sequences * seq_len
+    return {
+        "mixer_projections": 2 * tokens * arch.counts.mixer_linears,
+        "mixer_scan": n_sequences * scan,
+        "mlp": 2 * tokens * arch.counts.mlp_linears,
+        "vocabulary": 2 * tokens * arch.embedding_parameters,
+    }
+
+
+def scan_of_fla(arch: FlaArchitecture, seq_len: int, *, usual: bool) -> int | None:
+    """FLOPs of all recurrences and attention layers over one sequence; None if the recurrence has no formula.
+
+    Args:
+        usual: attention counts all pairs that a window leaves, as for `mfu_6n`, and not the causal ones alone.
+    """
+    own = facts_of(arch.kind).flops
+    native = arch.num_layers - arch.attention_layers
+    if own is None or (native and not arch.head_k_dim) or (arch.attention_layers and not arch.attention_heads):
+        return None
+    formula = own.usual if usual else own.definition
+    of_recurrence = native * arch.num_heads * seq_len * formula(arch, seq_len) if native else 0
+    window = min(arch.attention_window or seq_len, seq_len)
+    pairs = window * seq_len if usual else window * seq_len - window * (window - 1) // 2
+    # Queries times keys and scores times values: 2 products of `hidden_size` elements a pair, over all heads.
+    return of_recurrence + arch.attention_layers * pairs * 4 * arch.hidden_size
+
+
 def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
     """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu`; None: unknown."""
     forward = forward_flops(arch, n_sequences, seq_len)
@@ -56,6 +90,11 @@ def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | Non
 
 def model_flops_6n(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
     """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu_6n`; None: unknown."""
+    if isinstance(arch, FlaArchitecture):
+        if (scan := scan_of_fla(arch, seq_len, usual=True)) is None:
+            return None
+        counted = arch.body_parameters + arch.embedding_parameters
+        return n_sequences * (6 * counted * seq_len + (1 + BACKWARD) * scan)
     if (mixer := facts_of(arch.model).flops) is None:
         return None
     parameters = arch.body_parameters + arch.embedding_parameters  # the head's; an untied embedding is only read

@@ -21,7 +21,7 @@ from linrnn.training.plan import check_reading_fits
 from linrnn.training.runtime import resolve_device, resolve_precision
 from linrnn.training.starting import check_tokens
 
-EMBEDDING = "model.embeddings.weight"
+EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
 
 
 @dataclass
@@ -186,7 +186,8 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
 
 def vocab_size(directory: Path) -> int:
     """Vocabulary entries of a checkpoint's model; the data may have fewer."""
-    return checkpoint.shapes(directory / checkpoint.TENSORS)[EMBEDDING][0]
+    shapes = checkpoint.shapes(directory / checkpoint.TENSORS)
+    return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
 
 def _tokenizer_in(directory: Path) -> Tokenizer | None:

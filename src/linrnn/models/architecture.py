@@ -9,10 +9,11 @@ the four are therefore within 1.6 % of each other.
 from collections.abc import Iterable
 
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
-from linrnn.config.schema import ModelConfig, SizeConfig
+from linrnn.config.schema import FlaModelConfig, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table
 from linrnn.models.facts import Architecture, matched, matched_models
+from linrnn.models.fla_any import resolve_fla
 
 __all__ = ["MODELS", "Architecture", "parameter_table", "resolve"]
 
@@ -23,8 +24,11 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
     """The architecture of `model` at `size` with a vocabulary of `vocab_size` entries.
 
     Raises:
-        ConfigError: dimensions do not fit together, or the mixer leaves its layer no room for an MLP.
+        ConfigError: dimensions do not fit together, or the mixer leaves its layer no room for an MLP. With `model=fla`
+            also an option that FLA does not have.
     """
+    if isinstance(model, FlaModelConfig):
+        return resolve_fla(model, size, vocab_size)
     if model.name not in size.mixers:
         raise ConfigError(
             f"size={size.name} gives no heads for model={model.name}",

@@ -15,17 +15,27 @@ from linrnn.models.fla_import import import_fla
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1)
 ) -> Tensor:
-    """Causal attention of q (B, T, H, D) on k, v (B, S, H, D), S ≥ T. The last query sees all S keys."""
-    if not causal or tuple(window_size) != (-1, -1):
-        raise UnsupportedError(
-            "attention here is causal and without a window", "use FLA's Attention without window_size"
-        )
+    """Causal attention of q (B, T, H, D) on k, v (B, S, H, D), S ≥ T. The last query sees the last key.
+
+    Args:
+        window_size: (keys before a query's own that it sees, keys after it); −1: all of them.
+    """
+    if not causal or window_size[1] > 0:
+        raise UnsupportedError("attention here is causal", "use FLA's Attention as it is")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.shape[2] == k.shape[2]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    queries, keys, before = q.shape[2], k.shape[2], window_size[0]
+    grouped = q.shape[1] != k.shape[1]
+    if 0 <= before < keys - 1:
+        age = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+        mask = (age >= 0) & (age <= before)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    if queries == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, a second: only here
 
-    mask = causal_lower_right(q.shape[2], k.shape[2])
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    mask = causal_lower_right(queries, keys)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 

@@ -7,6 +7,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import install_sdpa
+from linrnn.models.fla_any import FlaArchitecture, build_hf
 from linrnn.models.fla_models import fla_classes, fla_config
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
 
@@ -35,15 +36,16 @@ def build_model(
         raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
     device = torch.device(device)
     if device.type == "cpu":
-        cpu_ops.check_model(arch.model)
-    if arch.model == "transformer":
-        install_sdpa()
-    config = fla_config(arch)
-    causal_lm, _ = fla_classes(arch.model)
+        cpu_ops.check_model(arch.kind)
+    install_sdpa()
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        hf = causal_lm(config)
+        hf = (
+            build_hf(arch.fla, arch.settings, "cpu")
+            if isinstance(arch, FlaArchitecture)
+            else fla_classes(arch.model)[0](fla_config(arch))
+        )
     if device.type == "cpu":
         cpu_ops.install()
     cast_parameters(hf, dtype)

@@ -42,6 +42,11 @@ class Architecture:
     chunk_size: int | None
 
     @property
+    def kind(self) -> str:
+        """FLA's `model_type`."""
+        return self.model
+
+    @property
     def key_dim(self) -> int:
         """Width of the keys of all heads."""
         return self.num_heads * self.head_k_dim
@@ -183,18 +188,19 @@ class ModelFacts:
     Attributes:
         name: FLA's `model_type`.
         title: the name as people write it.
-        classes: the beginning of the names of FLA's classes: `<classes>ForCausalLM`, `<classes>Config`.
         matched: how it is built at a size; None: it has no `model=NAME` of its own and runs with `model=fla`.
         flops, memory: formulas of costs; None: unknown.
         keeps_fp32: whether FLA's kernels need some parameters in fp32. FSDP then gathers blocks in fp32 under autocast.
         chunks: the kernel whose chunk size can be set; None: it has none.
         cpu: plain-torch versions of the functions of its mixer; None: it needs a GPU.
         known_wrong: versions that are refused.
+        sized: for `model=fla`: settings of FLA's that follow from (width, heads), besides `num_heads` and `head_dim`.
+        state: for `model=fla`: (heads, key dimension, value dimension) of the recurrence that `flops` describes, read
+            from FLA's configuration. None for settings that `flops` does not describe.
     """
 
     name: str
     title: str
-    classes: str
     matched: Matched | None = None
     flops: MixerFlops | None = None
     memory: MixerMemory | None = None
@@ -202,6 +208,8 @@ class ModelFacts:
     chunks: Chunks | None = None
     cpu: Replacements | None = None
     known_wrong: KnownWrong | None = None
+    sized: Callable[[int, int], dict[str, Any]] = lambda width, heads: {}
+    state: Callable[[Any], tuple[int, int, int] | None] = lambda fla: None
 
 
 FACTS: dict[str, ModelFacts] = {}
@@ -231,7 +239,7 @@ def matched(model: str) -> Matched:
 
 def facts_of(model: str) -> ModelFacts:
     """The facts of a model; those of an unknown model are all unknown."""
-    return FACTS.get(model) or ModelFacts(model, model, "")
+    return FACTS.get(model) or ModelFacts(model, model)
 
 
 def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -> str:

@@ -2,14 +2,16 @@
 
 from typing import Any
 
-from linrnn.models.facts import FACTS, Architecture, matched
+from linrnn.config.fla.names import fla_models
+from linrnn.models.facts import Architecture, matched
 from linrnn.models.fla_import import import_fla
 
 
 def fla_classes(model: str) -> tuple[Any, Any]:
-    """The class of the causal language model, and the class of its configuration."""
-    module, classes = import_fla(f"fla.models.{model}"), FACTS[model].classes
-    return getattr(module, f"{classes}ForCausalLM"), getattr(module, f"{classes}Config")
+    """The class of the causal language model with this `model_type`, and the class of its configuration."""
+    module = import_fla(f"fla.models.{fla_models().get(model, model)}")
+    causal_lm = getattr(module, next(name for name in module.__all__ if name.endswith("ForCausalLM")))
+    return causal_lm, causal_lm.config_class
 
 
 def fla_config(arch: Architecture) -> Any:

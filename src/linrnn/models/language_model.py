@@ -12,6 +12,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from linrnn.core.errors import ConfigError
 from linrnn.models.chunk_size import with_chunk_size
 from linrnn.models.facts import Architecture, facts_of
+from linrnn.models.fla_any import (
+    FlaArchitecture,
+    backbone_of,
+    final_norm_of,
+    mixer_modules,
+    mlp_modules,
+    norm_modules,
+    reads_documents,
+)
 
 # Parameters that FLA's kernels always read in fp32: logarithms of decay rates.
 KEPT_IN_FP32 = ("A_log", "dt_bias")
@@ -63,9 +72,34 @@ class LanguageModel(nn.Module):
                 )
         options = {"use_cache": False, "return_dict": False}
         if cu_seqlens is None:
-            return self.hf.model(input_ids=input_ids_BT, **options)[0]
-        hidden_1ND = self.hf.model(input_ids=input_ids_BT.reshape(1, -1), cu_seqlens=cu_seqlens, **options)[0]
+            return self.backbone(input_ids=input_ids_BT, **options)[0]
+        if isinstance(self.arch, FlaArchitecture) and not reads_documents(self.backbone):
+            raise ConfigError(
+                f"data.reset_at_document=true: FLA's {self.arch.kind} cannot keep documents of one row apart",
+                "use data.reset_at_document=false",
+            )
+        hidden_1ND = self.backbone(input_ids=input_ids_BT.reshape(1, -1), cu_seqlens=cu_seqlens, **options)[0]
         return hidden_1ND.view(*input_ids_BT.shape, -1)
+
+    @property
+    def backbone(self) -> Any:
+        """FLA's model without its head."""
+        return backbone_of(self.hf)
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """The norms over the hidden size: those of each layer, and the final one."""
+        return [*(norm for block in self.blocks for norm in norm_modules(block)), final_norm_of(self.backbone)]
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        """The layers' token mixers."""
+        return [mixer for block in self.blocks for mixer in mixer_modules(block)]
+
+    @property
+    def mlps(self) -> list[nn.Module]:
+        """The layers' MLPs. A model may have none."""
+        return [mlp for block in self.blocks for mlp in mlp_modules(block)]
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -84,11 +118,11 @@ class LanguageModel(nn.Module):
     @property
     def embedding(self) -> nn.Module:
         """Token ids (…) to vectors (…, D)."""
-        return self.hf.model.embeddings
+        return self.backbone.embeddings
 
     def set_embedding(self, module: nn.Module) -> None:
         """Replace the embedding by another module."""
-        self.hf.model.embeddings = module
+        self.backbone.embeddings = module
 
     @property
     def keeps_fp32(self) -> bool:
@@ -98,24 +132,22 @@ class LanguageModel(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """The layers. Each has a mixer and an MLP, with their norms."""
-        return self.hf.model.layers
+        return self.backbone.layers
 
     @property
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """Every parameter once, by component: embedding, mixers, mlps, norms, head (empty if tied)."""
-        backbone = self.hf.model
-        blocks = backbone.layers
-        norms = [
-            backbone.norm,
-            *(norm for block in blocks for norm in (block.attn_norm, block.mlp_norm)),
-        ]
-        return {
-            "embedding": list(backbone.embeddings.parameters()),
-            "mixers": [p for block in blocks for p in block.attn.parameters()],
-            "mlps": [p for block in blocks for p in block.mlp.parameters()],
-            "norms": [p for norm in norms for p in norm.parameters()],
-            "head": [] if self.head_weight is backbone.embeddings.weight else [self.head_weight],
+        embedding = self.backbone.embeddings
+        named = {
+            "embedding": list(embedding.parameters()),
+            "mixers": [p for mixer in self.mixers for p in mixer.parameters()],
+            "mlps": [p for mlp in self.mlps for p in mlp.parameters()],
+            "norms": [p for norm in self.norms for p in norm.parameters()],
+            "head": [] if self.head_weight is embedding.weight else [self.head_weight],
         }
+        seen = {id(p) for part in named.values() for p in part}
+        named["mixers"] += [p for p in self.backbone.parameters() if id(p) not in seen]  # of all layers, as in HGRN2
+        return named
 
     @property
     def is_checkpointed(self) -> bool:

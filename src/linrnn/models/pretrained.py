@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from linrnn.config.fla.names import fla_models
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.models import cpu_ops
 from linrnn.models.attention import install_sdpa
-from linrnn.models.facts import FACTS
 from linrnn.models.fla_models import fla_classes
 
 
@@ -28,13 +28,12 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
         name = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{directory}/config.json cannot be read ({error})", "export the model again") from error
-    if name not in FACTS:
-        raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(FACTS)}")
+    if name not in fla_models():
+        raise ConfigError(f"{directory} holds a {name}", f"name one of {', '.join(fla_models())}")
     if device.type == "cpu":
         cpu_ops.check_model(name)
     model_class, _ = fla_classes(name)
-    if name == "transformer":
-        install_sdpa()
+    install_sdpa()
     if device.type == "cpu":
         cpu_ops.install()
     try:

@@ -6,7 +6,7 @@ import importlib.util
 import torch
 from packaging.version import Version
 
-from linrnn.config.schema import ModelConfig
+from linrnn.config.schema import FlaModelConfig, ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.models import cpu_ops
 from linrnn.models.facts import facts_of, matched
@@ -22,7 +22,11 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
         UnsupportedError: FLA is missing or of another version, the device does not exist, the model has no CPU form, or
             Triton has known wrong results.
     """
-    matched(model.name)
+    if isinstance(model, FlaModelConfig):
+        kind = model.config
+    else:
+        kind = model.name
+        matched(kind)  # raises for an unknown name
     _check_chunk_size(model)
     try:
         installed = importlib.metadata.version("flash-linear-attention")
@@ -37,9 +41,9 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
             f"pip install flash-linear-attention=={FLA_VERSION}",
         )
     if device.type == "cuda":
-        _check_cuda(model)
+        _check_cuda(kind)
     elif device.type == "cpu":
-        cpu_ops.check_model(model.name)
+        cpu_ops.check_model(kind)
     else:
         raise UnsupportedError(f"device {device.type} is not supported", "use device=cpu or device=cuda")
 
@@ -70,16 +74,16 @@ def explain_resources(error: BaseException, model: ModelConfig) -> UnsupportedEr
     )
 
 
-def _check_cuda(model: ModelConfig) -> None:
+def _check_cuda(kind: str) -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError(
             f"PyTorch {torch.__version__} sees no GPU", "use device=cpu, or install a CUDA build of PyTorch"
         )
     if importlib.util.find_spec("triton") is None:
-        raise UnsupportedError(f"model={model.name} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'")
+        raise UnsupportedError(f"{kind} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'")
     triton = Version(importlib.metadata.version("triton"))
     if (
-        (wrong := facts_of(model.name).known_wrong)
+        (wrong := facts_of(kind).known_wrong)
         and torch.cuda.get_device_capability()[0] == wrong.capability
         and Version(wrong.first) <= triton < Version(wrong.fixed)
     ):

@@ -9,10 +9,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from linrnn.config.fla.names import fla_models
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.models.architecture import Architecture
-from linrnn.models.facts import matched, matched_models
+from linrnn.models.facts import matched
+from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.fla_models import fla_classes
 from linrnn.models.language_model import LanguageModel
 
@@ -45,6 +47,11 @@ NOT_COMPARED = {
     "use_l2warp",
     "vocab_size",
 }
+# Settings that change nothing that a model computes here.
+FREE = {
+    *("attn_mode", "bos_token_id", "eos_token_id", "pad_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
+    *("fuse_norm", "fuse_swiglu", "initializer_range", "use_cache", "use_l2warp"),
+}
 
 
 def find_pretrained(source: str) -> Path:
@@ -64,10 +71,8 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
         ConfigError: the model is not one of the architectures here.
     """
     settings = _settings(directory, source)
-    if settings.get("model_type") not in matched_models():
-        raise ConfigError(
-            f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(matched_models())}"
-        )
+    if settings.get("model_type") not in fla_models():
+        raise ConfigError(f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(fla_models())}")
     return int(fla_classes(settings["model_type"])[1].from_dict(settings).vocab_size)
 
 
@@ -97,7 +102,8 @@ def load_weights(model: LanguageModel, source: str) -> None:
             )
         expected[name].copy_(tensor)
         found.add(name)
-    tied = {"lm_head.weight", "model.embeddings.weight"} if model.arch.tie_embeddings else set()
+    embedding = next(name for name in expected if name.endswith(".embeddings.weight"))
+    tied = {"lm_head.weight", embedding} if model.arch.tie_embeddings else set()
     missing = expected.keys() - found - (tied if tied & found else set())
     if missing:
         raise ConfigError(f"init_from={source}: {sorted(missing)[0]} is not there", _same_size(model.arch))
@@ -141,13 +147,16 @@ def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
     """Compare config.json with the architecture of `arch`."""
     settings = _settings(directory, source)
-    if settings.get("model_type") != arch.model:
+    if settings.get("model_type") != arch.kind:
         raise ConfigError(
             f"init_from={source}: it is a {settings.get('model_type')} and this run has model={arch.model}",
             f"use model={settings.get('model_type')}, or another init_from",
         )
-    config_class = fla_classes(arch.model)[1]
+    config_class = fla_classes(arch.kind)[1]
     theirs = config_class.from_dict(settings)
+    if isinstance(arch, FlaArchitecture):
+        _compare_all(theirs, ours, source)
+        return
     if overrides := _overrides(theirs, arch):
         raise ConfigError(
             f"init_from={source}: the dimensions differ from size={arch.size}", f"add {' '.join(overrides)}"
@@ -160,6 +169,17 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
             raise ConfigError(
                 f"init_from={source}: it has {name}={there}, and models here have {name}={here}",
                 f"start from a {arch.model} with {name}={here}",
+            )
+
+
+def _compare_all(theirs: Any, ours: Any, source: str) -> None:
+    """For `model=fla`: every field of FLA's configuration must agree, but those that change no result."""
+    for name in inspect.signature(type(ours)).parameters.keys() - FREE:
+        there, here = getattr(theirs, name, None), getattr(ours, name, None)
+        if there != here:
+            raise ConfigError(
+                f"init_from={source}: it has {name}={there}, and this run has {name}={here}",
+                f"use model.config={source}, whose config.json has all fields",
             )
 
 

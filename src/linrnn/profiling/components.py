@@ -17,14 +17,11 @@ from linrnn.profiling import BackwardMark
 
 
 def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
-    """The modules of each part. Together they hold every parameter except an untied head's."""
-    backbone = model.hf.model
-    return {
-        "embedding": [backbone.embeddings],
-        "norms": [*(norm for block in model.blocks for norm in (block.attn_norm, block.mlp_norm)), backbone.norm],
-        "mixer": [block.attn for block in model.blocks],
-        "mlp": [block.mlp for block in model.blocks],
-    }
+    """The modules of each part. Together they hold every parameter except an untied head's.
+
+    A few models have a parameter for all layers, which stands in no module of a part.
+    """
+    return {"embedding": [model.embedding], "norms": model.norms, "mixer": model.mixers, "mlp": model.mlps}
 
 
 # --------------------------------------------------------------------------------------------- saved activations

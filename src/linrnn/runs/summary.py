@@ -60,7 +60,7 @@ def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str
     trainer = config.trainer
     return {
         "choices": shlex.join(overrides_of(config)),  # all choices; a long run name has only some
-        "model": config.model.name,
+        "model": config.model.label,
         "size": config.size.name,
         "loss": config.loss.name,
         "data": config.data.name,

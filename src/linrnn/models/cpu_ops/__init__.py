@@ -40,10 +40,11 @@ def check_model(model: str) -> None:
         UnsupportedError: FLA has only Triton kernels for the mixer.
     """
     if facts_of(model).cpu is None:
-        known = [name for name, facts in FACTS.items() if facts.matched and facts.cpu]
+        known = [f"model={name}" for name, facts in FACTS.items() if facts.matched and facts.cpu]
+        known += [f"model=fla model.config={name}" for name, facts in FACTS.items() if not facts.matched and facts.cpu]
         raise UnsupportedError(
-            f"model={model} has no CPU form: FLA has Triton kernels alone for its mixer, which need an NVIDIA GPU",
-            f"run it on a GPU machine, choose model={' or model='.join(known)}, or write its plain-torch version "
+            f"{model} has no CPU form: FLA has Triton kernels alone for its mixer, which need an NVIDIA GPU",
+            f"run it on a GPU machine, choose {' or '.join(known)}, or write its plain-torch version "
             "(docs/extending.md, Add a model)",
         )
 

@@ -109,6 +109,62 @@ def gated_delta_rule(
     return output, _k_first(state, state_v_first) if output_final_state else None
 
 
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """DeltaNet's rule: the gated delta rule without decay."""
+    return gated_delta_rule(
+        q,
+        k,
+        v,
+        torch.zeros_like(beta, dtype=torch.float32),
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """RetNet's retention: head h decays by 1 − 2^(−5−h) at every token (Sun et al. 2023, arXiv:2307.08621)."""
+    heads = torch.arange(q.shape[2], dtype=torch.float32)
+    g = torch.log1p(-torch.exp2(-5 - heads)).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
+    return chunk_gla(q, k, v, g, None, initial_state, output_final_state, False, cu_seqlens)
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention without decay."""
+    if normalize:
+        raise UnsupportedError(
+            "linear attention whose output is normalised has no CPU version in linrnn.models.cpu_ops", "run it on a GPU"
+        )
+    g = torch.zeros(*q.shape[:3], 1)
+    return chunk_gla(q, k, v, g, None, initial_state, output_final_state, False, cu_seqlens)
+
+
 def _l2_normalised(x: Tensor) -> Tensor:
     x = _fp32(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -43,7 +43,6 @@ register_model(
     ModelFacts(
         name="gated_deltanet",
         title="Gated DeltaNet",
-        classes="GatedDeltaNet",
         matched=Matched(
             _parameters,
             settings=lambda arch: {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim},
@@ -59,6 +58,11 @@ register_model(
         ),
         memory=MixerMemory(linears=6, gated=True, scan=_memory),
         keeps_fp32=True,
+        state=lambda fla: (
+            (fla.num_heads, fla.head_dim, int(fla.head_dim * fla.expand_v))
+            if fla.num_v_heads in (None, fla.num_heads) and fla.attnres_block_size is None
+            else None
+        ),
         chunks=Chunks("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
         cpu={
             ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,

@@ -42,7 +42,6 @@ register_model(
     ModelFacts(
         name="gla",
         title="GLA",
-        classes="GLA",
         matched=Matched(
             _parameters,
             settings=lambda arch: {
@@ -70,5 +69,6 @@ register_model(
             ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
             ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
         },
+        state=lambda fla: shared.widths(fla, fla.expand_k, fla.expand_v),
     )
 )

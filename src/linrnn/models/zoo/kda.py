@@ -51,7 +51,6 @@ register_model(
     ModelFacts(
         name="kda",
         title="KDA",
-        classes="KDA",
         matched=Matched(
             _parameters,
             settings=lambda arch: {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim},
@@ -67,6 +66,11 @@ register_model(
         ),
         memory=MixerMemory(linears=6, gated=True, scan=_memory),
         keeps_fp32=True,
+        state=lambda fla: (
+            (fla.num_heads, fla.head_dim, int(fla.head_dim * fla.expand_v))
+            if fla.num_v_heads in (None, fla.num_heads) and fla.attnres_block_size is None
+            else None
+        ),
         chunks=Chunks("fla.layers.kda", "chunk_kda", (32, 64)),
         cpu={
             ("fla.layers.kda", "chunk_kda"): mixers.gated_delta_rule,

@@ -4,6 +4,8 @@ FLOPs are those of the forward pass for one token and one head. K and V are a he
 length of the sequence, and C is the number of tokens in a chunk.
 """
 
+from typing import Any
+
 from linrnn.core.errors import ConfigError
 from linrnn.models.facts import Architecture, chunk_length
 
@@ -41,6 +43,12 @@ def check_ratio(arch: Architecture) -> None:
             f"{where}: FLA takes the value dimension as a ratio, and {v_dim}/{k_dim} is not exact",
             "use a head_v_dim that is a multiple of head_k_dim, or half of it",
         )
+
+
+def widths(fla: Any, expand_k: float, expand_v: float) -> tuple[int, int, int] | None:
+    """(heads, key dimension, value dimension) from ratios of the width; None with residuals over several layers."""
+    heads, d = fla.num_heads, fla.hidden_size
+    return None if fla.attnres_block_size else (heads, round(d * expand_k) // heads, round(d * expand_v) // heads)
 
 
 # ------------------------------------------------------------------------------------------------------------ FLOPs

@@ -48,7 +48,6 @@ register_model(
     ModelFacts(
         name="transformer",
         title="Transformer",
-        classes="Transformer",
         matched=Matched(
             shared.projection_parameters,
             settings=lambda arch: {},
@@ -66,5 +65,6 @@ register_model(
         memory=MixerMemory(linears=3, gated=False, scan=_memory),
         keeps_fp32=False,
         cpu={("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding},
+        state=lambda fla: shared.widths(fla, 1, 1) if fla.window_size is None else None,
     )
 )

@@ -1,0 +1,1 @@
+"""`model=fla`: the configuration of any model of FLA."""

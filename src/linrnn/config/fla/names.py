@@ -1,0 +1,82 @@
+"""`model=fla`: find FLA's model by name, or read a config.json. FLA itself is not imported."""
+
+import difflib
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from linrnn.config.schema import FlaModelConfig
+from linrnn.core.errors import ConfigError
+
+# Fields of a config.json that say how it was stored, or how FLA's own loss is computed. linrnn decides both.
+NOT_READ = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type", "use_cache"),
+    *("fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "_name_or_path", "return_dict"),
+    *("output_hidden_states", "output_attentions", "is_encoder_decoder", "chunk_size_feed_forward", "id2label"),
+    *("label2id", "problem_type", "bos_token_id", "eos_token_id", "pad_token_id", "is_decoder"),
+}
+
+
+@functools.cache
+def fla_models() -> dict[str, str]:
+    """FLA's models: `model_type` to the name of the module in `fla.models`. Empty without FLA."""
+    spec = importlib.util.find_spec("fla")
+    found = {}
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(place).glob("models/*/configuration_*.py")):
+            text = path.read_text(encoding="utf-8")
+            if name := re.search(r"^    model_type\s*=\s*['\"](\w+)['\"]", text, re.MULTILINE):
+                found[name[1]] = path.parent.name
+    return found
+
+
+def name_of_fla_model(name: str) -> str:
+    """FLA's `model_type` for a name: case, dashes and underscores do not matter.
+
+    Raises:
+        ConfigError: FLA has no such model. The remedy names the nearest ones.
+    """
+    known = fla_models()
+    if not known:  # linrnn.models.support says that FLA is missing
+        return name
+    plain = {_plain(word): model for model, module in known.items() for word in (module, model)}
+    if _plain(name) in plain:
+        return plain[_plain(name)]
+    likely = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0)
+    raise ConfigError(
+        f"model.config={name}: FLA has no such model, and there is no such file",
+        f"nearest: {', '.join(likely)}; all: {', '.join(sorted(known))}",
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def settle_fla_model(model: FlaModelConfig) -> None:
+    """Replace `model.config` by FLA's own name. A config.json is read: its fields become options, where none is given.
+
+    A run's configuration therefore holds the whole model, and the file may change or vanish.
+
+    Raises:
+        ConfigError: there is no such model, or the file cannot be read.
+    """
+    path = Path(model.config).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix != ".json":
+        model.config = name_of_fla_model(model.config)
+        return
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        name = str(fields["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"model.config={model.config}: no config.json with a model_type can be read ({type(error).__name__})",
+            "name a config.json in Hugging Face's format, its directory, or one of FLA's models",
+        ) from error
+    model.config = name_of_fla_model(name)
+    kept = {key: value for key, value in fields.items() if key not in NOT_READ and value is not None}
+    model.options = {**kept, **model.options}

@@ -1,0 +1,311 @@
+"""`model=fla`: any causal language model of FLA's, with its parameters counted on a model without weights.
+
+FLA's classes decide what the model computes. Its figures come from what was built: no formula of parameters is needed.
+FLOPs follow from the linear layers and, where the model's facts have one, from the formula of its recurrence.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from linrnn.config.schema import FlaModelConfig, SizeConfig
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.models.attention import install_sdpa
+from linrnn.models.facts import Architecture, facts_of
+from linrnn.models.fla_models import fla_classes
+
+# What linrnn itself decides: the loss is not FLA's, and training keeps no state.
+DECIDED_HERE = ("use_cache", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a built model.
+
+    Attributes:
+        all: of the whole model; a tied embedding counts once.
+        mixers, mlps: of all layers' mixers and MLPs.
+        mixer_linears, mlp_linears: of these the weights of linear layers, each of which takes every token once.
+    """
+
+    all: int
+    mixers: int
+    mlps: int
+    mixer_linears: int
+    mlp_linears: int
+
+
+@dataclass(frozen=True)
+class FlaArchitecture(Architecture):
+    """A model of FLA's. Its `model` is no name of facts, so that no formula of a matched model is used for it.
+
+    Attributes:
+        fla: FLA's `model_type`.
+        settings: JSON of the arguments of FLA's configuration.
+        counts: its parameters.
+        attention_layers: layers that are softmax attention instead of the model's own mixer.
+        attention_heads: heads of these layers.
+        attention_window: the latest tokens that these layers see; None: all.
+    """
+
+    fla: str
+    settings: str
+    counts: Counts
+    attention_layers: int
+    attention_heads: int
+    attention_window: int | None
+
+    @property
+    def kind(self) -> str:
+        return self.fla
+
+    @property
+    def mixer_parameters(self) -> int:
+        """The mean over layers, rounded down."""
+        return self.counts.mixers // self.num_layers
+
+    @property
+    def mlp_parameters(self) -> int:
+        """The mean over layers, rounded down."""
+        return self.counts.mlps // self.num_layers
+
+    @property
+    def body_parameters(self) -> int:
+        return self.counts.all - self.embedding_parameters * (1 if self.tie_embeddings else 2)
+
+    @property
+    def n_parameters(self) -> int:
+        return self.counts.all
+
+
+def resolve_fla(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> FlaArchitecture:
+    """The architecture of FLA's model at `size`. It is built once without weights, to count its parameters.
+
+    Raises:
+        ConfigError: an option that FLA's configuration does not have, or dimensions that do not fit together.
+        UnsupportedError: the model is not built of an embedding, layers, a norm and a head, or needs a package.
+    """
+    settings = _settings(model, size, vocab_size)
+    return _built(model.config, json.dumps(settings, sort_keys=True), size.name)
+
+
+def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[str, Any]:
+    """The arguments of FLA's configuration."""
+    allowed = _fields(model.config)
+    for key in model.options:
+        if key in DECIDED_HERE:
+            raise ConfigError(f"model.options.{key}: linrnn decides it", f"leave model.options.{key} out")
+        if key not in allowed:
+            raise ConfigError(
+                f"model.options.{key}: FLA's {model.config} has no such option",
+                f"nearest: {', '.join(_nearest(key, allowed))}; all: {', '.join(sorted(allowed))}",
+            )
+    heads = size.mixers["transformer"].num_heads if "transformer" in size.mixers else None
+    settings = {
+        "hidden_size": size.hidden_size,
+        "num_hidden_layers": size.num_layers,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": size.tie_embeddings,
+        "use_cache": False,
+    }
+    own = facts_of(model.config)
+    if own.matched and model.config in size.mixers:
+        dims = size.mixers[model.config]
+        sized = Architecture(
+            model=model.config,
+            size=size.name,
+            num_layers=size.num_layers,
+            hidden_size=size.hidden_size,
+            num_heads=dims.num_heads,
+            head_k_dim=dims.head_k_dim,
+            head_v_dim=dims.head_v_dim,
+            intermediate_size=0,
+            vocab_size=vocab_size,
+            tie_embeddings=size.tie_embeddings,
+            chunk_size=None,
+        )
+        settings |= {"num_heads": dims.num_heads, **own.matched.settings(sized)}
+    elif heads is not None:
+        by_heads = {"num_heads": heads, "head_dim": size.hidden_size // heads, **own.sized(size.hidden_size, heads)}
+        settings |= {key: value for key, value in by_heads.items() if key in allowed}
+    settings |= {"use_l2warp": False} if "use_l2warp" in allowed else {}
+    settings |= model.options
+    if settings["vocab_size"] < vocab_size:
+        raise ConfigError(
+            f"model.options.vocab_size={settings['vocab_size']} is smaller than the vocabulary of {vocab_size}",
+            f"use {vocab_size} or more",
+        )
+    return settings | _attention(model, settings, allowed, heads)
+
+
+def _attention(
+    model: FlaModelConfig, settings: dict[str, Any], allowed: dict[str, Any], heads: int | None
+) -> dict[str, Any]:
+    """FLA's settings of a hybrid's attention layers."""
+    every, window = model.attention_every, model.attention_window
+    if every is None:
+        if window is None:
+            return {}
+        if "window_size" not in allowed:
+            raise ConfigError(
+                f"model.attention_window={window}: FLA's {model.config} has no attention with a window",
+                "add model.attention_every, or leave model.attention_window out",
+            )
+        return {"window_size": window}
+    if "attn" not in allowed:
+        raise ConfigError(
+            f"model.attention_every={every}: FLA's {model.config} has no option for attention layers (`attn`)",
+            "use a model that has one, as delta_net or gated_deltanet, or leave model.attention_every out",
+        )
+    if settings.get("attn"):
+        raise ConfigError("model.attention_every and model.options.attn are both given", "use one of them")
+    layers = list(range(every - 1, settings["num_hidden_layers"], every))
+    if not layers:
+        raise ConfigError(
+            f"model.attention_every={every}: {settings['num_hidden_layers']} layers have no {every}th",
+            f"use model.attention_every={settings['num_hidden_layers']} or less",
+        )
+    heads = heads or settings.get("num_heads")
+    if not heads or settings["hidden_size"] % heads or settings["hidden_size"] // heads % 2:
+        raise ConfigError(
+            f"model.attention_every={every}: a width of {settings['hidden_size']} does not split into {heads} heads of "
+            "even dimension",
+            "set size.mixers.transformer.num_heads",
+        )
+    return {"attn": {"layers": layers, "num_heads": heads, "window_size": window}}
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """The arguments of FLA's configuration, with what transformers allows for every model."""
+    parameters = dict(inspect.signature(fla_classes(name)[1].__init__).parameters)
+    return {key: value for key, value in parameters.items() if key not in ("self", "kwargs")}
+
+
+def _nearest(key: str, allowed: dict[str, Any]) -> list[str]:
+    import difflib
+
+    return difflib.get_close_matches(key, sorted(allowed), n=3, cutoff=0)
+
+
+@functools.lru_cache(maxsize=32)
+def _built(name: str, settings: str, size: str) -> FlaArchitecture:
+    hf = build_hf(name, settings, "meta")
+    config, backbone = hf.config, backbone_of(hf)
+    _check_structure(name, hf, backbone)
+    mixers = [module for block in backbone.layers for module in mixer_modules(block)]
+    mlps = [module for block in backbone.layers for module in mlp_modules(block)]
+    hf.tie_weights()
+    counts = Counts(
+        all=_numel(hf.parameters()),
+        mixers=sum(_numel(module.parameters()) for module in mixers),
+        mlps=sum(_numel(module.parameters()) for module in mlps),
+        mixer_linears=_linears(mixers),
+        mlp_linears=_linears(mlps),
+    )
+    attn = getattr(config, "attn", None)
+    specs = attn if isinstance(attn, list) else [attn] if attn else []
+    heads = facts_of(name).state(config) or (getattr(config, "num_heads", None) or 0, 0, 0)
+    return FlaArchitecture(
+        f"fla:{name}",
+        size,
+        config.num_hidden_layers,
+        config.hidden_size,
+        *heads,
+        getattr(mlps[0], "intermediate_size", 0) if mlps else 0,
+        config.vocab_size,
+        config.tie_word_embeddings,
+        None,
+        fla=name,
+        settings=settings,
+        counts=counts,
+        attention_layers=sum(len(spec["layers"]) for spec in specs),
+        attention_heads=specs[0]["num_heads"] if specs else 0,
+        attention_window=specs[0].get("window_size") if specs else None,
+    )
+
+
+def build_hf(name: str, settings: str, device: str) -> Any:
+    """FLA's causal language model, initialised as FLA does."""
+    model_class, config_class = fla_classes(name)
+    install_sdpa()
+    try:
+        with torch.device(device):
+            return model_class(config_class(**json.loads(settings)))
+    except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError, ZeroDivisionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"model.config={name}: FLA cannot build it with these dimensions ({reason})",
+            "set its fields with model.options.KEY=VALUE",
+        ) from error
+    except ImportError as error:
+        raise UnsupportedError(f"model.config={name}: {error}", "install the package, or use another model") from error
+
+
+def backbone_of(hf: Any) -> Any:
+    """FLA's model without its head."""
+    return hf.model if hasattr(hf, "model") else hf.backbone
+
+
+def final_norm_of(backbone: Any) -> nn.Module:
+    """The norm after the last layer."""
+    return backbone.norm if hasattr(backbone, "norm") else backbone.norm_f
+
+
+def mlp_modules(block: nn.Module) -> list[nn.Module]:
+    """The MLP of a layer; a layer may have none."""
+    return [module for name, module in block.named_children() if name in ("mlp", "ffn")]
+
+
+def norm_modules(block: nn.Module) -> list[nn.Module]:
+    """The norms of a layer, over the hidden size."""
+    return [module for name, module in block.named_children() if "norm" in name]
+
+
+def mixer_modules(block: nn.Module) -> list[nn.Module]:
+    """The rest of a layer."""
+    return [m for n, m in block.named_children() if n not in ("mlp", "ffn") and "norm" not in n]
+
+
+def _check_structure(name: str, hf: Any, backbone: Any) -> None:
+    children = {child for child, _ in backbone.named_children()}
+    if not children <= {"embeddings", "layers", "norm", "norm_f"} or "layers" not in children:
+        raise UnsupportedError(
+            f"model.config={name}: FLA's model is not an embedding, layers, a norm and a head, but "
+            f"{', '.join(sorted(children))}",
+            "use another model",
+        )
+    if hasattr(hf, "aux_loss_scale"):
+        raise UnsupportedError(
+            f"model.config={name}: FLA adds a loss of its own to the cross-entropy, which loss backends do not have",
+            "use another model",
+        )
+    if type(hf.lm_head) is not nn.Linear or hf.lm_head.bias is not None:
+        raise UnsupportedError(f"model.config={name}: its head is no matrix alone", "use another model")
+
+
+def reads_documents(backbone: Any) -> bool:
+    """Whether FLA keeps packed documents apart: `cu_seqlens` reaches every mixer, and the mixer reads it."""
+    passing = [backbone, *backbone.layers]
+    mixers = [mixer for block in backbone.layers for mixer in mixer_modules(block)]
+    return all(_passes(module) for module in passing) and all(
+        "cu_seqlens" in inspect.getsource(kind) for kind in {type(mixer) for mixer in mixers}
+    )
+
+
+def _passes(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters
+    return "cu_seqlens" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _numel(parameters: Iterator[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _linears(modules: list[nn.Module]) -> int:
+    return sum(part.weight.numel() for module in modules for part in module.modules() if isinstance(part, nn.Linear))

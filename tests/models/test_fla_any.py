@@ -1,0 +1,300 @@
+"""`model=fla`: any causal language model of FLA's, hybrids, and a model that one file adds."""
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrnn import costs
+from linrnn.config import compose, load_config, read_config, run_name, to_yaml
+from linrnn.config.fla.names import fla_models
+from linrnn.config.naming import identity
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.costs.flops import forward_flops
+from linrnn.inference.load import load_trained
+from linrnn.models import build_model, check_supported
+from linrnn.models.architecture import resolve
+from linrnn.models.attention import flash_attn_func
+from linrnn.models.facts import FACTS
+from linrnn.models.fla_any import FlaArchitecture
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+ON_CPU = ("delta_net", "hgrn2", "linear_attn", "retnet")
+
+
+def architecture(name: str, *more: str) -> FlaArchitecture:
+    config = load_config(["model=fla", f"model.config={name}", *more])
+    arch = resolve(config.model, config.size, config.size.vocab_size or 512)
+    assert isinstance(arch, FlaArchitecture)
+    return arch
+
+
+# ------------------------------------------------------------------------------------------------- names and options
+@pytest.mark.parametrize("written", ["delta_net", "DeltaNet", "delta-net", "deltanet"])
+def test_a_name_is_found_however_it_is_written(written: str) -> None:
+    assert load_config(["model=fla", f"model.config={written}"]).model.config == "delta_net"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause", "remedy"),
+    [
+        (["model.config=deltnet"], "FLA has no such model", "nearest: delta_net"),
+        (["model.config=nowhere/config.json"], "no config.json with a model_type", "Hugging Face's format"),
+        (["model.config=gsa", "model.options.num_hedas=2"], "gsa has no such option", "nearest: num_heads"),
+        (["model.config=gsa", "model.options.use_cache=true"], "linrnn decides it", "leave"),
+        (["model.config=gsa", "model.options.vocab_size=8"], "smaller than the vocabulary of 512", "512 or more"),
+        (["model.config=delta_net", "model.options.num_heads=3"], "FLA cannot build it", "model.options"),
+        (["model.config=mamba2", "model.attention_every=2"], "no option for attention layers", "delta_net"),
+        (["model.config=gsa", "model.attention_every=3"], "2 layers have no 3th", "2 or less"),
+        (["model.config=gsa", "model.attention_window=3"], "no attention with a window", "attention_every"),
+        (["model.config=yoco"], "is not an embedding, layers, a norm and a head", "another model"),
+        (["model.config=mom"], "adds a loss of its own", "another model"),
+    ],
+)
+def test_what_fla_does_not_have_is_refused_with_a_remedy(overrides: list[str], cause: str, remedy: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=cause) as error:
+        architecture(*[overrides[0].removeprefix("model.config="), *overrides[1:]])
+    assert remedy in error.value.remedy
+
+
+def test_the_matched_models_refuse_hybrids_and_name_the_way() -> None:
+    with pytest.raises(ConfigError, match=r"model\.attention_every") as error:
+        load_config(["model=gla", "model.attention_every=2"])
+    assert "model=fla" in error.value.remedy
+
+
+def test_name_and_options_are_part_of_a_run_s_name_and_identity(tmp_path: Path) -> None:
+    config = load_config(["model=fla", "model.config=gsa", "model.options.num_slots=8", "model.attention_every=2"])
+    assert run_name(config) == "fla-smoke-cce_kahan-gsa-num_slots_8-attention_every_2-s0"
+    keys = {"model.config": "gsa", "model.options.num_slots": 8, "model.attention_every": 2}
+    assert keys.items() <= identity(config).items()
+    assert config.model.label == "fla:gsa num_slots=8 attention_every=2"
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_a_config_json_is_read_once_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gsa", "hidden_size": 64, "num_slots": 8, "dtype": "float32"}))
+    config = load_config(["model=fla", f"model.config={path}", "model.options.num_slots=4"])
+    assert (config.model.config, config.model.options) == ("gsa", {"hidden_size": 64, "num_slots": 4})
+    path.unlink()
+    assert resolve(config.model, config.size, 512).hidden_size == 64
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+def test_nearly_all_of_fla_s_models_are_counted_and_every_other_is_refused_with_a_reason() -> None:
+    counted, refused = set(), {}
+    for name in fla_models():
+        try:
+            arch = architecture(name)
+            assert arch.n_parameters == arch.body_parameters + arch.embedding_parameters > 0
+            assert 0 < arch.counts.mixers + arch.counts.mlps <= arch.body_parameters
+            counted.add(name)
+        except (ConfigError, UnsupportedError) as error:
+            refused[name] = error.cause
+    assert {"delta_net", "gated_deltaproduct", "rwkv7", "mamba2", "hgrn2", "gsa", "retnet", "linear_attn"} <= counted
+    assert {"gla", "gated_deltanet", "kda", "transformer"} <= counted
+    assert len(counted) >= 30, refused
+
+
+@pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
+def test_a_matched_model_has_the_same_parameters_and_flops_through_fla(model: str) -> None:
+    config = load_config([f"model={model}"])
+    matched = resolve(config.model, config.size, 512)
+    arch = architecture(model, f"model.options.intermediate_size={matched.intermediate_size}")
+    assert arch.n_parameters == matched.n_parameters
+    assert costs.model_flops(arch, 3, 256) == costs.model_flops(matched, 3, 256)
+    assert costs.model_flops_6n(arch, 3, 256) == costs.model_flops_6n(matched, 3, 256)
+
+
+def test_what_has_no_formula_is_unknown() -> None:
+    config = load_config(["parallel=fsdp"])
+    for name in ("gla", "rwkv7"):  # not even a matched model's memory is taken over: options may change it
+        arch = architecture(name)
+        assert costs.recurrent_state_bytes(arch, 1, 64, 2) is None
+        assert costs.kernel_flops(arch, 1, 64, config.loss, "none") is None
+        sharded = {"world_size": 2, "sequences": 1, "seq_len": 64, "precision": "bf16_autocast", "loss": config.loss}
+        assert costs.communication(arch, config.parallel, **sharded) is None
+        assert costs.training_state(arch, "fp32")["parameters"] == 4 * arch.n_parameters
+    for unknown in (architecture("rwkv7"), architecture("linear_attn"), architecture("gsa", "model.attention_every=2")):
+        assert costs.model_flops(unknown, 1, 64) is None
+
+
+def test_a_hybrid_s_attention_layers_count_as_attention() -> None:
+    """Two layers of attention are the Transformer's scan; a window leaves out what it does not see."""
+    transformer = load_config(["model=transformer"])
+    arch = resolve(transformer.model, transformer.size, 512)
+    hybrid = architecture("delta_net", "model.attention_every=1")
+    assert (hybrid.attention_layers, hybrid.attention_heads) == (2, 4)
+
+    def scan(one: object, tokens: int) -> int:
+        flops = forward_flops(one, 1, tokens)
+        assert flops is not None
+        return flops["mixer_scan"]
+
+    assert scan(hybrid, 256) == scan(arch, 256)
+    half = architecture("delta_net", "model.attention_every=2")
+    assert 2 * scan(half, 256) == scan(hybrid, 256) + scan(architecture("delta_net"), 256)
+    windowed = architecture("delta_net", "model.attention_every=1", "model.attention_window=10")
+    pairs = sum(min(t + 1, 10) for t in range(256))
+    assert scan(windowed, 256) == 2 * pairs * 4 * 128
+
+
+def test_a_window_hides_earlier_keys() -> None:
+    q, k, v = (torch.randn(2, 9, 3, 8) for _ in range(3))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(8)
+    age = torch.arange(9)[:, None] - torch.arange(9)
+    weights = scores.masked_fill((age < 0) | (age > 3), float("-inf")).softmax(-1)
+    expected = torch.einsum("bhts,bshd->bthd", weights, v)
+    torch.testing.assert_close(flash_attn_func(q, k, v, causal=True, window_size=(3, 0)), expected)
+    last = flash_attn_func(q[:, -1:], k, v, causal=True, window_size=(3, 0))
+    torch.testing.assert_close(last, expected[:, -1:])
+
+
+# ---------------------------------------------------------------------------------------------------------- running
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_cpu_form_is_causal_and_keeps_documents_apart(name: str) -> None:
+    network = build_model(architecture(name), device="cpu", seed=0).eval()
+    assert sum(p.numel() for part in network.parts.values() for p in part) == network.arch.n_parameters
+    ids = torch.randint(0, 512, (1, 90), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden = network(ids)
+        torch.testing.assert_close(network(ids[:, :70]), hidden[:, :70], rtol=1e-4, atol=1e-5)
+        if name == "linear_attn":  # FLA's class of the whole model takes no bounds of documents
+            with pytest.raises(ConfigError, match="cannot keep documents of one row apart"):
+                network(ids, torch.tensor([0, 30, 90]))
+            return
+        packed = network(ids, torch.tensor([0, 30, 90]))
+        torch.testing.assert_close(packed[:, 30:], network(ids[:, 30:]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "op"), [("retention", "chunk_retention"), ("delta_rule", "chunk_delta_rule")])
+def test_a_cpu_form_equals_fla_s_own_naive_one(name: str, op: str) -> None:
+    from linrnn.models.cpu_ops import mixers
+    from linrnn.models.fla_import import import_fla
+
+    q, k, v = (torch.nn.functional.normalize(torch.randn(2, 40, 3, 8), dim=-1) for _ in range(3))
+    naive = import_fla(f"fla.ops.{name}.naive")
+    if name == "retention":
+        expected = naive.naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        found, _ = mixers.chunk_retention(q, k, v)
+    else:
+        beta = torch.rand(2, 40, 3)
+        heads_first = [x.transpose(1, 2) for x in (q, k, v, beta)]
+        expected = naive.delta_rule_recurrence(*heads_first)[0].transpose(1, 2)
+        found, _ = mixers.chunk_delta_rule(q, k, v, beta)
+    torch.testing.assert_close(found, expected.to(found), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model.config=delta_net", "trainer.activation_checkpointing=full"],
+        ["model.config=retnet", "model.attention_every=2", "model.attention_window=16"],
+        ["model.config=hgrn2"],
+        ["model.config=linear_attn", "loss=standard"],
+        ["model.config=gla", "model.attention_every=2"],
+    ],
+    ids=lambda more: more[0],
+)
+def test_a_model_trains_and_is_loaded_from_its_checkpoint(more: list[str], small: Small) -> None:
+    trainer = Trainer(load_config(small("model=fla", "trainer.max_steps=2", "trainer.checkpoint_every=2", *more)))
+    summary = trainer.fit()
+    assert summary["status"] == "finished"
+    assert math.isfinite(summary["valid_loss_nats"])
+    assert summary["model"].startswith("fla:")
+    trained = load_trained(str(trainer.directory.path), torch.device("cpu")).model
+    expected = trainer.model.hf.state_dict()
+    for key, value in trained.state_dict().items():
+        torch.testing.assert_close(value, expected[key])
+
+
+def test_an_export_is_read_back_and_generates_alike_with_and_without_state(small: Small, tmp_path: Path) -> None:
+    from linrnn.inference.export import export
+
+    overrides = small("model=fla", "model.config=hgrn2", "trainer.max_steps=1", "trainer.checkpoint_every=1")
+    trainer = Trainer(load_config([*overrides, "model.attention_every=2"]))
+    trainer.fit()
+    export(load_trained(str(trainer.directory.path), torch.device("cpu")), tmp_path / "out")
+    model = load_trained(str(tmp_path / "out"), torch.device("cpu")).model
+    ids = torch.tensor([[1, 2, 3]])
+    texts = [model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=state) for state in (True, False)]
+    assert torch.equal(*texts)
+    config = load_config(["model=fla", f"model.config={tmp_path / 'out'}"])
+    assert resolve(config.model, config.size, 512).n_parameters == trainer.model.arch.n_parameters
+
+
+def test_a_model_without_a_cpu_form_is_refused_on_a_cpu() -> None:
+    config = load_config(["model=fla", "model.config=mamba2"])
+    with pytest.raises(UnsupportedError, match="mamba2 has no CPU form") as error:
+        check_supported(config.model, torch.device("cpu"))
+    assert "model=fla model.config=delta_net" in error.value.remedy
+
+
+# ------------------------------------------------------------------------------------------------- a model in one file
+@pytest.fixture
+def one_file(tmp_path: Path) -> Iterator[str]:
+    """The facts of a fifth matched model in a file, as docs/extending.md describes: DeltaNet at a size."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        """from dataclasses import replace
+
+from linrnn.models.facts import FACTS, Matched, register_model
+from linrnn.models.zoo import shared
+
+
+def _parameters(arch):
+    beta_and_norm = arch.hidden_size * arch.num_heads + arch.head_v_dim
+    return shared.projection_parameters(arch) + shared.convolution_parameters(arch) + beta_and_norm
+
+
+register_model(
+    replace(
+        FACTS["delta_net"],
+        matched=Matched(
+            _parameters,
+            settings=lambda arch: {
+                "expand_k": arch.key_dim / arch.hidden_size,
+                "expand_v": arch.value_dim / arch.hidden_size,
+            },
+            head_dims=lambda fla: (fla.hidden_size // fla.num_heads,) * 2,
+        ),
+    )
+)
+"""
+    )
+    usual = dict(FACTS)
+    spec = importlib.util.spec_from_file_location("mine", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    yield "delta_net"
+    FACTS.clear()
+    FACTS.update(usual)
+    sys.modules.pop("mine", None)
+
+
+def test_one_file_and_one_config_add_a_model_that_trains(
+    one_file: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
+    (tmp_path / "configs" / "model" / f"{one_file}.yaml").write_text(
+        f"defaults: [/schema/model@_here_, _self_]\nname: {one_file}\nchunk_size: null\n"
+    )
+    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
+    with (tmp_path / "configs" / "size" / "smoke.yaml").open("a") as size:
+        size.write(f"  {one_file}: {{num_heads: 4, head_k_dim: 32, head_v_dim: 32}}\n")
+    trainer = Trainer(load_config(small("trainer.max_steps=2", f"model={one_file}")))
+    assert trainer.fit()["status"] == "finished"
+    arch = trainer.model.arch
+    assert sum(p.numel() for p in trainer.model.parameters()) == arch.n_parameters
+    assert costs.model_flops(arch, 1, 64) is not None
+    assert trainer.plan.memory_estimate(arch) is None
