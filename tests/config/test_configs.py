@@ -113,7 +113,8 @@ def test_runs_of_different_identity_have_different_names() -> None:
         ["data=stdlib"],
         ["data=text", "data.path=one.txt"],
         ["data=text", "data.path=other.txt"],
-        ["trainer.compile_blocks=true"],
+        ["trainer.compile=blocks"],
+        ["trainer.compile=model"],
         ["seed=1"],
     ]
     names = [run_name(load_config(variant)) for variant in variants]

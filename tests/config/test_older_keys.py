@@ -1,4 +1,4 @@
-"""The schedule's keys of earlier versions: refused on a command line, renamed in files. No run gets another name."""
+"""Keys of earlier versions: refused on a command line, renamed in files. No run gets another name."""
 
 import json
 from collections.abc import Callable
@@ -29,6 +29,7 @@ def as_before(config: Any) -> dict[str, Any]:
     schedule = {"min_lr_ratio": 0.1, "decay_fraction": 0.2, **raw.pop("schedule")}
     for key, value in schedule.items():
         raw["optimizer"][OLD_NAMES[f"schedule.{key}"].removeprefix("optimizer.")] = value
+    raw["trainer"]["compile_blocks"] = raw["trainer"].pop("compile") == "blocks"
     return raw
 
 
@@ -41,12 +42,17 @@ def as_before(config: Any) -> dict[str, Any]:
         ("optimizer.warmup_steps=7", "schedule.warmup_steps=7"),
         ("optimizer.min_lr_ratio=0.2", "schedule.min_lr_ratio=0.2"),
         ("optimizer.decay_fraction=0.2", "schedule.decay_fraction=0.2"),
+        ("trainer.compile_blocks=true", "trainer.compile=blocks"),
+        ("trainer.compile_blocks=False", "trainer.compile=none"),
     ],
 )
 def test_an_old_key_is_refused_with_the_new_one(old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.\w+ has a new name") as error:
+    with pytest.raises(ConfigError, match=r"\w+\.\w+ has a new name") as error:
         load_config([old])
     assert error.value.remedy == f"use {new}"
+
+
+NAME_OF_COMPILED = "gla-smoke-cce_kahan-reset_at_document_True-compile_blocks_True-s0"
 
 
 # Names that the version before the group `schedule` gave.
@@ -55,6 +61,7 @@ def test_an_old_key_is_refused_with_the_new_one(old: str, new: str) -> None:
     [
         ([], "gla-smoke-cce_kahan-s0"),
         (["schedule=wsd"], "gla-smoke-cce_kahan-schedule_wsd-s0"),
+        (["trainer.compile=blocks", "data.reset_at_document=true"], NAME_OF_COMPILED),
         (
             ["schedule=wsd", "optimizer.lr=0.01", "schedule.steps=400", "schedule.decay_fraction=0.3"],
             "gla-smoke-cce_kahan-lr0.01-schedule_wsd-steps400-decay_fraction_0.3-s0",
@@ -71,7 +78,8 @@ def test_no_run_gets_another_name(overrides: list[str], name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_a_config_yaml_of_an_earlier_version_reads_as_todays(schedule: str, tmp_path: Path) -> None:
-    config = load_config([f"schedule={schedule}", "schedule.warmup_steps=3"])
+    compiled = "blocks" if schedule == "wsd" else "none"
+    config = load_config([f"schedule={schedule}", "schedule.warmup_steps=3", f"trainer.compile={compiled}"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_before(config)))
     assert read_config(tmp_path / "config.yaml") == config
 
@@ -82,7 +90,7 @@ def test_a_run_of_an_earlier_version_goes_on(small: Callable[..., list[str]], sc
     first = Trainer(load_config([*plan, "trainer.max_steps=2"]))
     first.fit()
     directory, [step] = first.directory.path, found(first.directory.checkpoints)
-    there = {**ALWAYS, **json.loads((directory / "identity.json").read_text())}
+    there = {**ALWAYS, **json.loads((directory / "identity.json").read_text()), "trainer.compile": False}
     (directory / "identity.json").write_text(json.dumps({OLD_NAMES.get(key, key): there[key] for key in there}))
     state = read_state(step)
     state["schedule"] = {"min_lr_ratio": 0.1, **state["schedule"]}

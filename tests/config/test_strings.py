@@ -190,7 +190,7 @@ def test_an_infinite_max_grad_norm_is_pytorch_s_word_for_no_clipping() -> None:
         [],
         ["model=kda", "loss=standard", "size=mve", "seed=3"],
         ["data=text", "data.path=it's [mine], ü", "init_from=null", "results_dir='null'", "run_name=x"],
-        ["loss=cce_filter", "loss.filter_eps=1e-5", "optimizer.max_grad_norm=inf", "trainer.compile_blocks=true"],
+        ["loss=cce_filter", "loss.filter_eps=1e-5", "optimizer.max_grad_norm=inf", "trainer.compile=blocks"],
         ["parallel=fsdp", "parallel.shard_ranks=2", "logger.wandb.tags=[a,'b, c']", "size.mixers.gla.num_heads=2"],
         ["experiment=mve", "trainer.max_tokens=null", "trainer.max_steps=7", "results_dir='quoted\\''"],
     ],

@@ -290,14 +290,16 @@ def test_checkpointing_saves_fewer_activations_and_can_be_switched_off() -> None
         network.set_activation_checkpointing("some")
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_blocks_give_the_same_gradients(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "checkpointing"), [("blocks", "none"), ("blocks", "full"), ("model", "none")])
+def test_compiled_models_give_the_same_gradients(
+    mode: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With Dynamo only (no C++ compiler needed), around a kernel with a chunk size set."""
     network, ids = build("kda", chunk_size=32), tokens(2, 70)
     eager = gradients(network, ids)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     network.set_activation_checkpointing(checkpointing)
-    network.compile_blocks()
+    network.set_compile(mode)
     for name, grad in gradients(network, ids).items():
         torch.testing.assert_close(grad, eager[name], rtol=1e-4, atol=1e-6)
 

@@ -57,10 +57,10 @@ def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], sta
 
 
 def test_selective_checkpointing_of_a_compiled_block_is_refused(small: Callable[..., list[str]]) -> None:
-    options = ("trainer.activation_checkpointing=selective", "trainer.compile_blocks=true")
+    options = ("trainer.activation_checkpointing=selective", "trainer.compile=blocks")
     with pytest.raises(ConfigError, match="a compiled block shows none") as refusal:
         Trainer(load_config(small(*options)))
-    assert "trainer.compile_blocks=false" in refusal.value.remedy
+    assert "trainer.compile=none" in refusal.value.remedy
 
 
 @pytest.fixture(scope="module")

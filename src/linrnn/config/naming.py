@@ -53,6 +53,7 @@ _SHORT = {
     "model.chunk_size": "c",
     "model.config": "",
 }
+_AS_BEFORE = {("trainer.compile", "blocks"): "compile_blocks_True"}  # runs keep their names
 _MAX_LENGTH = 80
 
 
@@ -103,7 +104,9 @@ def run_name(config: Config, world_size: int = 1) -> str:
     ]
     for key, value in values.items():
         if key != "seed" and defaults.get(key, "(absent)") != value:
-            words.append(f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}")
+            words.append(
+                _AS_BEFORE.get((key, value)) or f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}"
+            )
     stem = f"{config.model.name}-{config.size.name}-{config.loss.name}"
     name = "-".join([stem, *words, f"s{config.seed}"])
     digest = hashlib.sha256("-".join(words).encode()).hexdigest()[:8]

@@ -1,6 +1,7 @@
 """Keys that have another name today: refused on a command line, renamed in files of earlier versions.
 
-The learning-rate schedule was part of the group `optimizer` before it became the group `schedule`.
+The learning-rate schedule was part of the group `optimizer` before it became the group `schedule`. Compilation was a
+yes or no: `trainer.compile_blocks`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ NEW_NAMES = {
     "optimizer.warmup_steps": "schedule.warmup_steps",
     "optimizer.min_lr_ratio": "schedule.min_lr_ratio",
     "optimizer.decay_fraction": "schedule.decay_fraction",
+    "trainer.compile_blocks": "trainer.compile",
 }
+_COMPILE = {"true": "blocks", "false": "none"}
 # Earlier versions wrote every key of every schedule. These are the ones that a schedule has no more.
 _UNUSED = {
     "cosine": ("schedule.decay_fraction",),
@@ -32,12 +35,13 @@ def refuse_old_names(overrides: Sequence[str]) -> None:
         key, equals, value = override.lstrip("+~").partition("=")
         if key in NEW_NAMES:
             new = NEW_NAMES[key].removesuffix(".name")
+            value = _value(key, value)
             raise ConfigError(f"{key} has a new name", f"use {new}{equals}{value}")
 
 
 def with_new_names(flat: dict[str, Any]) -> dict[str, Any]:
     """A flattened configuration or identity with today's keys, in the same order."""
-    renamed = {NEW_NAMES.get(key, key): value for key, value in flat.items()}
+    renamed = {NEW_NAMES.get(key, key): _value(key, value) for key, value in flat.items()}
     if "optimizer.schedule" in flat:
         for key in _UNUSED.get(str(flat["optimizer.schedule"]), ()):
             renamed.pop(key, None)
@@ -46,12 +50,17 @@ def with_new_names(flat: dict[str, Any]) -> dict[str, Any]:
 
 def regrouped(raw: dict[str, Any]) -> dict[str, Any]:
     """A run's config.yaml, read as a dictionary, with today's keys."""
-    optimizer = raw.get("optimizer")
-    if "schedule" in raw or not isinstance(optimizer, dict) or "schedule" not in optimizer:
+    old = {group: raw[group] for group in ("optimizer", "trainer") if isinstance(raw.get(group), dict)}
+    flat = {f"{group}.{key}": value for group, keys in old.items() for key, value in keys.items()}
+    if not flat.keys() & NEW_NAMES.keys():
         return raw
-    flat = with_new_names({f"optimizer.{key}": value for key, value in optimizer.items()})
-    groups: dict[str, dict[str, Any]] = {"optimizer": {}, "schedule": {}}
-    for key, value in flat.items():
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in with_new_names(flat).items():
         group, _, name = key.partition(".")
-        groups[group][name] = value
+        groups.setdefault(group, {})[name] = value
     return {**raw, **groups}
+
+
+def _value(key: str, value: Any) -> Any:
+    """The value that a key has under its new name."""
+    return _COMPILE.get(str(value).lower(), value) if key == "trainer.compile_blocks" else value

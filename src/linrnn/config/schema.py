@@ -237,7 +237,7 @@ class TrainerConfig:
     seq_len: int = at_least(2)
     precision: str = one_of("auto", "fp32", "bf16_autocast", "bf16")
     activation_checkpointing: str = one_of("none", "selective", "full")
-    compile_blocks: bool
+    compile: str = one_of("none", "blocks", "model")
     deterministic: bool
     log_every: int = at_least(1)
     valid_every: int | None = at_least(1)

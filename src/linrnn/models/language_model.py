@@ -43,7 +43,8 @@ class LanguageModel(nn.Module):
         self.hf = hf
         self.arch = arch
         self.chunks = facts_of(arch.model).chunks if arch.chunk_size is not None else None
-        self._compiled = False
+        self._compiled = "none"
+        self._compiled_backbone: Callable[..., Any] | None = None
         self._checkpointing = "none"
         self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
         self._set_block_forwards()
@@ -71,14 +72,15 @@ class LanguageModel(nn.Module):
                     f"use model.chunk_size=null, or trainer.seq_len above {self.chunks.recurrent_tokens}",
                 )
         options = {"use_cache": False, "return_dict": False}
+        backbone = self._compiled_backbone or self.backbone
         if cu_seqlens is None:
-            return self.backbone(input_ids=input_ids_BT, **options)[0]
+            return backbone(input_ids=input_ids_BT, **options)[0]
         if isinstance(self.arch, FlaArchitecture) and not reads_documents(self.backbone):
             raise ConfigError(
                 f"data.reset_at_document=true: FLA's {self.arch.kind} cannot keep documents of one row apart",
                 "use data.reset_at_document=false",
             )
-        hidden_1ND = self.backbone(input_ids=input_ids_BT.reshape(1, -1), cu_seqlens=cu_seqlens, **options)[0]
+        hidden_1ND = backbone(input_ids=input_ids_BT.reshape(1, -1), cu_seqlens=cu_seqlens, **options)[0]
         return hidden_1ND.view(*input_ids_BT.shape, -1)
 
     @property
@@ -175,16 +177,21 @@ class LanguageModel(nn.Module):
         self._checkpointing = mode
         self._set_block_forwards()
 
-    def compile_blocks(self) -> None:
-        """Compile each block with torch.compile. FLA's recurrent kernels stay outside the graphs."""
-        self._compiled = True
+    def set_compile(self, mode: str) -> None:
+        """Choose what torch.compile compiles: `none`, each of the `blocks`, or the whole `model` without its head.
+
+        FLA's recurrent kernels stay outside the graphs (:mod:`linrnn.profiling.graphs` counts the breaks).
+        """
+        self._compiled = mode
+        whole = MethodType(type(self.backbone).forward, self.backbone)  # a compiled module would be a part of this one
+        self._compiled_backbone = torch.compile(whole) if mode == "model" else None
         self._set_block_forwards()
 
     def _set_block_forwards(self) -> None:
         """Compose each block's forward: compiled, then with its chunk size, then checkpointed."""
         for block in self.blocks:
             forward: Callable[..., Any] = MethodType(type(block).forward, block)
-            if self._compiled:
+            if self._compiled == "blocks":
                 forward = torch.compile(forward)
             if self.chunks is not None:
                 assert self.arch.chunk_size is not None

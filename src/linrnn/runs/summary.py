@@ -51,6 +51,7 @@ MEASURED = (
     "ended",
     "device",
     "gpu_state",
+    "compiled",
     "data_fingerprint",
 )
 
@@ -90,7 +91,7 @@ def _training(config: Config, world_size: int) -> str:
         "data.reset_at_document": config.data.reset_at_document,
         "size.tie_embeddings": config.size.tie_embeddings,
         "trainer.valid_tokens": config.trainer.valid_tokens,
-        "trainer.compile_blocks": config.trainer.compile_blocks,
+        "trainer.compile": config.trainer.compile,
         "trainer.deterministic": config.trainer.deterministic,
     }
     return " ".join(f"{key}={value}" for key, value in values.items())

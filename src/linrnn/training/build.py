@@ -1,6 +1,7 @@
 """Everything that a run consists of, built from its configuration, and put back to where the run stood."""
 
 import functools
+from typing import Any
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
@@ -39,6 +40,7 @@ class BuiltRun:
         measurements: speed and memory.
         saver: writes checkpoints.
         replica: the model as the ranks share it; the same object as `model` in one process.
+        compiled: the graphs of the first step (`GraphCounter.report`); None if nothing is compiled.
         weights: what `init_from` names; None for random weights.
 
     Raises:
@@ -48,6 +50,7 @@ class BuiltRun:
 
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.compiled: dict[str, Any] | None = None
         self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
         if self.plan.world_size != self.ranks.world_size:
@@ -108,8 +111,8 @@ class BuiltRun:
         if self.weights:
             self.weights.load(self.model)
         self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
-        if config.trainer.compile_blocks:
-            self.model.compile_blocks()
+        if config.trainer.compile != "none":
+            self.model.set_compile(config.trainer.compile)
         self.replica = self.ranks.spread(self.model, compute_dtype(self.precision))
         vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
         self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)

@@ -132,6 +132,7 @@ def summary_of_run(
         "ended": utc_now(),
         "device": device_name(plan.device),
         "gpu_state": measurements.gpu_state,
+        "compiled": run.compiled,
         "data_fingerprint": run.data.fingerprint,
         "command": command_line(),
     }

@@ -149,10 +149,16 @@ def make_training_plan(config: Config) -> Plan:
             "use trainer.memory_snapshot=false or device=cuda",
         )
     trainer = config.trainer
-    if trainer.activation_checkpointing == "selective" and trainer.compile_blocks:
+    if trainer.activation_checkpointing == "selective" and trainer.compile != "none":
         raise ConfigError(
             "trainer.activation_checkpointing=selective keeps single products, and a compiled block shows none",
-            "use trainer.compile_blocks=false, or trainer.activation_checkpointing=full",
+            "use trainer.compile=none, or trainer.activation_checkpointing=full",
+        )
+    if trainer.compile == "model" and isinstance(config.parallel, FsdpConfig):
+        raise ConfigError(
+            f"trainer.compile=model makes one graph of all blocks, and parallel={config.parallel.name} gathers each "
+            "block's weights before it",
+            "use trainer.compile=blocks",
         )
     _check_parallel(plan)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule

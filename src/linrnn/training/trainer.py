@@ -16,6 +16,7 @@ from linrnn.core.interrupts import StopRequest
 from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
 from linrnn.profiling import watched_loss
+from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation, evaluate
@@ -96,7 +97,7 @@ class Trainer(BuiltRun):
             while state.step < self.plan.total_steps:
                 if state.steps_here == self.plan.unmeasured_steps:
                     self.measurements.memory.start()
-                record = self.train_step()
+                record = self.train_step() if state.steps_here else self._first_step()
                 end_of_step()
                 self._step_log.append(record)  # writes the previous step, while the device works on this one
                 if state.step == self.plan.total_steps:
@@ -111,6 +112,16 @@ class Trainer(BuiltRun):
             if trainer.checkpoint_every != 0:
                 self.save()
                 self.saver.wait()
+
+    def _first_step(self) -> StepRecord:
+        """The first step of this process, in which torch.compile traces the model if it is to be compiled."""
+        if self.config.trainer.compile == "none":
+            return self.train_step()
+        counter = GraphCounter()
+        record = self.train_step()
+        self.compiled = counter.report()
+        self.session.console.line(in_words(self.compiled))
+        return record
 
     def train_step(self) -> StepRecord:
         """One optimizer step over `accumulation_steps` micro-steps.

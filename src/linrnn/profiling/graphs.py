@@ -1,0 +1,40 @@
+"""What torch.compile makes of a model: its graphs, and where it breaks them."""
+
+from typing import Any
+
+
+class GraphCounter:
+    """Counts graphs and graph breaks of this process from its construction on.
+
+    A graph break splits a function: torch.compile leaves an operation out that it cannot trace, and starts another
+    graph behind it. FLA's Triton kernels are such operations.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.utils import counters  # imports torch's compiler, a second: only here
+
+        self._counters = counters
+        self._before = self._now()
+
+    def report(self) -> dict[str, Any]:
+        """`graphs` made, `graph_breaks`, and the number of breaks by `reasons`, most frequent first."""
+        graphs, breaks = self._now()
+        graphs_before, breaks_before = self._before
+        new = {reason: count - breaks_before.get(reason, 0) for reason, count in breaks.items()}
+        reasons: dict[str, int] = {}
+        for reason, count in sorted(new.items(), key=lambda entry: -entry[1]):
+            if count:
+                first = reason.strip().splitlines()[0]
+                reasons[first] = reasons.get(first, 0) + count
+        return {"graphs": graphs - graphs_before, "graph_breaks": sum(reasons.values()), "reasons": reasons}
+
+    def _now(self) -> tuple[int, dict[str, int]]:
+        return self._counters["stats"]["unique_graphs"], dict(self._counters["graph_break"])
+
+
+def in_words(report: dict[str, Any]) -> str:
+    """A line for the console."""
+    line = f"torch.compile: {report['graphs']} graphs, {report['graph_breaks']} graph breaks"
+    return f"{line} ({'; '.join(f'{count} x {reason}' for reason, count in report['reasons'].items())})".replace(
+        " ()", ""
+    )

@@ -1,0 +1,84 @@
+"""`trainer.compile`: the same losses compiled or not, graphs and their breaks counted, and what is refused."""
+
+import functools
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError
+from linrnn.profiling.graphs import GraphCounter, in_words
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+
+
+def fitted(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    trainer.fit()
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
+    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
+
+
+def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Dynamo only (no C++ compiler needed)."""
+    options = ("model=transformer", "loss=standard", "size.num_layers=1", "trainer.checkpoint_every=0")
+    options += ("trainer.max_steps=2", "trainer.valid_tokens=160")
+    plain = fitted(small(*options))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    run = fitted(small(*options, "trainer.compile=model"))
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    summary = run.directory.read_summary()
+    assert summary is not None
+    found = summary["compiled"]
+    assert found["graphs"] >= 1
+    assert found["graph_breaks"] == sum(found["reasons"].values())
+    line = f"torch.compile: {found['graphs']} graphs, {found['graph_breaks']} graph breaks"
+    assert line in (run.directory.path / "train.log").read_text()
+    assert "trainer.compile=model" in summary["training"]
+    without = plain.directory.read_summary()
+    assert without is not None
+    assert without["compiled"] is None
+
+
+def test_a_graph_break_is_counted_with_its_reason() -> None:
+    counter = GraphCounter()
+    assert counter.report() == {"graphs": 0, "graph_breaks": 0, "reasons": {}}
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    torch.compile(broken, backend="eager")(torch.ones(3))
+    report = counter.report()
+    assert report["graphs"] == 2
+    assert report["graph_breaks"] == sum(report["reasons"].values()) == 1
+    assert in_words(report).startswith("torch.compile: 2 graphs, 1 graph breaks (1 x ")
+    assert GraphCounter().report()["graphs"] == 0, "a later counter starts anew"
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
+def test_a_sharded_model_is_not_compiled_as_one(small: Small, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"parallel={parallel} gathers") as error:
+        Trainer(load_config(small("trainer.compile=model", f"parallel={parallel}")))
+    assert error.value.remedy == "use trainer.compile=blocks"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["blocks", "model"])
+@pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
+def test_compiled_models_train_alike_on_the_gpu(model: str, mode: str, small: Small) -> None:
+    options = (f"model={model}", "loss=standard", "device=cuda", "trainer.checkpoint_every=0")
+    plain, compiled = fitted(small(*options)), fitted(small(*options, f"trainer.compile={mode}"))
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-2)
