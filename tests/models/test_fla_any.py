@@ -123,7 +123,7 @@ def test_what_has_no_formula_is_unknown() -> None:
         assert costs.kernel_flops(arch, 1, 64, config.loss, "none") is None
         sharded = {"world_size": 2, "sequences": 1, "seq_len": 64, "precision": "bf16_autocast", "loss": config.loss}
         assert costs.communication(arch, config.parallel, **sharded) is None
-        assert costs.training_state(arch, "fp32")["parameters"] == 4 * arch.n_parameters
+        assert costs.training_state(arch, "fp32", optimizer=config.optimizer)["parameters"] == 4 * arch.n_parameters
     for unknown in (architecture("rwkv7"), architecture("linear_attn"), architecture("gsa", "model.attention_every=2")):
         assert costs.model_flops(unknown, 1, 64) is None
 
