@@ -41,7 +41,8 @@ def test_formulas_count_the_parameters_of_the_built_modules_exactly(model: str, 
     import torch
 
     from linrnn.models.attention import install_sdpa
-    from linrnn.models.fla_models import fla_classes, fla_config
+    from linrnn.models.build import fla_config
+    from linrnn.models.fla_import import fla_classes
 
     install_sdpa()
     for tied in (True, False):

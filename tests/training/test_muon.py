@@ -42,9 +42,9 @@ def members(trainer: Trainer) -> dict[str, list[str]]:
     return {group["name"]: [names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups}
 
 
-@pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
+@pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer", "fla model.config=delta_net"])
 def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(small: Small, model: str) -> None:
-    trainer = built(small, f"model={model}")
+    trainer = built(small, *f"model={model}".split())
     groups, parameters = members(trainer), dict(trainer.model.named_parameters())
     assert sorted(name for names in groups.values() for name in names) == sorted(parameters)
     assert all(".layers." in name and parameters[name].ndim == 2 for name in groups["matrices"])
@@ -52,7 +52,7 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(smal
     assert not [name for name in others if ".layers." in name and name.endswith("proj.weight")]
     assert groups["decay"][0].endswith("embeddings.weight")
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups[:2]} == {0.1}
-    # The formulas know the shape of each of these matrices.
+    # The formulas, or a model without weights, know the shape of each of these matrices.
     shapes = layer_matrices(trainer.architecture)
     assert shapes is not None
     assert sorted(map(sorted, shapes)) == sorted(sorted(parameters[name].shape) for name in groups["matrices"])

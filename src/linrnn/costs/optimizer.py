@@ -8,10 +8,13 @@ from linrnn.config.schema import MuonConfig, OptimizerConfig
 from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
+from linrnn.models.fla_any import FlaArchitecture
 
 
 def layer_matrices(arch: Architecture) -> list[tuple[int, int]] | None:
-    """(inputs, outputs) of every matrix of all layers; None for a model without formulas."""
+    """The two sides of every matrix of all layers; None for a model of ours without formulas. FLA's are counted."""
+    if isinstance(arch, FlaArchitecture):
+        return list(arch.counts.matrices)
     if (mixer := facts_of(arch.model).flops) is None:
         return None
     mlp = [(arch.hidden_size, arch.intermediate_size)] * 3
@@ -19,7 +22,7 @@ def layer_matrices(arch: Architecture) -> list[tuple[int, int]] | None:
 
 
 def optimizer_state(arch: Architecture, optimizer: OptimizerConfig | None, kept: int) -> int:
-    """Bytes of the optimizer's state. With Muon and a model without formulas: the least that it can be.
+    """Bytes of the optimizer's state. With Muon and a model of ours without formulas: the most that it can be.
 
     Args:
         optimizer: None for forward and backward passes alone.
@@ -29,8 +32,7 @@ def optimizer_state(arch: Architecture, optimizer: OptimizerConfig | None, kept:
         return 0
     if not isinstance(optimizer, MuonConfig):
         return 2 * kept * arch.n_parameters
-    matrices = layer_matrices(arch)
-    of_muon = arch.n_parameters if matrices is None else _entries(matrices)
+    of_muon = _entries(layer_matrices(arch) or [])
     return kept * (2 * arch.n_parameters - of_muon)
 
 
@@ -44,7 +46,8 @@ def update_memory(arch: Architecture, optimizer: OptimizerConfig | None, kept: i
     if not isinstance(optimizer, MuonConfig) or matrices is None:
         return 0
     copies = (kept if kept > BF16 else 0) + 2 * BF16
-    return max(copies * rows * columns + 2 * BF16 * min(rows, columns) ** 2 for rows, columns in matrices)
+    held = [copies * rows * columns + 2 * BF16 * min(rows, columns) ** 2 for rows, columns in matrices]
+    return max(held, default=0)
 
 
 def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int | None:

@@ -1,5 +1,7 @@
 """Build a model with deterministic weights from an `Architecture`."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -7,8 +9,9 @@ from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import install_sdpa
+from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, build_hf
-from linrnn.models.fla_models import fla_classes, fla_config
+from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
 
 
@@ -57,3 +60,17 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if not name.endswith(KEPT_IN_FP32):
             parameter.data = parameter.data.to(dtype)
+
+
+def fla_config(arch: Architecture) -> Any:
+    """FLA's configuration. Settings not named here keep FLA's default (initializer_range 0.02, norm_eps 1e-6)."""
+    shared = {
+        "hidden_size": arch.hidden_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_heads": arch.num_heads,
+        "intermediate_size": arch.intermediate_size,
+        "vocab_size": arch.vocab_size,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "use_cache": False,
+    }
+    return fla_classes(arch.model)[1](**shared, **matched(arch.model).settings(arch))

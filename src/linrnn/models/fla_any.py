@@ -17,8 +17,9 @@ from torch import nn
 from linrnn.config.schema import FlaModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.models.attention import install_sdpa
+from linrnn.models.decay import layer_matrices
 from linrnn.models.facts import Architecture, facts_of
-from linrnn.models.fla_models import fla_classes
+from linrnn.models.fla_import import fla_classes
 
 # What linrnn itself decides: the loss is not FLA's, and training keeps no state.
 DECIDED_HERE = ("use_cache", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
@@ -32,6 +33,7 @@ class Counts:
         all: of the whole model; a tied embedding counts once.
         mixers, mlps: of all layers' mixers and MLPs.
         mixer_linears, mlp_linears: of these the weights of linear layers, each of which takes every token once.
+        matrices: (rows, columns) of every matrix of the layers that Muon trains.
     """
 
     all: int
@@ -39,6 +41,7 @@ class Counts:
     mlps: int
     mixer_linears: int
     mlp_linears: int
+    matrices: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ def _built(name: str, settings: str, size: str) -> FlaArchitecture:
         mlps=sum(_numel(module.parameters()) for module in mlps),
         mixer_linears=_linears(mixers),
         mlp_linears=_linears(mlps),
+        matrices=tuple((len(matrix), matrix.shape[1]) for matrix in layer_matrices(backbone.layers)),
     )
     attn = getattr(config, "attn", None)
     specs = attn if isinstance(attn, list) else [attn] if attn else []

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from linrnn.config.fla.names import fla_models
+
 PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` imports everything below them
 
 
@@ -25,6 +27,13 @@ def import_fla(module: str) -> Any:
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")
         return importlib.import_module(module)
+
+
+def fla_classes(model: str) -> tuple[Any, Any]:
+    """The class of the causal language model with this `model_type` of FLA's, and the class of its configuration."""
+    module = import_fla(f"fla.models.{fla_models().get(model, model)}")
+    causal_lm = getattr(module, next(name for name in module.__all__ if name.endswith("ForCausalLM")))
+    return causal_lm, causal_lm.config_class
 
 
 class _Package(ModuleType):

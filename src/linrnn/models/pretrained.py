@@ -12,7 +12,7 @@ from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.models import cpu_ops
 from linrnn.models.attention import install_sdpa
-from linrnn.models.fla_models import fla_classes
+from linrnn.models.fla_import import fla_classes
 
 
 def open_pretrained(directory: Path, device: torch.device) -> Any:

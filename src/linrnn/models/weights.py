@@ -15,7 +15,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture
-from linrnn.models.fla_models import fla_classes
+from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import LanguageModel
 
 # The files to download from the hub.

@@ -9,28 +9,20 @@ from torch.distributed.tensor import DTensor
 
 from linrnn.config.schema import MuonConfig, OptimizerConfig
 from linrnn.core.errors import ConfigError
+from linrnn.models.decay import decays, layer_matrices
 from linrnn.training.optimizer.muon import MuonAndAdamW
-
-NO_DECAY_SUFFIXES = ("bias", "A_log", "dt_bias")
 
 
 def decay_groups(model: nn.Module) -> dict[str, list[str]]:
     """Names of the trainable parameters with weight decay (`decay`) and without (`no_decay`).
 
-    Vectors and scalars (norm weights, biases, A_log, dt_bias) have no decay, nor has any parameter with FLA's mark
-    `_no_weight_decay`. Embeddings and the output head decay like every other matrix, as in GPT-2 and Llama. A tied
-    parameter is listed once.
+    linrnn.models.decay has the rule. A tied parameter is listed once.
     """
     groups: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups["decay" if _decays(name, parameter) else "no_decay"].append(name)
+            groups["decay" if decays(name, parameter) else "no_decay"].append(name)
     return groups
-
-
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    marked = getattr(parameter, "_no_weight_decay", False)
-    return parameter.ndim >= 2 and not marked and not name.endswith(NO_DECAY_SUFFIXES)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -68,9 +60,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.dev
 
 def _layer_matrices(model: nn.Module, names: list[str]) -> list[str]:
     """Those of `names` that are matrices of a layer: neither embedding nor head, no convolution, no vector."""
-    of_layers = {id(parameter) for parameter in model.blocks.parameters()}  # type: ignore[operator, union-attr]
+    matrices = {id(parameter) for parameter in layer_matrices(model.blocks)}  # type: ignore[arg-type]
     parameters = dict(model.named_parameters())
-    return [name for name in names if parameters[name].ndim == 2 and id(parameters[name]) in of_layers]
+    return [name for name in names if id(parameters[name]) in matrices]
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
