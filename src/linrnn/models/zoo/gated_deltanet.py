@@ -6,8 +6,6 @@ from linrnn.models.facts import (
     Architecture,
     Chunks,
     KnownWrong,
-    Matched,
-    MixerFlops,
     MixerMemory,
     ModelFacts,
     chunk_length,
@@ -43,26 +41,11 @@ register_model(
     ModelFacts(
         name="gated_deltanet",
         title="Gated DeltaNet",
-        matched=Matched(
-            _parameters,
-            settings=lambda arch: {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim},
-            head_dims=lambda fla: (fla.head_dim, int(fla.head_dim * fla.expand_v)),
-            check=shared.check_ratio,
-        ),
-        flops=MixerFlops(
-            _projections,
-            shared.delta_rule,
-            shared.delta_rule,
-            shared.delta_rule_kernel,
-            shared.delta_rule_kernel_again,
-        ),
+        matched=shared.matched_by_head_dim(_parameters),
+        flops=shared.delta_rule_flops(_projections),
         memory=MixerMemory(linears=6, gated=True, scan=_memory),
         keeps_fp32=True,
-        state=lambda fla: (
-            (fla.num_heads, fla.head_dim, int(fla.head_dim * fla.expand_v))
-            if fla.num_v_heads in (None, fla.num_heads) and fla.attnres_block_size is None
-            else None
-        ),
+        state=shared.expanded_widths,
         chunks=Chunks("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),
         cpu={
             ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"): mixers.gated_delta_rule,

@@ -7,7 +7,6 @@ from linrnn.models.facts import (
     Architecture,
     Chunks,
     Matched,
-    MixerFlops,
     MixerMemory,
     ModelFacts,
     chunk_length,
@@ -53,13 +52,7 @@ register_model(
                 round(fla.hidden_size * fla.expand_v) // fla.num_heads,
             ),
         ),
-        flops=MixerFlops(
-            _projections,
-            shared.linear_attention,
-            shared.linear_attention,
-            shared.gla_kernel,
-            shared.gla_kernel_again,
-        ),
+        flops=shared.linear_attention_flops(_projections),
         memory=MixerMemory(linears=5, gated=True, scan=_memory),
         keeps_fp32=False,
         # FLA fixes chunks of 64. 256 is too large: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in

@@ -3,20 +3,14 @@
 from torch.nn import functional
 
 from linrnn.models.cpu_ops import layers, mixers
-from linrnn.models.facts import MixerFlops, ModelFacts, register_model
+from linrnn.models.facts import ModelFacts, register_model
 from linrnn.models.zoo import shared
 
 register_model(
     ModelFacts(
         name="hgrn2",
         title="HGRN2",
-        flops=MixerFlops(
-            shared.query_key_value_output,
-            shared.linear_attention,
-            shared.linear_attention,
-            shared.gla_kernel,
-            shared.gla_kernel_again,
-        ),
+        flops=shared.linear_attention_flops(shared.query_key_value_output),
         cpu={
             ("fla.layers.hgrn2", "chunk_gla"): mixers.chunk_gla,
             ("fla.layers.hgrn2", "fused_recurrent_gla"): mixers.fused_recurrent_gla,

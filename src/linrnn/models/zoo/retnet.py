@@ -1,7 +1,7 @@
 """RetNet (arXiv:2307.08621): linear attention with a fixed decay per head, rotary positions."""
 
 from linrnn.models.cpu_ops import mixers
-from linrnn.models.facts import MixerFlops, ModelFacts, register_model
+from linrnn.models.facts import ModelFacts, register_model
 from linrnn.models.zoo import shared
 
 _LAYER = "fla.layers.multiscale_retention"
@@ -10,13 +10,7 @@ register_model(
     ModelFacts(
         name="retnet",
         title="RetNet",
-        flops=MixerFlops(
-            shared.query_key_value_output,
-            shared.linear_attention,
-            shared.linear_attention,
-            shared.gla_kernel,
-            shared.gla_kernel_again,
-        ),
+        flops=shared.linear_attention_flops(shared.query_key_value_output),
         cpu={
             (_LAYER, "chunk_retention"): mixers.chunk_retention,
             (_LAYER, "fused_chunk_retention"): mixers.chunk_retention,

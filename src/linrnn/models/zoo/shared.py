@@ -4,10 +4,11 @@ FLOPs are those of the forward pass for one token and one head. K and V are a he
 length of the sequence, and C is the number of tokens in a chunk.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from linrnn.core.errors import ConfigError
-from linrnn.models.facts import Architecture, chunk_length
+from linrnn.models.facts import Architecture, Matched, MixerFlops, chunk_length
 
 CONV_SIZE = 4  # taps of the short convolutions of Gated DeltaNet and KDA
 MAX_KEY_DIM = 256  # per head; FLA's delta-rule kernels take no more
@@ -100,3 +101,31 @@ def gla_kernel_again(arch: Architecture, seq_len: int) -> int:
 def state_elements(arch: Architecture, seq_len: int) -> int:
     """Elements per token of every chunk's state, and of their gradients."""
     return 2 * arch.key_dim * arch.head_v_dim // chunk_length(arch, seq_len)
+
+
+# ------------------------------------------------------------------------------------------------------------ facts
+def linear_attention_flops(projections: Callable[[Architecture], list[tuple[int, int]]]) -> MixerFlops:
+    """FLOPs of a mixer with GLA's recurrence and kernel."""
+    return MixerFlops(projections, linear_attention, linear_attention, gla_kernel, gla_kernel_again)
+
+
+def delta_rule_flops(projections: Callable[[Architecture], list[tuple[int, int]]]) -> MixerFlops:
+    """FLOPs of a mixer with a delta rule."""
+    return MixerFlops(projections, delta_rule, delta_rule, delta_rule_kernel, delta_rule_kernel_again)
+
+
+def matched_by_head_dim(parameters: Callable[[Architecture], int]) -> Matched:
+    """A matched model whose configuration has `head_dim` for keys, and `expand_v` values for each of them."""
+    return Matched(
+        parameters,
+        settings=lambda arch: {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim},
+        head_dims=lambda fla: (fla.head_dim, int(fla.head_dim * fla.expand_v)),
+        check=check_ratio,
+    )
+
+
+def expanded_widths(fla: Any) -> tuple[int, int, int] | None:
+    """Heads, and a head's key and value dimensions, of such a configuration; None for grouped values."""
+    if fla.num_v_heads not in (None, fla.num_heads) or fla.attnres_block_size is not None:
+        return None
+    return fla.num_heads, fla.head_dim, int(fla.head_dim * fla.expand_v)
