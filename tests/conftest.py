@@ -211,3 +211,11 @@ def fresh_command() -> Command:
         )
 
     return call
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each of FLA's kernels runs with its first configuration: tuning would take minutes."""
+    from rank_process import leave_kernels_untuned  # imports Triton, which few tests need
+
+    leave_kernels_untuned(monkeypatch.setattr)

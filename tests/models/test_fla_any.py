@@ -239,6 +239,33 @@ def test_a_model_without_a_cpu_form_is_refused_on_a_cpu() -> None:
     assert "model=fla model.config=delta_net" in error.value.remedy
 
 
+@pytest.mark.parametrize("raised", ["by FLA", "elsewhere"])
+def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(
+    raised: str, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fla.ops.moba import parallel
+
+    monkeypatch.setattr(parallel, "flash_attn_varlen_func", None)
+    trainer = Trainer(load_config(small("model=fla", "model.config=delta_net")))
+
+    def refuse(*_: object) -> None:
+        if raised == "elsewhere":
+            raise ImportError("not of FLA")
+        parallel.parallel_moba(*[torch.zeros(1, 8, 2, 16)] * 3, torch.tensor([0, 8]), 8, 8, 2)
+
+    monkeypatch.setattr(trainer, "_forward_backward", refuse)
+    if raised == "elsewhere":
+        with pytest.raises(ImportError, match="not of FLA"):
+            trainer.fit()
+        return
+    with pytest.raises(
+        UnsupportedError, match=r"model.config=delta_net: FLA cannot train it here .*flash-attn"
+    ) as error:
+        trainer.fit()
+    assert "another model" in error.value.remedy
+    assert json.loads((trainer.directory.path / "summary.json").read_text())["status"] == "unsupported"
+
+
 # ------------------------------------------------------------------------------------------------- a model in one file
 @pytest.fixture
 def one_file(tmp_path: Path) -> Iterator[str]:

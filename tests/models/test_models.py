@@ -470,6 +470,7 @@ def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wr
 
 # ---------------------------------------------------------------------------------------------------- the GPU
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
     """Same seed, same weights; gradients of FLA's kernels against those of cpu_ops, packed or not."""
@@ -490,6 +491,7 @@ def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize(("model", "size"), [("gla", 64), ("gla", 128), ("kda", 32)])
 def test_chunk_sizes_agree_on_the_gpu(model: str, size: int) -> None:
     ids = tokens(2, 520).cuda()
@@ -501,6 +503,7 @@ def test_chunk_sizes_agree_on_the_gpu(model: str, size: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpointed_activations_give_the_same_gradients_on_the_gpu(model: str, mode: str) -> None:

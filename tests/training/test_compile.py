@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError
+from linrnn.config.schema import ModelConfig
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.models import check_supported
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.training.trainer import Trainer
 
@@ -76,9 +78,14 @@ def test_a_sharded_model_is_not_compiled_as_one(small: Small, parallel: str, mon
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("mode", ["blocks", "model"])
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
 def test_compiled_models_train_alike_on_the_gpu(model: str, mode: str, small: Small) -> None:
     options = (f"model={model}", "loss=standard", "device=cuda", "trainer.checkpoint_every=0")
+    try:
+        check_supported(ModelConfig(model, None), torch.device("cuda"))
+    except UnsupportedError as error:
+        pytest.skip(error.cause)
     plain, compiled = fitted(small(*options)), fitted(small(*options, f"trainer.compile={mode}"))
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-2)

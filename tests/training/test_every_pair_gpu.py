@@ -9,21 +9,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_process import leave_kernels_untuned
 
 from linrnn.config import load_config
 from linrnn.core.errors import UnsupportedError
 from linrnn.losses import loss_names
 from linrnn.training.trainer import Trainer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("untuned")]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 eager_losses: dict[tuple[str, str], float] = {}  # by model and precision
-
-
-@pytest.fixture(autouse=True)
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_kernels_untuned(monkeypatch.setattr)
 
 
 def on_gpu(small: Callable[..., list[str]], *more: str) -> list[str]:

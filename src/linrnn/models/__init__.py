@@ -3,14 +3,14 @@
 from linrnn.models.build import build_model
 from linrnn.models.language_model import LanguageModel
 from linrnn.models.pretrained import open_pretrained
-from linrnn.models.support import check_supported, explain_resources
+from linrnn.models.support import check_supported, explain_refusal
 from linrnn.models.weights import find_pretrained, load_weights, pretrained_vocab_size
 
 __all__ = [
     "LanguageModel",
     "build_model",
     "check_supported",
-    "explain_resources",
+    "explain_refusal",
     "find_pretrained",
     "load_weights",
     "open_pretrained",

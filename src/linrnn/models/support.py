@@ -12,6 +12,8 @@ from linrnn.models import cpu_ops
 from linrnn.models.facts import facts_of, matched
 
 FLA_VERSION = "0.6.0"
+# What FLA raises where it does not take a GPU, a version or dimensions.
+FLA_REFUSES = (ImportError, AssertionError, NotImplementedError, ValueError, TypeError, RuntimeError)
 
 
 def check_supported(model: ModelConfig, device: torch.device) -> None:
@@ -63,15 +65,38 @@ def _check_chunk_size(model: ModelConfig) -> None:
         )
 
 
-def explain_resources(error: BaseException, model: ModelConfig) -> UnsupportedError | None:
-    """The error to show when a Triton kernel needs more shared memory than the GPU has; None for any other error."""
-    if type(error).__name__ != "OutOfResources":  # compared by name: not every machine can import Triton
-        return None
-    chunk = f"model.chunk_size={model.chunk_size}" if model.chunk_size else "its chunk size"
-    remedy = "use a smaller model.chunk_size, or null" if model.chunk_size else "use a size with smaller heads"
-    return UnsupportedError(
-        f"a kernel of {model.name} with {chunk} needs more than this GPU has ({str(error).split('. ')[0]})", remedy
-    )
+def explain_refusal(error: BaseException, model: ModelConfig) -> UnsupportedError | None:
+    """The error to show when a model's kernels refuse this GPU or these dimensions; None for any other error.
+
+    FLA and Triton find out in the first step: a package is missing, a Triton version is wrong, heads are too narrow.
+    """
+    kind = type(error).__name__  # Triton's errors are compared by name: not every machine can import Triton
+    if kind == "OutOfResources":
+        chunk = f"model.chunk_size={model.chunk_size}" if model.chunk_size else "its chunk size"
+        remedy = "use a smaller model.chunk_size, or null" if model.chunk_size else "use a size with smaller heads"
+        return UnsupportedError(
+            f"a kernel of {model.name} with {chunk} needs more than this GPU has ({str(error).split('. ')[0]})", remedy
+        )
+    refused = kind == "CompilationError" or isinstance(error, FLA_REFUSES)
+    if isinstance(model, FlaModelConfig) and refused and _comes_from_fla(error):
+        lines = str(error).strip().splitlines() or [kind]
+        reason = lines[-1] if kind == "CompilationError" else lines[0]  # the compiler quotes the source first
+        return UnsupportedError(
+            f"model.config={model.config}: FLA cannot train it here ({reason})",
+            "install what the reason names, set FLA's fields with model.options.KEY=VALUE, or use another model",
+        )
+    return None
+
+
+def _comes_from_fla(error: BaseException) -> bool:
+    """Whether FLA's code raised the error, itself or through Triton. An asynchronous error of CUDA names no code."""
+    if type(error).__name__ == "AcceleratorError":
+        return False
+    frames, trace = [], error.__traceback__
+    while trace:
+        frames.append(trace.tb_frame.f_globals.get("__name__", "").partition(".")[0])
+        trace = trace.tb_next
+    return next((package for package in reversed(frames) if package != "triton"), None) == "fla"
 
 
 def _check_cuda(kind: str) -> None:

@@ -13,7 +13,7 @@ from linrnn.core.errors import (
     first_line,
     ran_out_of_memory,
 )
-from linrnn.models import explain_resources
+from linrnn.models import explain_refusal
 from linrnn.runs.environment import command_line
 from linrnn.runs.figures import memory_of_run, speed_of_run
 from linrnn.runs.summary import memory_lines, names_of_run, status_of
@@ -42,7 +42,7 @@ def explained(run: BuiltRun, error: BaseException, where: str) -> tuple[str, Bas
         return status_of(failure.exit_code), failure
     if ran_out_of_memory(error):
         return "out_of_memory", explain_out_of_memory(run, error, where)
-    if unsupported := explain_resources(error, run.config.model):
+    if unsupported := explain_refusal(error, run.config.model):
         return "unsupported", unsupported
     return "failed", failure
 

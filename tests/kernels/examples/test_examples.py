@@ -72,6 +72,7 @@ def test_an_example_trains_with_this_loss(name, calls, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("name", TRAINING)
 def test_an_example_trains_with_this_loss_on_a_gpu(name, calls, tmp_path):
     trains(name, "cuda", calls, tmp_path)

@@ -170,11 +170,13 @@ def test_flas_fused_loss_takes_our_backend_unless_switched_off(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 def test_flas_fused_loss_takes_our_backend_unless_switched_off_on_a_gpu(monkeypatch, registered):
     both_backends(registered, "cuda", monkeypatch, 1e-4)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("name", names())
 def test_every_causal_model_has_the_loss_of_flas_fused_one_on_a_gpu(name, registered, monkeypatch):
     ids, labels = (x.cuda() for x in batch())
