@@ -118,6 +118,24 @@ def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
     assert resumed.state_dict() == whole.state_dict()
 
 
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(
+    reset: bool, world_size: int, shards: ShardSet
+) -> None:
+    """A step has two micro-steps. The steps cross the ends of documents, shards and epochs."""
+    loaders = [
+        BatchLoader(shards, seq_len=16, batch_size=5, seed=1, rank=rank, world_size=world_size, reset_at_document=reset)
+        for rank in range(world_size)
+    ]
+    counts = set()
+    for _ in range(2 * loaders[0].n_blocks // (10 * world_size) + 2):
+        foreseen = {loader.labels_ahead(2) for loader in loaders}
+        assert foreseen == {sum(batch.n_tokens for loader in loaders for batch in take(loader, 2))}
+        counts |= foreseen
+    assert (len(counts) > 1) == reset
+
+
 @pytest.mark.parametrize("change", ["data", "seq_len", "seed", "shuffle"])
 def test_a_position_in_other_data_or_another_order_is_refused(shards: ShardSet, tmp_path: Path, change: str) -> None:
     state = BatchLoader(shards, seq_len=16, batch_size=2, seed=0).state_dict()

@@ -1,6 +1,7 @@
 """Signals that end a run. The first one ends it after the current step, a second one at once.
 
 The signals are Ctrl-C, SIGTERM, SIGUSR1 (Slurm sends it before a job's end), SIGHUP (a dropped connection) and SIGQUIT.
+Of several ranks all end at the same step, which is one step later.
 """
 
 import contextlib
@@ -47,4 +48,4 @@ class StopRequest:
         self.signal_number = number
         # print() would fail here: the signal may have interrupted a print, and its buffer refuses a second writer.
         with contextlib.suppress(OSError):
-            os.write(_STDOUT, b"stopping after this step, with a checkpoint (again: at once, without one)\n")
+            os.write(_STDOUT, b"stopping soon, with a checkpoint (again: at once, without one)\n")

@@ -95,6 +95,21 @@ class BatchLoader:
         starts = self._blocks(rows) * self._seq_len
         return make_batch(self._shards, starts, self._seq_len, reset_at_document=self._reset)
 
+    def labels_ahead(self, n_batches: int) -> int:
+        """Number of labels in the next `n_batches` batches of all ranks.
+
+        Every rank computes the same number from the order of the rows, so no rank asks another.
+        """
+        rows = self._rows_done + np.arange(n_batches * self._batch_size * self._world_size)
+        n_labels = len(rows) * self._seq_len
+        if not self._reset:
+            return n_labels
+        starts = self._blocks(rows) * self._seq_len
+        ended, ends = _document_ends(self._shards.document_ends, starts, starts + self._seq_len + 1)
+        return n_labels - len(
+            np.unique(ended * (self._seq_len + 1) + ends)
+        )  # an empty document ends where another does
+
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the rows taken so far over all ranks, and the identity of these rows."""
         return {"epoch": self._rows_done // self.n_blocks, "rows": self._rows_done, **self._identity()}

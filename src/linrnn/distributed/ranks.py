@@ -82,6 +82,14 @@ class Ranks:
         """The maximum over all ranks of each of the hosts' numbers."""
         return list(values)
 
+    def largest_later(self, find: Callable[[], Sequence[float]]) -> Callable[[], Sequence[float]]:
+        """Begin to find the maximum over all ranks of each of the hosts' numbers. The returned function waits for it.
+
+        With several ranks `find` is called now. If the result is asked for a step later, the ranks have had that long
+        to answer. In a process alone `find` is called when the result is asked for.
+        """
+        return find
+
     def from_first(self, find: Callable[[], T]) -> T:
         """The result of `find` on rank 0. Only rank 0 calls it."""
         return find()
@@ -129,8 +137,17 @@ class DistributedRanks(Ranks):
         return self.sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def largest(self, *values: float) -> list[float]:
-        dist.all_reduce(tensor := torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
-        return tensor.tolist()
+        return self.largest_later(lambda: values)()
+
+    def largest_later(self, find: Callable[[], Sequence[float]]) -> Callable[[], list[float]]:
+        tensor = torch.tensor(list(find()), dtype=torch.float64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+
+        def result() -> list[float]:
+            work.wait()
+            return tensor.tolist()
+
+        return result
 
     def from_first(self, find: Callable[[], T]) -> T:
         found: list[Any] = [find() if self.is_first else None]

@@ -6,12 +6,14 @@ a step's metrics, `measurements` speed and memory, `starting` where a run contin
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from linrnn.config.schema import Config
 from linrnn.core.errors import InterruptedRun, LinrnnError, ran_out_of_memory
+from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
@@ -50,7 +52,7 @@ class Trainer(BuiltRun):
             if finished := self.ranks.from_first(self.session.finished):
                 return finished
             self._begin(closing)
-            with self.stop:
+            with self.stop, collected_at_known_points():
                 summary, failure = self._run()
             self.session.end(summary, failed=failure is not None)
             if failure is not None:
@@ -94,11 +96,13 @@ class Trainer(BuiltRun):
             if self.session.misses_validation(state.step):
                 self.validate()
             self.measurements.speed.clock.start()
+            wishes = self.ranks.largest_later(self._wishes)
             while state.step < self.plan.total_steps:
                 if state.steps_here == self.plan.unmeasured_steps:
                     self.measurements.memory.start()
                 record = self.train_step() if state.steps_here else self._first_step()
                 end_of_step()
+                collect_after(state.steps_here)  # at the same step on all ranks
                 self._step_log.append(record)  # writes the previous step, while the device works on this one
                 if state.step == self.plan.total_steps:
                     break
@@ -106,7 +110,8 @@ class Trainer(BuiltRun):
                     self.save()
                 if trainer.valid_every and state.step % trainer.valid_every == 0:
                     self.validate()
-                self._heed()
+                self._heed(wishes())
+                wishes = self.ranks.largest_later(self._wishes)
             self.measurements.gpu_state = gpu_state(self.device)  # while the device works on the last steps
             self._step_log.write()
             if trainer.checkpoint_every != 0:
@@ -131,8 +136,9 @@ class Trainer(BuiltRun):
         """
         self.measurements.speed.step_begins()
         lr = self.schedule.apply(self.state.step)
-        batches = [next(self.loader) for _ in range(self.config.trainer.accumulation_steps)]
-        n_tokens = max(int(self.ranks.total(sum(batch.n_tokens for batch in batches))[0]), 1)
+        accumulation_steps = self.config.trainer.accumulation_steps
+        n_tokens = max(self.loader.labels_ahead(accumulation_steps), 1)
+        batches = [next(self.loader) for _ in range(accumulation_steps)]
         mean_nats = torch.zeros((), device=self.device)
         stats: dict[str, torch.Tensor] = {}
         for number, batch in enumerate(batches, start=1):
@@ -189,7 +195,7 @@ class Trainer(BuiltRun):
                 precision=self.precision,
                 device=self.device,
                 ranks=self.ranks,
-                before_batch=self._heed,
+                before_batch=lambda: self._heed(self.ranks.largest(*self._wishes())),
             )
         except Exception as error:
             # The steps so far are good. With several ranks, all others wait in a collective and cannot save.
@@ -206,16 +212,20 @@ class Trainer(BuiltRun):
             self.saver.save(self.progress(), self.model.hf, self.optimizer, self.config_yaml)
         self.state.saved_step, self._saved_at = self.step, time.monotonic()
 
-    def _heed(self) -> None:
-        """If one rank has to save or stop, all ranks do so at the same step.
+    def _wishes(self) -> tuple[float, float, float]:
+        """What this rank asks of all ranks: whether a checkpoint has failed, which signal came, and whether to save."""
+        return self.saver.failed, self.stop.signal_number or 0, self._checkpoint_is_due()
+
+    def _heed(self, wishes: Sequence[float]) -> None:
+        """Save or stop if one rank wishes it. All ranks get the same `wishes` at the same step.
+
+        Several ranks heed a wish one step later, so that none waits for the answers of the others.
 
         Raises:
             StorageError: the latest checkpoint could not be written.
             InterruptedRun: a signal has come; a checkpoint is written.
         """
-        failed, signal_number, due = self.ranks.largest(
-            self.saver.failed, self.stop.signal_number or 0, self._checkpoint_is_due()
-        )
+        failed, signal_number, due = wishes
         if failed:
             self.saver.wait()
         if signal_number:

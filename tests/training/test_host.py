@@ -1,0 +1,186 @@
+"""What the host does around a step: it waits for no rank, reads results late, and collects garbage at known points."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from linrnn.config import load_config
+from linrnn.core.errors import DivergedError, InterruptedRun
+from linrnn.distributed import DistributedRanks, Launch, Ranks
+from linrnn.distributed.ranks import ReplicatedRanks
+from linrnn.training.checkpoint import found
+from linrnn.training.step import StepRecord
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[DistributedRanks]:
+    """A group that this process joins alone: it calls all collectives and needs no second process."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield ReplicatedRanks(Launch(0, 0, 1, True), store, SimpleNamespace(), timedelta(seconds=30))  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+def before(patch: Patch, owner: Any, name: str, happen: Callable[..., object]) -> None:
+    """Call `happen` before every call of a function, with its arguments."""
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        happen(*arguments, **options)
+        return original(*arguments, **options)
+
+    patch.setattr(owner, name, call)
+
+
+# ------------------------------------------------------------------------------------------------ asking the ranks
+def test_between_steps_no_rank_waits_for_the_answer_of_another(
+    small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
+) -> None:
+    """A step's question is answered while the next step runs. Only the loss is summed at once, where the device is."""
+    events: list[str] = []
+    ask = DistributedRanks.largest_later
+
+    def largest_later(self: DistributedRanks, find: Any) -> Any:
+        answer = ask(self, find)
+        events.append("asked")
+        return lambda: (events.append("answered"), answer())[1]
+
+    monkeypatch.setattr(DistributedRanks, "largest_later", largest_later)
+    before(monkeypatch, DistributedRanks, "total", lambda *_: events.append("total"))
+    before(monkeypatch, Trainer, "train_step", lambda self: events.append("step"))
+    before(monkeypatch, dist, "all_reduce", lambda tensor, *_, async_op=False, **__: async_op or events.append("sum"))
+    options = ("trainer.max_steps=6", "trainer.warmup_measurement_steps=9", "trainer.checkpoint_every=0")
+    Trainer(load_config(small(*options, "data.reset_at_document=true", "loss=standard")), group_of_one).fit()
+    training = events[: max(place for place, event in enumerate(events) if event == "step") + 2]
+    assert training == ["asked", *["step", "sum", "answered", "asked"] * 5, "step", "sum"]
+
+
+@pytest.mark.parametrize(("several", "end"), [(False, 3), (True, 4)])
+def test_a_signal_ends_one_process_after_its_step_and_several_one_step_later(
+    several: bool, end: int, small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
+) -> None:
+    trainer = Trainer(load_config(small("trainer.max_steps=9")), group_of_one if several else Ranks())
+    signalled = SimpleNamespace(signal_number=15)
+    before(monkeypatch, trainer, "train_step", lambda: trainer.step == 2 and vars(trainer.stop).update(vars(signalled)))
+    with pytest.raises(InterruptedRun, match=f"interrupted at step {end} of 9"):
+        trainer.fit()
+    assert found(trainer.directory.checkpoints)[-1].name == f"step_{end:08d}"
+
+
+def test_several_ranks_save_once_when_the_clock_asks(
+    small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
+) -> None:
+    """A checkpoint is asked for after step 2 and written after step 3. Nobody asks again in between."""
+    trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")), group_of_one)
+    monkeypatch.setattr(trainer, "_checkpoint_is_due", lambda: trainer.step - (trainer.state.saved_step or 0) >= 2)
+    trainer.fit()
+    assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{n:08d}" for n in (3, 6, 8)]
+
+
+# ---------------------------------------------------------------------------------------------------- reading late
+def test_a_steps_results_are_read_once_the_next_step_is_under_way(small: Small, monkeypatch: Patch) -> None:
+    events: list[tuple[str, int]] = []
+    before(monkeypatch, Trainer, "train_step", lambda self: events.append(("step", self.step + 1)))
+    before(monkeypatch, StepRecord, "read", lambda self: events.append(("read", self.step)))
+    Trainer(load_config(small("trainer.max_steps=4"))).fit()
+    expected = [("step", 1), ("step", 2), ("read", 1), ("step", 3), ("read", 2), ("step", 4), ("read", 3), ("read", 4)]
+    assert events == expected
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(
+    last: bool, several: bool, small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
+) -> None:
+    """The error names the step, although it may come one step later."""
+    bad = 5 if last else 3
+    options = ("trainer.max_steps=5", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9")
+    trainer = Trainer(load_config(small(*options)), group_of_one if several else Ranks())
+    forward_backward = trainer._forward_backward
+
+    def faulty(*arguments: Any) -> Any:
+        nats, stats = forward_backward(*arguments)
+        return (nats * float("nan") if trainer.step == bad - 1 else nats), stats
+
+    monkeypatch.setattr(trainer, "_forward_backward", faulty)
+    with pytest.raises(DivergedError, match=f"step {bad}: loss nan"):
+        trainer.fit()
+    assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{n:08d}" for n in range(1, bad)]
+
+
+# --------------------------------------------------------------------------------------------------------- garbage
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(
+    apart: bool, fails: bool, small: Small, monkeypatch: Patch
+) -> None:
+    """Objects may be set apart by others before the run; they stay so. (The numbers of objects here are made up.)"""
+    counted = [7 if apart else 0]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted[-1])
+    monkeypatch.setattr(gc, "freeze", lambda: counted.append(9))
+    monkeypatch.setattr(gc, "unfreeze", lambda: counted.append(0))
+    garbage: list[weakref.ref[Cycle]] = []
+    trainer = Trainer(load_config(small()))
+
+    def in_step() -> None:
+        assert not gc.isenabled()
+        assert counted == ([7] if apart else [0, 9])
+        assert [cycle() for cycle in garbage] == [None] * trainer.step
+        garbage.append(weakref.ref(Cycle()))
+        if fails and trainer.step == 2:
+            raise ZeroDivisionError
+
+    before(monkeypatch, trainer, "train_step", in_step)
+    assert gc.isenabled()
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit()
+    else:
+        trainer.fit()
+    assert len(garbage) == 3
+    assert gc.isenabled()
+    assert counted == ([7] if apart else [0, 9, 0])
+
+
+# ------------------------------------------------------------------------------------------------------ on the GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["standard", "cce_kahan"])
+@pytest.mark.parametrize("model", ["gla", "transformer"])
+def test_on_a_gpu_a_step_never_makes_the_host_wait(model: str, loss: str, small: Small, monkeypatch: Patch) -> None:
+    """After the warm-up every call that makes the host wait for the device is an error inside a step."""
+    step = Trainer.train_step
+
+    def train_step(self: Trainer) -> StepRecord:
+        if self.step < 4:
+            return step(self)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            record = step(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert record._values.is_pinned()
+        assert all(parameter.grad is None for parameter in self.model.parameters())
+        assert all(group["fused"] for group in self.optimizer.param_groups)
+        return record
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    overrides = [o for o in small("trainer.max_steps=8", "trainer.accumulation_steps=2") if o != "device=cpu"]
+    Trainer(load_config([*overrides, "device=cuda", f"model={model}", f"loss={loss}"])).fit()
