@@ -51,23 +51,22 @@ def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted
 
 def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, script: str) -> list[tuple]:
     """The arguments of `_rank` for every rank."""
+    port = free_port()
+    return [(rank, world_size, port, script, overrides, f"{log}.{rank}", fault) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return [(rank, world_size, port, script, overrides, f"{log}.{rank}", fault) for rank in range(world_size)]
+        return listener.getsockname()[1]
 
 
 def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[str], log: str, fault: str) -> None:
     with open(log, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    set_launch(rank, world_size, port)
     torch.set_num_threads(1)
     if "device=cuda" in overrides:
         leave_kernels_untuned()
@@ -79,6 +78,17 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
     sys.argv = [script, *overrides]
     with bytes_counted() if fault == "counted" else contextlib.nullcontext():
         runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def set_launch(rank: int, world_size: int, port: int) -> None:
+    """Set what torchrun sets in the environment of a rank."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.communication import ID, gathered_bytes
 from linrnn.costs.layer_memory import layer_memory
-from linrnn.costs.optimizer import optimizer_state, update_memory
+from linrnn.costs.optimizer import layer_matrices, optimizer_state, update_memory
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
@@ -114,6 +114,18 @@ def training_state(
     parameters = kept * arch.n_parameters // shard_ranks
     state = optimizer_state(arch, optimizer, kept) // shard_ranks
     return {"parameters": parameters, "gradients": parameters, "optimizer": state}
+
+
+def memory_of_drawing(arch: Architecture, *, sharded: bool) -> int:
+    """Bytes of the CPU's memory that the initial weights need while they are drawn, in fp32.
+
+    The whole model; of a model that ranks share only its largest parameter, because each rank draws one parameter after
+    the other and keeps its part (:class:`linrnn.models.BlankModel`). A part that a rank keeps is not counted.
+    """
+    if not sharded:
+        return FP32 * arch.n_parameters
+    matrices = layer_matrices(arch) or []
+    return FP32 * max(arch.embedding_parameters, *(rows * columns for rows, columns in matrices))
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:

@@ -23,6 +23,7 @@ from linrnn.core.errors import LinrnnError, RankFailedError
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
+from linrnn.models.deferred.part import Part
 
 _FIRST = "first"
 
@@ -45,6 +46,11 @@ class Ranks:
     def loss_scale(self) -> int:
         """Factor for a rank's loss, so that gradients are those of the sum of all ranks' losses."""
         return 1
+
+    @property
+    def part(self) -> Part | None:
+        """The rows of every parameter that this rank holds after :meth:`spread`; None: all rows."""
+        return None
 
     def spread(self, model: Any, compute: torch.dtype) -> Any:
         """Distribute `model` (a LanguageModel) over the ranks. The result can be called and has a head, like the model.
@@ -215,6 +221,12 @@ class ShardedRanks(DistributedRanks):
         from linrnn.distributed.sharding import make_mesh  # half a second to import: only where a model is sharded
 
         return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
+
+    @property
+    def part(self) -> Part:
+        from linrnn.distributed.sharding import part_of
+
+        return part_of(self._mesh)
 
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
         from linrnn.distributed.sharding import shard

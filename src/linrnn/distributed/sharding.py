@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from linrnn.config.schema import FsdpConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.models.deferred import Part, allocate
 
 
 def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
@@ -39,6 +40,9 @@ def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
 
 def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> "Replicas":
     """Shard `model` (a LanguageModel) over the mesh, in place. Its parameters become DTensors.
+
+    Parameters on the meta device get memory for this rank's part, without values
+    (:class:`linrnn.models.deferred.BlankModel`).
 
     Args:
         compute: the dtype of matrix products. The blocks' weights are gathered in it. If FLA's kernels need some of
@@ -64,6 +68,7 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: boo
         fully_shard(block, mesh=mesh, mp_policy=policy)
     own = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=own, ignored_params={model.embedding.weight, model.head_weight})
+    allocate(model, mesh.device_type)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
@@ -132,14 +137,18 @@ def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's rows as a DTensor. `parameter` is the same on every rank."""
-    rows = shard_rows(len(parameter), mesh["shard"].size())
-    first = mesh["shard"].get_local_rank() * rows
-    local = parameter.detach()[first : first + rows].clone()
+    """This rank's rows as a DTensor. All ranks have the same parameter. One on the meta device has no values."""
+    rows = part_of(mesh).of(parameter.detach())
+    local = torch.empty_like(rows, device=mesh.device_type) if parameter.is_meta else rows.clone()
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     return nn.Parameter(
         DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
     )
+
+
+def part_of(mesh: DeviceMesh) -> Part:
+    """The rows of every parameter that this rank holds."""
+    return Part(mesh["shard"].get_local_rank(), mesh["shard"].size())
 
 
 def shard_rows(rows: int, ranks: int) -> int:

@@ -12,7 +12,7 @@ from linrnn.core.errors import LinrnnError
 from linrnn.data import vocabulary_size
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
-from linrnn.runs.summary import duration, memory_lines
+from linrnn.runs.summary import GIB, duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
 from linrnn.training.runtime import compute_dtype
 
@@ -30,6 +30,7 @@ def print_forecast(config: Config) -> None:
     for line in [
         *_run(plan, arch),
         *_memory(plan, arch),
+        *_drawing(plan, arch),
         *_room(plan, arch),
         *_communication(plan, arch),
         *_time(plan, arch),
@@ -64,6 +65,14 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
         return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {UNKNOWN}"]
     lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
+
+
+def _drawing(plan: Plan, arch: Architecture) -> list[str]:
+    """What a rank's CPU memory holds before the first step."""
+    sharded = plan.shard_ranks > 1
+    held = costs.memory_of_drawing(arch, sharded=sharded) / GIB
+    what = "the largest parameter; a rank never holds the whole model" if sharded else "the whole model"
+    return ["", f"CPU memory to draw the initial weights  {held:.3f} GiB: {what}"]
 
 
 def _room(plan: Plan, arch: Architecture) -> list[str]:

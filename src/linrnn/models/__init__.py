@@ -1,12 +1,14 @@
 """The four architectures, built from FLA's own blocks, with one interface: `LanguageModel`."""
 
 from linrnn.models.build import build_model
+from linrnn.models.deferred import BlankModel
 from linrnn.models.language_model import LanguageModel
 from linrnn.models.pretrained import open_pretrained
 from linrnn.models.support import check_supported, explain_refusal
 from linrnn.models.weights import find_pretrained, load_weights, pretrained_vocab_size
 
 __all__ = [
+    "BlankModel",
     "LanguageModel",
     "build_model",
     "check_supported",

@@ -35,31 +35,47 @@ def build_model(
         ConfigError: another dtype.
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
     device = torch.device(device)
-    if device.type == "cpu":
-        cpu_ops.check_model(arch.kind)
-    install_sdpa()
+    prepare(arch, device, dtype)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        hf = (
-            build_hf(arch.fla, arch.settings, "cpu")
-            if isinstance(arch, FlaArchitecture)
-            else fla_classes(arch.model)[0](fla_config(arch))
-        )
-    if device.type == "cpu":
-        cpu_ops.install()
+        hf = initialised(arch)
     cast_parameters(hf, dtype)
     return LanguageModel(hf.to(device), arch).train()
+
+
+def prepare(arch: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+    """Check what cannot be built, and replace those of FLA's functions that `device` does not have.
+
+    Raises:
+        ConfigError: parameters are to be neither fp32 nor bf16.
+        UnsupportedError: the model has no CPU form, and `device` is a CPU.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
+    install_sdpa()
+    if device.type == "cpu":
+        cpu_ops.check_model(arch.kind)
+        cpu_ops.install()
+
+
+def initialised(arch: Architecture) -> Any:
+    """FLA's model on the CPU in fp32, with the weights that FLA draws from the CPU generator."""
+    if isinstance(arch, FlaArchitecture):
+        return build_hf(arch.fla, arch.settings, "cpu")
+    return fla_classes(arch.model)[0](fla_config(arch))
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast all parameters but A_log and dt_bias in place. Buffers, ties and attributes stay as they are."""
     for name, parameter in module.named_parameters():
-        if not name.endswith(KEPT_IN_FP32):
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(kept_dtype(name, parameter, dtype))
+
+
+def kept_dtype(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter in a model whose parameters are kept in `dtype`."""
+    return parameter.dtype if name.endswith(KEPT_IN_FP32) else dtype
 
 
 def fla_config(arch: Architecture) -> Any:

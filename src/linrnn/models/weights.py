@@ -13,6 +13,7 @@ from linrnn.config.fla.names import fla_models
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.models.architecture import Architecture
+from linrnn.models.deferred.part import WHOLE, Part, keep
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.fla_import import fla_classes
@@ -76,10 +77,11 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
     return int(fla_classes(settings["model_type"])[1].from_dict(settings).vocab_size)
 
 
-def load_weights(model: LanguageModel, source: str) -> None:
+def load_weights(model: LanguageModel, source: str, part: Part = WHOLE) -> None:
     """Copy the weights of a Hugging Face model into `model`, in the dtype and on the device of `model`.
 
     Args:
+        part: the rows of each parameter that `model` holds.
         source: a directory, or the name of a model on the hub.
 
     Raises:
@@ -100,7 +102,7 @@ def load_weights(model: LanguageModel, source: str) -> None:
                 f"init_from={source}: {name} is {there} there and {here} here",
                 _same_size(model.arch),
             )
-        expected[name].copy_(tensor)
+        keep(expected[name], tensor, part)
         found.add(name)
     embedding = next(name for name in expected if name.endswith(".embeddings.weight"))
     tied = {"lm_head.weight", embedding} if model.arch.tie_embeddings else set()

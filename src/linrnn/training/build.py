@@ -9,7 +9,7 @@ from linrnn.core.errors import OutOfMemoryError, first_line, ran_out_of_memory
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.losses import build_loss
-from linrnn.models import build_model
+from linrnn.models import BlankModel, build_model
 from linrnn.runs.directory import RunDirectory
 from linrnn.training import checkpoint
 from linrnn.training.measurements import Measurements
@@ -29,7 +29,7 @@ from linrnn.training.starting import (
 
 
 class BuiltRun:
-    """Builds everything that `config` names.
+    """Builds everything that `config` names. Ranks that share a model have its weights after :meth:`resume`.
 
     Args:
         ranks: the processes that share the run, each with its own Trainer; None: only this process.
@@ -51,6 +51,7 @@ class BuiltRun:
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
         self.compiled: dict[str, Any] | None = None
+        self._blank: BlankModel | None = None
         self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
         if self.plan.world_size != self.ranks.world_size:
@@ -106,14 +107,18 @@ class BuiltRun:
 
     def _build(self) -> None:
         config = self.config
-        dtype = parameter_dtype(self.precision)
-        self.model = build_model(self.architecture, device=self.device, dtype=dtype, seed=config.seed)
-        if self.weights:
+        how: dict[str, Any] = {"device": self.device, "dtype": parameter_dtype(self.precision), "seed": config.seed}
+        if part := self.ranks.part:
+            self._blank = BlankModel(self.architecture, part, **how)
+        self.model = self._blank.model if self._blank else build_model(self.architecture, **how)
+        if self.weights and not self._blank:
             self.weights.load(self.model)
         self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
         if config.trainer.compile != "none":
             self.model.set_compile(config.trainer.compile)
         self.replica = self.ranks.spread(self.model, compute_dtype(self.precision))
+        if self._blank and self.weights:
+            self.weights.load(self.model, self._blank.part)
         vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
         self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
@@ -160,7 +165,8 @@ class BuiltRun:
     def resume(self) -> str | None:
         """Restore the newest undamaged checkpoint, or what `continue_from` names. Returns a line that says so, or None.
 
-        It only reads, so an error leaves the directory as it is.
+        Only if neither is there, ranks that share a model draw its initial weights. It only reads, so an error leaves
+        the directory as it is.
         """
         state = self.state
         if newest := self.ranks.from_first(lambda: newest_checkpoint(self.directory)):
@@ -180,4 +186,6 @@ class BuiltRun:
                 f"continuing {progress.run} after step {progress.step}: its weights and optimizer state, under a plan "
                 f"of {self.plan.total_steps} steps; the data {data}"
             )
+        if self._blank and not self.weights:
+            self._blank.draw()
         return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None

@@ -17,6 +17,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.data import PreparedData
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import LanguageModel, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models.deferred import WHOLE, Part
 from linrnn.runs.directory import RunDirectory, differences
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.training import checkpoint
@@ -132,8 +133,11 @@ class Weights:
     is_checkpoint: bool
     remark: str | None = None
 
-    def load(self, model: LanguageModel) -> None:
+    def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
         """Copy the weights into `model`.
+
+        Args:
+            part: the rows of each parameter that `model` holds.
 
         Raises:
             ConfigError: the weights are for another architecture.
@@ -142,7 +146,7 @@ class Weights:
         if self.is_checkpoint:
             checkpoint.load_model(self.directory, model.hf)
         else:
-            load_weights(model, self.source)
+            load_weights(model, self.source, part)
 
 
 def find_weights(source: str, data: PreparedData) -> Weights:

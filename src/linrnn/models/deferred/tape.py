@@ -1,0 +1,193 @@
+"""Record how tensors come into being on tensors without memory, and compute the values later, one after the other.
+
+`FakeTensorMode` runs a model's constructor on tensors that have a shape and no memory. :class:`Tape` notes every
+operation that writes a tensor. :meth:`Tape.play` runs the noted operations again on real tensors, in the same order and
+with the same random numbers. Each tensor is handed over after its last operation, and is then freed.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+# In-place operations that do not read the tensor they write. Random ones do not read it either.
+OVERWRITING = ("aten.fill_", "aten.zero_", "aten.copy_")
+
+
+class Place(NamedTuple):
+    """Where a tensor without memory would stand.
+
+    Attributes:
+        storage: of the tensor without memory. Tensors that share it are views of each other.
+    """
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def key(self) -> int:
+        """Identifies the storage."""
+        return self.storage._cdata
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor has every byte of its storage."""
+        numel = torch.Size(self.size).numel()
+        return numel * self.dtype.itemsize == self.storage.nbytes()
+
+
+def place_of(tensor: Tensor) -> Place:
+    """The place of a tensor without memory."""
+    return Place(
+        tensor.untyped_storage(), tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    )
+
+
+# A tensor to compute, and what is called with it.
+Wanted = tuple[Place, Callable[[Tensor], None]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operator.
+
+    Attributes:
+        arguments, options: of the call, with a `Place` for each tensor without memory.
+        results: places of the results.
+        touched, written, overwritten: keys of all storages of the call, of those that it writes, and of those of which
+            it writes every byte without reading one.
+        random: whether it draws random numbers.
+    """
+
+    function: Any
+    arguments: Any
+    options: Any
+    results: tuple[Place, ...]
+    touched: frozenset[int]
+    written: frozenset[int]
+    overwritten: frozenset[int]
+    random: bool
+
+
+class Tape(TorchDispatchMode):
+    """The operations of everything that runs in :meth:`recording`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Operation] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the context, new tensors have no memory, and random operations draw nothing."""
+        with FakeTensorMode(allow_non_fake_inputs=True), self:
+            yield
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # An operation may change the place of its arguments.
+        arguments, options = tree_map(_noted, args), tree_map(_noted, kwargs)
+        result = function(*args, **kwargs)
+        results = tuple(place_of(tensor) for tensor in tree_leaves(result) if isinstance(tensor, FakeTensor))
+        given = {place.key for place in _places((arguments, options))}
+        created = {place.key for place in results} - given
+        random = torch.Tag.nondeterministic_seeded in function.tags
+        changed = [
+            place
+            for argument, value in zip(function._schema.arguments, arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for place in _places(value)
+        ]
+        written = created | {place.key for place in changed}
+        if written and not str(function).startswith(("aten.empty", "aten.new_empty")):
+            plain = random or str(function).startswith(OVERWRITING)
+            read = {place.key for place in _places((arguments[1:], options))}
+            overwritten = {place.key for place in changed if plain and place.is_whole} - read
+            keys = frozenset(given | written), frozenset(written), frozenset(created | overwritten)
+            self._operations.append(Operation(function, arguments, options, results, *keys, random))
+        return result
+
+    def play(self, wanted: Iterable[Wanted]) -> None:
+        """Compute tensors on the CPU. Call the function beside each place with the tensor that stands there.
+
+        If one of them depends on random numbers, all noted random numbers are drawn, from torch's generator. Then each
+        has the numbers that it would have had without a tape.
+        """
+        receivers: dict[int, list[Wanted]] = {}
+        for place, receive in wanted:
+            receivers.setdefault(place.key, []).append((place, receive))
+        needed, last = self._needed(set(receivers))
+        drawn = any(self._operations[number].random for number in needed)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for number, operation in enumerate(self._operations):
+            if number in needed:
+                _run(operation, storages)
+                for key in operation.touched:
+                    if last[key] == number:
+                        storage = storages.pop(key)
+                        for place, receive in receivers.pop(key, ()):
+                            receive(_tensor(place, storage))
+            elif drawn and operation.random:
+                _run(operation, {})
+        for place, receive in itertools.chain(*receivers.values()):  # nothing writes them
+            receive(_tensor(place, torch.UntypedStorage(place.storage.nbytes())))
+
+    def _needed(self, keys: set[int]) -> tuple[set[int], dict[int, int]]:
+        """The numbers of the operations behind the storages, and the last of them that touches each storage."""
+        needed, last, open_keys = set(), dict[int, int](), set(keys)
+        for number in range(len(self._operations) - 1, -1, -1):
+            operation = self._operations[number]
+            if operation.written & open_keys:
+                needed.add(number)
+                open_keys |= operation.touched
+                open_keys -= operation.overwritten
+                for key in operation.touched:
+                    last.setdefault(key, number)
+        return needed, last
+
+
+def _noted(value: Any) -> Any:
+    """What an operation keeps of an argument."""
+    return place_of(value) if isinstance(value, FakeTensor) else value
+
+
+def _places(noted: Any) -> list[Place]:
+    return [leaf for leaf in tree_leaves(noted, is_leaf=_is_place) if _is_place(leaf)]
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, Place)
+
+
+def _run(operation: Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+    """Run an operation on real storages. Those that are missing are created, and kept in `storages`."""
+
+    def real(value: Any) -> Any:
+        if isinstance(value, Place):
+            if value.key not in storages:
+                storages[value.key] = torch.UntypedStorage(value.storage.nbytes())
+            return _tensor(value, storages[value.key])
+        return value.clone() if isinstance(value, Tensor) else value  # a constant, which must not change
+
+    arguments, options = (
+        tree_map(real, noted, is_leaf=_is_place) for noted in (operation.arguments, operation.options)
+    )
+    with torch.no_grad():
+        results = tree_leaves(operation.function(*arguments, **options))
+    tensors = [result for result in results if isinstance(result, Tensor)]
+    for place, tensor in zip(operation.results, tensors, strict=True):
+        storages.setdefault(place.key, tensor.untyped_storage())
+
+
+def _tensor(place: Place, storage: torch.UntypedStorage) -> Tensor:
+    """The tensor at a place of a real storage."""
+    return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)

@@ -1,0 +1,103 @@
+"""What the ranks of tests/distributed/test_initial_weights.py do."""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from rank_process import _rank, set_launch
+
+from linrnn.config import load_config
+from linrnn.distributed.sharding import make_mesh, part_of, shard
+from linrnn.models import BlankModel, LanguageModel, build_model
+from linrnn.models.architecture import resolve
+from linrnn.training.runtime import parameter_dtype
+
+
+def compare(rank: int, world_size: int, port: int, overrides: list[str], device_type: str, log: str) -> None:
+    """Shard a model before its weights are drawn, and one that `build_model` made. Both must be the same."""
+    _into(log)
+    set_launch(rank, world_size, port)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    config = load_config(overrides)
+    arch = resolve(config.model, config.size, 515)
+    how: dict[str, Any] = {"device": torch.device(device_type), "seed": 3}
+    how["dtype"] = parameter_dtype(config.trainer.precision)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    mesh = make_mesh(config.parallel, device_type)
+    models = []
+    state = torch.get_rng_state()
+    for blank in (BlankModel(arch, part_of(mesh), **how), None):
+        model = blank.model if blank else build_model(arch, **how)
+        shard(model, mesh, torch.float32, config.parallel.name == "vocab")
+        if blank:
+            blank.draw()
+        models.append(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    ours, plain = map(_described, models)
+    assert ours.keys() == plain.keys()
+    for name, (tensor, facts) in ours.items():
+        assert torch.equal(tensor, plain[name][0]), name
+        assert facts == plain[name][1], name
+    assert (models[0].head_weight is models[0].embedding.weight) == arch.tie_embeddings
+    dist.destroy_process_group()
+
+
+def _described(model: LanguageModel) -> dict[str, tuple[torch.Tensor, tuple]]:
+    """Every parameter and buffer: its rows on this rank, and its type, dtype, device, shape and marks."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: (
+            tensor.to_local() if hasattr(tensor, "to_local") else tensor,
+            (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad, vars(tensor)),
+        )
+        for name, tensor in named
+    }
+
+
+def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> None:
+    """Print by how much this process grew at most while it got its part of a model, and the model's size, in bytes."""
+    _into(log)
+    set_launch(rank, world_size, port)
+    overrides = ["parallel=fsdp", "model=gla", "size.num_layers=20"]
+    small, large = (load_config([*overrides, f"size.hidden_size={width}"]) for width in (64, 256))
+    dist.init_process_group("gloo")
+    mesh = make_mesh(large.parallel, "cpu")
+    grown = 0
+    for config in (small, large):  # the first one imports what is needed
+        arch = resolve(config.model, config.size, 515)
+        ctypes.CDLL(None).malloc_trim(0)  # gives back what earlier runs of this process have freed
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = _memory("VmRSS")
+        if deferred:
+            blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"), seed=3)
+            shard(blank.model, mesh, torch.float32, False)
+            blank.draw()
+        else:
+            model = build_model(arch, device="cpu", seed=3)
+            shard(model, mesh, torch.float32, False)
+        grown = _memory("VmHWM") - before
+    print(grown, 4 * arch.n_parameters)
+    dist.destroy_process_group()
+
+
+def without_drawing(*arguments: Any) -> None:
+    """A rank of train.py that must not draw initial weights."""
+    with patch.object(BlankModel, "draw", side_effect=AssertionError("weights were drawn")):
+        _rank(*arguments)
+
+
+def _memory(field: str) -> int:
+    """A figure of /proc/self/status, in bytes."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return 1024 * int(line.split()[1])
+
+
+def _into(log: str) -> None:
+    with open(log, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)

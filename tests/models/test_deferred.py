@@ -1,0 +1,74 @@
+"""`linrnn.models.deferred`: what is recorded on tensors without memory has the same values when it is played."""
+
+import pytest
+import torch
+
+from linrnn.config import load_config
+from linrnn.models import BlankModel, build_model, cpu_ops
+from linrnn.models.architecture import resolve
+from linrnn.models.deferred import WHOLE, Part, allocate
+from linrnn.models.deferred.tape import Tape, place_of
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mesa_net", "rwkv6"])
+def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logarithms of random numbers, constants, rescaled and orthogonal matrices. These models have no CPU form."""
+    monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
+    config = load_config(["model=fla", f"model.config={name}", "size.tie_embeddings=false"])
+    arch = resolve(config.model, config.size, 512)
+    blank = BlankModel(arch, WHOLE, device=torch.device("cpu"), seed=3)
+    assert all(parameter.is_meta for parameter in blank.model.parameters())
+    allocate(blank.model, "cpu")
+    blank.draw()
+    plain = build_model(arch, device="cpu", seed=3)
+    for ours, theirs in (
+        (dict(blank.model.named_parameters()), dict(plain.named_parameters())),
+        (dict(blank.model.named_buffers()), dict(plain.named_buffers())),
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A tensor drawn twice, one made from random numbers and a view of another, and one without random numbers."""
+    drawn = torch.empty(3, 4).uniform_()
+    base = torch.rand(5, 4)
+    drawn.normal_()
+    mixed = torch.zeros(4)
+    mixed[1:] = base[2, 1:].log() + torch.tensor([1.0, 2.0, 3.0])
+    base.fill_(7)
+    steps = torch.arange(4) * 2
+    return drawn, mixed, steps
+
+
+def test_a_tape_gives_the_values_in_the_order_in_which_they_are_complete() -> None:
+    tape = Tape()
+    with tape.recording():
+        places = [place_of(tensor) for tensor in made()]
+    got: dict[int, torch.Tensor] = {}
+
+    def play(*numbers: int) -> list[int]:
+        got.clear()
+        torch.manual_seed(5)
+        tape.play([(places[number], lambda tensor, number=number: got.update({number: tensor})) for number in numbers])
+        return list(got)
+
+    torch.manual_seed(5)
+    expected, after = made(), torch.get_rng_state()
+    assert play(2, 1, 0) == [0, 1, 2]
+    assert all(torch.equal(got[number], expected[number]) for number in range(3))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert play(1) == [1], "the others' numbers are drawn and thrown away"
+    assert torch.equal(got[1], expected[1])
+    assert torch.equal(torch.get_rng_state(), after)
+    play(2)
+    assert torch.equal(got[2], expected[2])
+    assert not torch.equal(torch.get_rng_state(), after), "no random numbers are needed, and none are drawn"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+def test_parts_are_cut_like_torch_chunk(rows: int) -> None:
+    whole = torch.arange(2 * rows).view(rows, 2)
+    chunks = [*torch.chunk(whole, 4), *[whole[:0]] * 4][:4]
+    assert all(torch.equal(Part(index, 4).of(whole), chunk) for index, chunk in enumerate(chunks))
