@@ -25,6 +25,7 @@ OPERATIONAL = (
     "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",
     "trainer.warmup_measurement_steps",
+    "trainer.kernel_choices",
     "trainer.profile_steps",
     "trainer.memory_snapshot",
     "logger.",

@@ -247,6 +247,7 @@ class TrainerConfig:
     keep_checkpoints: int = at_least(1)
     resume: str = one_of("auto", "never", "must")
     warmup_measurement_steps: int = at_least(0)
+    kernel_choices: str = one_of("stored", "strict", "tune")
     profile_steps: int = at_least(0)
     memory_snapshot: bool
 
@@ -369,6 +370,17 @@ class BreakdownConfig:
     warmup_steps: int = at_least(1)
     steps: int = at_least(1)
     output: str = output_path()
+
+
+@dataclass
+class TuneConfig:
+    """scripts/tune.py: keys are explained in configs/tune.yaml."""
+
+    models: list[str]
+    sizes: list[str]
+    batch_sizes: list[int]
+    again: bool
+    output_dir: str | None = output_path()
 
 
 @dataclass
@@ -532,6 +544,7 @@ COMMANDS: dict[str, type] = {
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
     "breakdown": BreakdownConfig,
+    "tune": TuneConfig,
 }
 
 # The schema of each `group=option`. A group with one schema for all options lists it under "". Losses belong to a

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from linrnn.config.fla.names import fla_models
+from linrnn.models import tuning
 
 PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` imports everything below them
 
@@ -23,6 +24,8 @@ def import_fla(module: str) -> Any:
     """Import a module of FLA without FLA's warnings on a machine without a GPU."""
     if "fla" not in sys.modules:
         _add_packages()
+        if importlib.util.find_spec("triton") is not None:
+            tuning.install()  # before FLA makes its autotuners
     with warnings.catch_warnings(), _compiling_later():
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")

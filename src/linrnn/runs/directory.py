@@ -101,6 +101,17 @@ class RunDirectory:
         self._processes = [*settled(earlier, process["from_step"]), process]
         self.write_json(ENVIRONMENT, {"processes": self._processes})
 
+    def add_to_process(self, **facts: Any) -> None:
+        """Record what became known of this process after its begin.
+
+        Raises:
+            StorageError: the record cannot be written.
+        """
+        process = self._processes[-1]
+        if any(process.get(key) != value for key, value in facts.items()):
+            self._processes[-1] = {**process, **facts}
+            self.write_json(ENVIRONMENT, {"processes": self._processes})
+
     @property
     def started(self) -> str:
         """The start of the first process that has steps left in the run."""

@@ -21,6 +21,7 @@ import torch
 from linrnn.config import CONFIG_DIR, settings
 from linrnn.config.schema import Config
 from linrnn.core.dates import utc_now
+from linrnn.models import tuning
 from linrnn.runs.provenance import Process
 
 ROOT = CONFIG_DIR.parent
@@ -105,7 +106,10 @@ def describe_process(config: Config, from_step: int, continues: dict[str, Any] |
 
 
 def describe_environment() -> dict[str, Any]:
-    """A JSON-ready description. Values that cannot be found are null. Takes a few tens of milliseconds."""
+    """A JSON-ready description. Values that cannot be found are null. Takes a few tens of milliseconds.
+
+    `kernel_choices` are those of the autotuned kernels that this process has called so far (`linrnn.models.tuning`).
+    """
     return {
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.machine()}",
@@ -118,6 +122,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "git": _git_state(Path(__file__)),
+        "kernel_choices": tuning.used(),
     }
 
 

@@ -1,10 +1,13 @@
 """The origin of figures: the environment of their run. Tells whether two origins agree."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 # Two runs, or two processes of one run, must share these for their figures to stand in one table.
 SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
+# Its choices of kernels must not contradict each other: another model or batch may need further ones.
+CHOICES = "kernel_choices"
 # Keys of an entry of environment.json that describe the process and not its environment.
 OF_A_PROCESS = ("command", "started", "ended", "from_step", "to_step", "settings", "continues")
 
@@ -15,7 +18,7 @@ class Origin:
 
     Attributes:
         environment: of the first process that trained steps of the run.
-        mixture: the keys of SAME_ORIGIN in which the run's processes differ; empty for a run of one origin.
+        mixture: the keys in which the run's processes differ (:func:`differing`); empty for a run of one origin.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -29,10 +32,26 @@ def read_origin(content: dict[str, Any]) -> Origin:
         process for process in processes if "to_step" not in process or process["to_step"] != process["from_step"]
     ]
     first: dict[str, Any] = next(iter(trained or processes), {})
-    differing = (key for key in SAME_ORIGIN if any(key in same_origin(first, other) for other in trained))
-    return Origin({key: value for key, value in first.items() if key not in OF_A_PROCESS}, tuple(differing))
+    kept = {key: value for key, value in first.items() if key not in OF_A_PROCESS}
+    return Origin(kept, tuple(differing(trained)))
 
 
 def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The keys of SAME_ORIGIN in which two environments differ."""
-    return [key for key in SAME_ORIGIN if a.get(key) != b.get(key)]
+    """The keys in which two environments differ, as :func:`differing` gives them."""
+    return differing([a, b])
+
+
+def differing(environments: Iterable[dict[str, Any]]) -> list[str]:
+    """The keys of SAME_ORIGIN in which not all environments agree, and CHOICES if two choices contradict each other."""
+    every = list(environments)
+    found = [key for key in SAME_ORIGIN if any(one.get(key) != every[0].get(key) for one in every)]
+    return found + ([CHOICES] if contradicting_kernels(every) else [])
+
+
+def contradicting_kernels(environments: Iterable[dict[str, Any]]) -> list[str]:
+    """The kernels, with their keys, that ran with different configurations."""
+    chosen: dict[str, set[str]] = {}
+    for environment in environments:
+        for kernel, config in ((environment.get(CHOICES) or {}).get("choices") or {}).items():
+            chosen.setdefault(kernel, set()).add(config)
+    return sorted(kernel for kernel, configs in chosen.items() if len(configs) > 1)

@@ -13,7 +13,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.core.json_files import read_json, read_object
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.mixtures import SAME_ORIGIN, read_origin
+from linrnn.runs.mixtures import differing, read_origin
 from linrnn.study import curves, older_rows
 from linrnn.study.curves import Comparison
 
@@ -68,7 +68,7 @@ class Run:
         losses: (step, nats per token) of every logged step, or of a committed report's thinned curve.
         statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
         validations: (step, perplexity) of every validation.
-        mixture: keys of SAME_ORIGIN in which the run's processes differ. If there are any, its figures decide nothing.
+        mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
         thinned: whether `losses` has lost points. `comparisons` then has the results from the raw curves.
         comparisons: with other runs of its report, by their names, from the raw curves.
     """
@@ -265,12 +265,11 @@ def check_origin(runs: Iterable[Run], title: str) -> None:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
     """
     environments = [run.environment for run in runs if run.environment and not run.mixture]
-    for key in SAME_ORIGIN:
-        if len({json.dumps(environment.get(key), sort_keys=True) for environment in environments}) > 1:
-            raise ConfigError(
-                f"the runs of {title} differ in {key}: their figures do not belong in one table",
-                "give each origin a group of its own",
-            )
+    for key in differing(environments):
+        raise ConfigError(
+            f"the runs of {title} differ in {key}: their figures do not belong in one table",
+            "give each origin a group of its own",
+        )
 
 
 def read_max_batches(group: Path) -> list[dict[str, Any]]:

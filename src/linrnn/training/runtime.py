@@ -14,7 +14,7 @@ import torch
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.data import Batch
-from linrnn.models import LanguageModel
+from linrnn.models import LanguageModel, tuning
 
 
 def resolve_device(name: str) -> torch.device:
@@ -81,7 +81,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def prepare_process(config: Config, device: torch.device) -> None:
-    """Seed every generator; set determinism, Triton's cache and the memory budget.
+    """Seed every generator; set determinism, the kernels' choices, Triton's cache and the memory budget.
 
     Raises:
         ConfigError: there is a memory budget but no GPU, or the budget exceeds the GPU's memory.
@@ -93,6 +93,7 @@ def prepare_process(config: Config, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # it imports torch's compiler
         torch.use_deterministic_algorithms(config.trainer.deterministic)
+    tuning.use(config.trainer.kernel_choices)
     if device.type == "cuda":
         _keep_triton_cache()
     if (budget := check_memory_budget(config.memory_budget_gib, device)) is not None:

@@ -11,6 +11,7 @@ from linrnn.core.errors import LinrnnError
 from linrnn.core.output import say
 from linrnn.data import PreparedData
 from linrnn.distributed import Ranks
+from linrnn.models import tuning
 from linrnn.models.architecture import Architecture
 from linrnn.runs.directory import LOG, SUMMARY, RunDirectory
 from linrnn.runs.environment import command_line, describe_process
@@ -109,8 +110,18 @@ class Session:
             StorageError: the file cannot be written.
         """
         if self._ranks.is_first:
+            self.record_kernels()
             self.directory.end_process(step)
             self.directory.write_json(SUMMARY, summary)
+
+    def record_kernels(self) -> None:
+        """Record which configurations the autotuned kernels have run with so far.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        if self._ranks.is_first:
+            self.directory.add_to_process(kernel_choices=tuning.used())
 
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
@@ -149,8 +160,6 @@ class Session:
         for note in notes:
             if note:
                 say_line(note)
-        if plan.device.type == "cuda":
-            say_line("the first steps tune GPU kernels: minutes on a machine that has not run this model before")
 
     def show_progress(self, step: int, epochs: float, loss: float, floor: float | None, seconds: float | None) -> None:
         """Print the console's progress line.

@@ -17,10 +17,12 @@ from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
+from linrnn.models import tuning
 from linrnn.profiling import watched_loss
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training.build import BuiltRun
+from linrnn.training.compilation import compile_kernels
 from linrnn.training.evaluation import Evaluation, evaluate
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.outcome import conclude, explained
@@ -72,6 +74,7 @@ class Trainer(BuiltRun):
         self._valid_bytes = self.data.token_bytes(self.data.valid, valid_tokens, self.session.console.line)
         self.ranks.shield(self._write_lost_summary)
         self._saved_at = time.monotonic()
+        closing.enter_context(tuning.show_progress(self.session.console.line))
         self.session.start_clock()
 
     def _run(self) -> tuple[dict[str, Any], BaseException | None]:
@@ -119,13 +122,20 @@ class Trainer(BuiltRun):
                 self.saver.wait()
 
     def _first_step(self) -> StepRecord:
-        """The first step of this process, in which torch.compile traces the model if it is to be compiled."""
-        if self.config.trainer.compile == "none":
-            return self.train_step()
-        counter = GraphCounter()
-        record = self.train_step()
-        self.compiled = counter.report()
-        self.session.console.line(in_words(self.compiled))
+        """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""
+        number, began = self.step + 1, time.monotonic()
+        with tuning.during(f"step {number}"):
+            compile_kernels(self)
+            counter = GraphCounter() if self.config.trainer.compile != "none" else None
+            record = self.train_step()
+            if counter is not None:
+                self.compiled = counter.report()
+                self.session.console.line(in_words(self.compiled))
+        if remark := tuning.remark():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.session.console.line(f"step {number} took {time.monotonic() - began:.1f} s; {remark}")
+            self.session.record_kernels()
         return record
 
     def train_step(self) -> StepRecord:

@@ -1,0 +1,226 @@
+"""The configuration that each autotuned kernel runs with: from the stored table, or tuned here; and a record of all.
+
+Triton's Autotuner keeps its choices in a dictionary, `cache`, and tunes when a key is missing. :func:`install` replaces
+this dictionary by :class:`Choices`, which looks a missing key up in the stored table of the GPU's kind. This holds for
+plain `triton.autotune` and for FLA's own decorator alike. FLA's `FLA_CONFIG_DIR` holds for its own decorator alone,
+and names a kernel by its function, although several of FLA's kernels share a name.
+"""
+
+import functools
+import hashlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from linrnn.core.errors import UnsupportedError
+from linrnn.models.tuning.progress import during
+from linrnn.models.tuning.table import Table, read_table
+
+STORED, NEAR, TUNED = "stored", "near", "tuned"
+
+
+@dataclass
+class _Process:
+    """The choices of this process's run."""
+
+    mode: str = "stored"
+    table: Table | None = None  # None: that of the GPU
+    used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
+    tuning_seconds: float = 0.0
+
+
+_process = _Process()
+_all: "weakref.WeakSet[Choices]" = weakref.WeakSet()
+
+
+class Choices(dict[tuple[Any, ...], Any]):
+    """The choices of one autotuner, by tuning key. A key that it lacks is looked up in the stored table."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, tuner: Any) -> None:
+        super().__init__()
+        self.tuner = tuner
+        self.kernel = f"{tuner.base_fn.__module__}:{tuner.base_fn.__qualname__}"
+        self.candidates = self.tried = 0  # configurations that the current tuning compares, and those that it began
+        _all.add(self)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._take_stored(key)
+
+    def __setitem__(self, key: tuple[Any, ...], config: Any) -> None:
+        self._take(key, config, TUNED)
+
+    def _take(self, key: Any, config: Any, source: str) -> None:
+        super().__setitem__(key, config)
+        _process.used.setdefault(self.kernel, {})[key_text(self.tuner, key)] = (config_text(config), source)
+
+    def _take_stored(self, key: Any) -> bool:
+        """Use the stored configuration for a key; False if there is none that this kernel still has.
+
+        Raises:
+            UnsupportedError: there is none, and `trainer.kernel_choices=strict`.
+        """
+        if _process.mode == "tune":
+            return False
+        text, table = key_text(self.tuner, key), _process.table or stored_table()
+        near = _process.mode != "exact"
+        if table is not None and (found := table.find(self.kernel, text, near=near)) is not None:
+            config = {config_text(config): config for config in self.tuner.configs}.get(found[1])
+            if config is not None:
+                self._take(key, config, STORED if found[0] == text else NEAR)
+                return True
+        if _process.mode == "strict":
+            raise UnsupportedError(
+                f"trainer.kernel_choices=strict: no choice is stored for {self.kernel} with {text}",
+                "use trainer.kernel_choices=stored, which tunes it here, or store one with scripts/tune.py",
+            )
+        return False
+
+
+def use(mode: str, table: Table | None = None) -> None:
+    """Begin a run: forget earlier choices, and take the next ones by `mode`.
+
+    Args:
+        mode: `stored`: from the table; kernels without a stored choice are tuned. `exact`: also those whose choice is
+            stored for another batch alone. `strict`: from the table; a kernel without a choice is an error. `tune`: all
+            kernels are tuned.
+        table: the stored choices; None: those of this machine's GPU.
+    """
+    _process.mode, _process.table, _process.used, _process.tuning_seconds = mode, table, {}, 0.0
+    for choices in _all:
+        choices.clear()
+
+
+def used() -> dict[str, Any] | None:
+    """The choices of this run so far, for environment.json; None if no kernel had any.
+
+    `fingerprint` is the same for two processes if and only if they used the same kernels, keys and configurations.
+    """
+    if not _process.used:
+        return None
+    flat = {f"{kernel} {key}": choice for kernel, keys in _process.used.items() for key, choice in keys.items()}
+    choices = {name: config for name, (config, _) in sorted(flat.items())}
+    lines = "\n".join(f"{name}: {config}" for name, config in choices.items())
+    sources = Counter(source for _, source in flat.values())
+    return {
+        "fingerprint": hashlib.sha256(lines.encode()).hexdigest()[:16],
+        **{source: sources[source] for source in (STORED, NEAR, TUNED)},
+        "choices": choices,
+    }
+
+
+def remark() -> str | None:
+    """A line on the choices of this run so far; None if there are none."""
+    if (now := used()) is None:
+        return None
+    line = f"kernel choices {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
+    if not now[TUNED]:
+        return f"{line}, none tuned here"
+    tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
+    names = ", ".join(sorted(kernel.rpartition(":")[2] for kernel in tuned))
+    return f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); scripts/tune.py stores them"
+
+
+def chosen() -> dict[str, dict[str, str]]:
+    """The choices of this run so far, as a table holds them."""
+    return {name: {key: config for key, (config, _) in keys.items()} for name, keys in _process.used.items()}
+
+
+def stored_table() -> Table | None:
+    """The stored table of this machine's GPU; None without a GPU or a table."""
+    name = gpu_name()
+    return _read(name) if name else None
+
+
+_read = functools.cache(read_table)
+
+
+def gpu_name() -> str | None:
+    """The name of the current GPU; None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+# ------------------------------------------------------------------------------------------------------ as texts
+def key_text(tuner: Any, key: tuple[Any, ...]) -> str:
+    """A tuning key as words: `D=1024 NB=8 bfloat16 float32`."""
+    dtypes = [str(value).removeprefix("torch.") for value in key if str(value).startswith("torch.")]
+    values = key[: len(key) - len(dtypes)]
+    names = [name for name in tuner.keys if name in tuner.arg_names]
+    if len(names) != len(values):  # a call left out an argument that has a default
+        names = [f"key{number}" for number in range(len(values))]
+    return " ".join([*(f"{name}={value}" for name, value in zip(names, values, strict=True)), *dtypes])
+
+
+def config_text(config: Any) -> str:
+    """A configuration as words: `BT=32 num_warps=4 num_stages=3`."""
+    words = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    unusual = {"num_ctas": (config.num_ctas, 1), "maxnreg": (config.maxnreg, None)}
+    words |= {name: value for name, (value, usual) in unusual.items() if value != usual}
+    return " ".join(f"{name}={value}" for name, value in words.items())
+
+
+# ------------------------------------------------------------------------------------------------ inside Triton
+@functools.cache
+def install() -> None:
+    """Give every autotuner that is made from now on :class:`Choices`, and show what it tunes and compiles."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    for kind, name, wrapper in (
+        (Autotuner, "__init__", _with_choices),
+        (Autotuner, "prune_configs", _counted),
+        (Autotuner, "_bench", _shown),
+        (JITFunction, "_do_compile", _compiling),
+    ):
+        setattr(kind, name, wrapper(getattr(kind, name)))
+
+
+def _with_choices(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.cache = Choices(self)
+
+    return __init__
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prune_configs(self: Any, *args: Any) -> Any:
+        pruned = original(self, *args)
+        if isinstance(self.cache, Choices):
+            self.cache.candidates, self.cache.tried = len(pruned), 0
+        return pruned
+
+    return prune_configs
+
+
+def _shown(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(choices := self.cache, Choices):
+            return original(self, *args, **kwargs)
+        choices.tried += 1
+        name, began = choices.kernel.rpartition(":")[2], time.monotonic()
+        try:
+            with during(f"tuning {name}: configuration {choices.tried} of {choices.candidates}"):
+                return original(self, *args, **kwargs)
+        finally:
+            _process.tuning_seconds += time.monotonic() - began
+
+    return _bench
+
+
+def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _do_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with during(f"compiling {self.fn.__name__}"):
+            return original(self, *args, **kwargs)
+
+    return _do_compile

@@ -1,0 +1,106 @@
+"""The stored choices of one kind of GPU: a JSON file that people can read and compare.
+
+    {"gpu": "NVIDIA H100 80GB HBM3", "triton": "3.6.0", "flash-linear-attention": "0.6.0",
+     "kernels": {"fla.modules.norm.layernorm:layer_norm_fwd_kernel":
+         {"D=1024 NB=8 HAS_RESIDUAL=True … bfloat16 float32": "BT=32 num_warps=4 num_stages=3"}}}
+
+A kernel is named by its module and function, because FLA has several kernels of one name. The words of a key are the
+arguments that Triton tunes for, then the dtypes of all tensors.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linrnn.core.errors import DataError
+from linrnn.core.json_files import read_object
+
+TABLES = Path(__file__).with_name("tables")
+# Arguments that grow with the batch or the sequence. A choice for another value is as valid, and nearly as fast.
+SIZES = ("B", "NB", "T", "T_BUCKET")
+Kernels = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Kernel → key → configuration, for one kind of GPU.
+
+    Attributes:
+        gpu: its name, as torch gives it.
+        versions: of `triton` and `flash-linear-attention`, with which the choices were measured.
+    """
+
+    gpu: str
+    versions: Mapping[str, str]
+    kernels: Kernels = field(default_factory=dict)
+
+    def find(self, kernel: str, key: str, *, near: bool = True) -> tuple[str, str] | None:
+        """The stored key that fits best, and its configuration; None if there is none.
+
+        That is the same key, or else, with `near`, the one that differs in `SIZES` alone and is nearest in their
+        logarithms.
+        """
+        entries = self.kernels.get(kernel, {})
+        if key in entries:
+            return key, entries[key]
+        fixed, sizes = _split(key)
+        alike = {other: _split(other)[1] for other in entries if near and _split(other)[0] == fixed}
+        found = min(alike, key=lambda other: (_distance(sizes, alike[other]), other), default=None)
+        return None if found is None else (found, entries[found])
+
+    def with_choices(self, kernels: Kernels) -> "Table":
+        """This table with more choices. They replace those for the same keys."""
+        names = sorted({*self.kernels, *kernels})
+        merged = {name: {**self.kernels.get(name, {}), **kernels.get(name, {})} for name in names}
+        return Table(self.gpu, self.versions, {name: dict(sorted(entries.items())) for name, entries in merged.items()})
+
+    def write(self, folder: Path = TABLES) -> Path:
+        """Write the table's file and return its path."""
+        path = table_path(self.gpu, folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"gpu": self.gpu, **self.versions, "kernels": self.kernels}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+def table_path(gpu: str, folder: Path = TABLES) -> Path:
+    """The file for a GPU of this name."""
+    return folder / f"{re.sub(r'[^a-z0-9]+', '_', gpu.lower()).strip('_')}.json"
+
+
+def read_table(gpu: str, folder: Path = TABLES) -> Table | None:
+    """The stored table for a GPU of this name; None if there is none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = table_path(gpu, folder)
+    if not path.exists():
+        return None
+    content: dict[str, Any] = read_object(path, ("gpu", "triton", "flash-linear-attention", "kernels"))
+    kernels = content["kernels"]
+    if not isinstance(kernels, dict) or not all(isinstance(entries, dict) for entries in kernels.values()):
+        raise DataError(f"{path}: `kernels` does not map kernels to choices", "make it again with scripts/tune.py")
+    versions = {name: content[name] for name in ("triton", "flash-linear-attention")}
+    return Table(content["gpu"], versions, kernels)
+
+
+def _split(key: str) -> tuple[list[str], list[int]]:
+    """The words of a key with its sizes left blank, and the sizes."""
+    fixed, sizes = [], []
+    for word in key.split(" "):
+        name, _, value = word.partition("=")
+        if name in SIZES and value.isdecimal() and int(value) > 0:
+            sizes.append(int(value))
+            word = name
+        fixed.append(word)
+    return fixed, sizes
+
+
+def _distance(a: Sequence[int], b: Sequence[int]) -> float:
+    """How far apart the sizes of two keys are."""
+    return sum(abs(math.log(one / other)) for one, other in zip(a, b, strict=True))

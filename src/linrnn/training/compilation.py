@@ -1,0 +1,36 @@
+"""Before the first step: compile the kernels of the model on all cores. One after the other they take half a minute."""
+
+import os
+from typing import Any
+
+import torch
+
+from linrnn.data import Batch
+from linrnn.models import tuning
+from linrnn.training.build import BuiltRun
+from linrnn.training.runtime import loss_inputs
+
+
+def compile_kernels(run: BuiltRun) -> None:
+    """Rehearse the forward and backward pass of the model on a GPU, so that all its kernels are compiled at once.
+
+    The loss is left out: some losses index tensors by what their kernels have written. So is a model that torch.compile
+    compiles. The ranks of a machine share its cores.
+    """
+    if run.device.type != "cuda" or run.config.trainer.compile != "none":
+        return
+    position = run.loader.state_dict()
+    batch = next(run.loader)
+    run.loader.load_state_dict(position)
+    ranks_here = min(run.ranks.world_size, torch.cuda.device_count())
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    with torch.random.fork_rng(devices=[run.device]), tuning.compile_ahead(threads):
+        rehearse(run.replica, batch, run.precision, run.device)
+    run.ranks.zero_gradients(run.optimizer)
+    torch.cuda.empty_cache()
+
+
+def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> None:
+    """One forward and backward pass with the sum of all hidden states and of the head in place of a loss."""
+    hidden, head, _ = loss_inputs(model, batch, precision, device)
+    (hidden.sum() + head.sum()).backward()
