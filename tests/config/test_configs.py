@@ -127,6 +127,7 @@ def test_how_a_run_is_watched_and_kept_is_no_part_of_its_name() -> None:
     changes = ["device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never", "trainer.checkpoint_every=5"]
     changes += ["trainer.valid_every=5", "trainer.log_every=5", "trainer.warmup_measurement_steps=9"]
     changes += ["trainer.keep_checkpoints=9", "trainer.profile_steps=1", "trainer.memory_snapshot=true"]
+    changes += ["trainer.kernel_choices=tune"]
     other = load_config(changes)
     assert identity(plain) == identity(other)
     assert run_name(plain) == run_name(other)

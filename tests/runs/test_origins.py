@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from linrnn.core.errors import DataError
+from linrnn.runs.mixtures import contradicting_kernels, differing, read_origin, same_origin
 from linrnn.runs.provenance import ended, read_processes, settled
 
 
@@ -50,3 +51,32 @@ def test_a_record_of_another_kind_is_refused(content: str, tmp_path: Path) -> No
     path.write_text(content)
     with pytest.raises(DataError, match="cannot be read as the record of a run's processes"):
         read_processes(path)
+
+
+def environment(**choices: str) -> dict[str, Any]:
+    return {"cuda": "13.0", "kernel_choices": {"fingerprint": str(hash(str(choices))), "choices": choices}}
+
+
+def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
+    one, other = environment(norm="BT=16", rotary="B=1"), environment(norm="BT=32", rotary="B=1")
+    assert same_origin(one, other) == ["kernel_choices"]
+    assert differing([environment(scan="BK=64"), one, other]) == ["kernel_choices"]
+    assert contradicting_kernels([one, other]) == ["norm"]
+    assert differing([one, {**other, "cuda": "12.8"}]) == ["cuda", "kernel_choices"]
+
+
+@pytest.mark.parametrize(
+    "other", [environment(scan="BK=64"), {"cuda": "13.0", "kernel_choices": None}, {"cuda": "13.0"}]
+)
+def test_other_kernels_contradict_nothing(other: dict[str, Any]) -> None:
+    """Another model or batch has other kernels. Earlier versions and CPUs have no record of them."""
+    assert same_origin(environment(norm="BT=16"), other) == []
+    assert differing([]) == differing([other]) == []
+
+
+def test_a_run_whose_processes_chose_kernels_differently_is_a_mixture() -> None:
+    first = {**environment(norm="BT=16"), "from_step": 0, "to_step": 30}
+    second = {**environment(norm="BT=32"), "from_step": 30, "to_step": 60}
+    assert read_origin({"processes": [first, second]}).mixture == ("kernel_choices",)
+    assert read_origin({"processes": [first, {**second, "to_step": 30}]}).mixture == ()
+    assert read_origin({"processes": [first]}).environment == environment(norm="BT=16")

@@ -25,6 +25,7 @@ from linrnn.study.results import (
     MAX_BATCHES,
     Run,
     backend_names,
+    check_origin,
     comparison,
     frame,
     read_committed,
@@ -730,6 +731,19 @@ def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> No
     text = (tmp_path / "report" / "report.md").read_text()
     assert "**gla-cce_kahan-8-s0 is a mixture: its processes differ in gpus; it takes part in no verdict**" in text
     assert "| finished, a mixture |" in text
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_a_report_names_the_choices_of_kernels_and_takes_no_two(tmp_path: Path) -> None:
+    def chose(config: str, loss: str) -> Run:
+        counts = {"fingerprint": config, "stored": 3, "near": 2, "tuned": 1}
+        return replace(run(loss), environment={**HERE, "kernel_choices": {**counts, "choices": {"norm": config}}})
+
+    write_report([chose("BT=16", "compiled"), chose("BT=16", "cce_kahan")], tmp_path, "g")
+    line = "kernel choices of the first run: BT=16 (3 stored, 2 stored for another batch, 1 tuned at the run)"
+    assert line in (tmp_path / "report.md").read_text()
+    with pytest.raises(ConfigError, match="the runs of g differ in kernel_choices"):
+        check_origin([chose("BT=16", "compiled"), chose("BT=32", "cce_kahan")], "g")
 
 
 def test_a_process_that_trained_no_step_is_no_origin_of_the_run() -> None:

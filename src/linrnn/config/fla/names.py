@@ -34,7 +34,7 @@ def fla_models() -> dict[str, str]:
 
 
 def name_of_fla_model(name: str) -> str:
-    """FLA's `model_type` for a name: case, dashes and underscores do not matter.
+    """FLA's `model_type` for a name: case, dashes, underscores and spaces do not matter.
 
     Raises:
         ConfigError: FLA has no such model. The remedy names the nearest ones.
@@ -53,7 +53,7 @@ def name_of_fla_model(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"[-_ ]", "", name.lower())
 
 
 def settle_fla_model(model: FlaModelConfig) -> None:

@@ -84,7 +84,18 @@ def on_origin(runs: Sequence[Run]) -> list[str]:
         f"device: {gpus}{driver}{allocator}, Python {environment.get('python')}",
         f"commit: {git.get('commit')}{dirty}",
         f"versions: {packages}",
+        *_on_kernels(environment),
         *_on_gpus(runs),
+    ]
+
+
+def _on_kernels(environment: dict[str, Any]) -> list[str]:
+    """Where the configurations of FLA's kernels are from. Earlier versions and CPUs have no record of them."""
+    if not (choices := environment.get("kernel_choices")):
+        return []
+    return [
+        f"kernel choices of the first run: {choices['fingerprint']} ({choices['stored']} stored, {choices['near']} "
+        f"stored for another batch, {choices['tuned']} tuned at the run)"
     ]
 
 

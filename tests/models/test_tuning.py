@@ -1,0 +1,343 @@
+"""Stored choices of autotuned kernels: which configuration runs, what is recorded and said, what is compiled ahead."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.driver import driver
+
+from linrnn.core.errors import DataError, UnsupportedError
+from linrnn.models import tuning
+from linrnn.models.fla_import import import_fla
+from linrnn.models.support import FLA_VERSION
+from linrnn.models.tuning import choices, progress
+from linrnn.models.tuning.table import TABLES, Table, read_table, table_path
+
+VERSIONS = {"triton": "3.6.0", "flash-linear-attention": FLA_VERSION}
+KERNEL = f"{__name__}:kernel"
+KEY = "B=8 D=64 bfloat16"
+SMALL, LARGE = "BT=16 num_warps=1 num_stages=2", "BT=32 num_warps=4 num_stages=3"
+
+
+def kernel(x: Any, B: int, D: int, BT: int) -> None:
+    """What the tuners below tune."""
+
+
+class Called:
+    """Stands in for a compiled kernel: notes the tile size of each call."""
+
+    def __init__(self) -> None:
+        self.fn, self.arg_names = kernel, ["x", "B", "D", "BT"]
+        self.tiles: list[int] = []
+
+    def run(self, *args: Any, BT: int, **kwargs: Any) -> None:
+        self.tiles.append(BT)
+
+
+def tuner(kind: Callable[..., Any] = Autotuner, fastest: int = 32) -> Any:
+    """An autotuner whose measurement finds that the tile size `fastest` is the fastest."""
+    called = Called()
+
+    def do_bench(call: Callable[[], None], quantiles: Any) -> list[float]:
+        call()
+        return [0.0 if called.tiles[-1] == fastest else 1.0] * 3
+
+    configs = [triton.Config({"BT": 16}, num_warps=1, num_stages=2), triton.Config({"BT": 32})]
+    return kind(called, called.arg_names, configs, ["B", "D"], None, None, do_bench=do_bench)
+
+
+def call(tuned: Any, batch: int = 8, width: int = 64) -> list[int]:
+    """Run the tuner's kernel. Returns the tile sizes that it was called with, of which the last one is the choice."""
+    tuned.fn.tiles.clear()
+    tuned.run(torch.empty(2, dtype=torch.bfloat16), B=batch, D=width, grid=(1,), warmup=False)
+    return list(tuned.fn.tiles)
+
+
+def table(**keys: str) -> Table:
+    return Table("a GPU", VERSIONS, {KERNEL: {KEY: SMALL, **keys}})
+
+
+@pytest.fixture(autouse=True)
+def _a_run_of_its_own() -> Iterator[None]:
+    tuning.install()
+    yield
+    tuning.use("stored")
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    written = table().with_choices({KERNEL: {"B=1 D=64 bfloat16": LARGE}, "a:b": {"": SMALL}})
+    assert written.write(tmp_path) == table_path("a GPU", tmp_path) == tmp_path / "a_gpu.json"
+    assert read_table("a GPU", tmp_path) == written
+    assert written.kernels[KERNEL] == {"B=1 D=64 bfloat16": LARGE, KEY: SMALL}
+    assert read_table("another GPU", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"gpu": "a GPU"}', '{"gpu": 1, "triton": 1, "flash-linear-attention": 1, "kernels": 1}']
+)
+def test_a_damaged_table_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a_gpu.json").write_text(text)
+    with pytest.raises(DataError, match=r"a_gpu\.json"):
+        read_table("a GPU", tmp_path)
+
+
+def test_the_nearest_batch_counts_where_the_same_is_not_stored() -> None:
+    keys = {f"B={batch} D=64 NB=1": str(batch) for batch in (1, 4, 32)}
+    stored = Table("a GPU", VERSIONS, {KERNEL: keys})
+    found = {batch: stored.find(KERNEL, f"B={batch} D=64 NB=1") for batch in (1, 2, 3, 11, 12, 4096)}
+    assert {batch: one and one[1] for batch, one in found.items()} == {
+        1: "1",
+        2: "1",
+        3: "4",
+        11: "4",
+        12: "32",
+        4096: "32",
+    }
+    assert stored.find(KERNEL, "B=4 D=128 NB=1") is None, "another width is another kernel"
+    assert stored.find(KERNEL, "B=4 D=64") is None
+    assert stored.find("another", "B=4 D=64 NB=1") is None
+    assert stored.find(KERNEL, "B=3 D=64 NB=1", near=False) is None
+
+
+def test_stored_tables_fit_the_installed_fla() -> None:
+    for path in sorted(TABLES.glob("*.json")):
+        stored = read_table(path.stem)
+        assert stored is not None
+        assert table_path(stored.gpu) == path
+        assert stored.versions["flash-linear-attention"] == FLA_VERSION == version("flash-linear-attention")
+        for name in stored.kernels:
+            module, _, function = name.partition(":")
+            found = vars(import_fla(module))[function]
+            while not isinstance(found, Autotuner):
+                found = found.fn
+            assert isinstance(found.cache, choices.Choices)
+
+
+# -------------------------------------------------------------------------------------------------------- choices
+def test_a_stored_choice_is_used_without_measuring() -> None:
+    tuned = tuner()
+    tuning.use("stored", table())
+    assert call(tuned) == call(tuned) == [16]
+    found = tuning.used()
+    assert found is not None
+    assert (found["stored"], found["near"], found["tuned"]) == (1, 0, 0)
+    assert found["choices"] == {f"{KERNEL} {KEY}": SMALL}
+    assert (tuning.remark() or "").endswith("1 stored, 0 stored for another batch, none tuned here")
+
+
+def test_a_choice_for_another_batch_is_used_and_counted() -> None:
+    tuned = tuner()
+    tuning.use("stored", table())
+    assert call(tuned, batch=12) == [16]
+    found = tuning.used()
+    assert found is not None
+    assert (found["stored"], found["near"], found["tuned"]) == (0, 1, 0)
+    tuning.use("exact", table())
+    assert call(tuned, batch=12)[-1] == 32
+
+
+def test_what_is_not_stored_is_tuned_and_named() -> None:
+    tuned = tuner()
+    tuning.use("stored", table())
+    assert call(tuned, width=128) == [16, 32, 32]
+    assert call(tuned, width=128) == [32], "it is tuned once"
+    found = tuning.used()
+    assert found is not None
+    assert (found["stored"], found["tuned"]) == (0, 1)
+    assert "1 tuned here in 0 s (kernel); scripts/tune.py stores them" in (tuning.remark() or "")
+    assert choices.chosen() == {KERNEL: {"B=8 D=128 bfloat16": LARGE}}
+
+
+def test_strict_refuses_what_is_not_stored() -> None:
+    tuned = tuner()
+    tuning.use("strict", table())
+    assert call(tuned) == [16]
+    with pytest.raises(UnsupportedError, match=f"no choice is stored for {KERNEL} with B=8 D=128 bfloat16"):
+        call(tuned, width=128)
+
+
+def test_tune_uses_no_stored_choice() -> None:
+    tuned = tuner()
+    tuning.use("tune", table())
+    assert call(tuned)[-1] == 32
+    tuning.use("stored", table())
+    assert call(tuned) == [16], "a run begins without the choices of an earlier run of the process"
+
+
+def test_a_configuration_that_the_kernel_lacks_is_not_used() -> None:
+    tuned = tuner()
+    tuning.use("stored", table(**{KEY: "BT=64 num_warps=4 num_stages=3"}))
+    assert call(tuned)[-1] == 32
+
+
+def test_the_decorator_of_fla_takes_stored_choices_too() -> None:
+    tuned = tuner(import_fla("fla.ops.utils.cache").CachedAutotuner)
+    tuning.use("stored", table())
+    assert call(tuned) == [16]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("fla.modules.norm.layernorm", "layer_norm_fwd_kernel"), ("fla.ops.gla.chunk", "chunk_gla_fwd_kernel_o")],
+)
+def test_autotuners_of_fla_look_into_the_table(module: str, name: str) -> None:
+    found = vars(import_fla(module))[name]
+    while not isinstance(found, Autotuner):
+        found = found.fn
+    assert isinstance(found.cache, choices.Choices)
+    assert found.cache.kernel == f"{module}:{name}"
+
+
+def test_a_key_whose_arguments_are_not_all_given_is_still_a_key() -> None:
+    tuned = tuner()
+    assert choices.key_text(tuned, (64, "torch.float32")) == "key0=64 float32"
+    config = triton.Config({"BT": 16}, num_warps=1, num_stages=2, num_ctas=2, maxnreg=128)
+    assert choices.config_text(config) == f"{SMALL} num_ctas=2 maxnreg=128"
+
+
+def test_the_fingerprint_is_that_of_the_choices() -> None:
+    def fingerprint(stored: Table, *batches: int) -> str:
+        tuned = tuner()
+        tuning.use("stored", stored)
+        for batch in batches:
+            call(tuned, batch=batch)
+        found = tuning.used()
+        assert found is not None
+        return str(found["fingerprint"])
+
+    assert tuning.used() is None, "no kernel was called"
+    assert fingerprint(table(), 8, 4) == fingerprint(table(), 4, 8)
+    tuned_here = fingerprint(Table("a GPU", VERSIONS, {}), 8)
+    assert tuned_here == fingerprint(table(**{KEY: LARGE}), 8), "where a choice is from does not matter"
+    assert len({tuned_here, fingerprint(table(), 8), fingerprint(table(), 8, 4)}) == 3
+
+
+# ------------------------------------------------------------------------------------------------- progress lines
+def lines_during(action: Callable[[], None]) -> list[str]:
+    lines: list[str] = []
+    with tuning.show_progress(lines.append):
+        action()
+    return lines
+
+
+def test_long_activities_are_shown_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "MOST_SECONDS", 0.05)
+
+    def action() -> None:
+        with tuning.during("short"):
+            pass
+        time.sleep(0.1)
+        with tuning.during("step 1"), tuning.during(lambda: "tuning f: configuration 2 of 3"):
+            time.sleep(0.3)
+
+    lines = lines_during(action)
+    assert 2 <= len(lines) <= 6, "about one every 50 ms"
+    assert set(lines) == {"step 1: 0 s so far; tuning f: configuration 2 of 3"}
+
+
+def test_lines_become_rarer() -> None:
+    now = time.monotonic()
+    with tuning.during("long"):
+        activity = progress._activities[0]
+        activity.since, activity.due = now - 20, now
+        assert progress._due_line() == "long: 20 s so far"
+        assert activity.due - now == pytest.approx(20, abs=1)
+        activity.since, activity.due = now - 500, now
+        assert progress._due_line() == "long: 500 s so far"
+        assert activity.due - now == pytest.approx(progress.MOST_SECONDS, abs=1)
+        assert progress._due_line() is None
+
+
+def test_tuning_says_which_configuration_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = tuner()
+    said: list[str] = []
+    measured = tuned._do_bench
+
+    def do_bench(*args: Any, **kwargs: Any) -> Any:
+        said.append(str(progress._activities[-1]))
+        return measured(*args, **kwargs)
+
+    tuned._do_bench = do_bench
+    tuning.use("tune")
+    call(tuned)
+    assert said == ["tuning kernel: configuration 1 of 2", "tuning kernel: configuration 2 of 2"]
+    assert not progress._activities
+
+
+def test_nothing_waits_after_the_end() -> None:
+    before = threading.active_count()
+    assert lines_during(lambda: None) == []
+    assert threading.active_count() == before
+
+
+# --------------------------------------------------------------------------------------------- compilation ahead
+@triton.jit
+def add_one(x, N: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + places, tl.load(x + places, mask=places < N) + 1, mask=places < N)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Triton compiles for an H100 that is not there. Returns the names of compiled kernels."""
+    from triton.runtime.jit import JITFunction
+
+    target = GPUTarget("cuda", 90, 32)
+    fake = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    monkeypatch.setattr(driver, "_active", fake)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled: list[str] = []
+    original = JITFunction._do_compile
+
+    def noted(self: Any, *args: Any) -> Any:
+        compiled.append(self.fn.__name__)
+        return original(self, *args)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    return compiled
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str]) -> None:
+    tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 32)], ["N"])(add_one)
+    name = f"{__name__}:add_one"
+    x = torch.zeros(8)
+    tuning.use("tune")
+    with tuning.compile_ahead(2):
+        tuned[(1,)](x, N=8)
+        tuned[(1,)](x, N=8)
+    assert hopper == ["add_one"] * 2, "every configuration once"
+    assert not x.any()
+    assert tuning.used() is None, "nothing is chosen yet"
+    hopper.clear()
+    stored = "BLOCK=16 num_warps=4 num_stages=3"
+    tuning.use("strict", Table("a GPU", VERSIONS, {name: {"N=16 float32": stored}}))
+    with tuning.compile_ahead():
+        tuned[(1,)](x, N=16)
+    assert hopper == ["add_one"], "the stored configuration alone"
+    with pytest.raises(UnsupportedError, match="strict"), tuning.compile_ahead():
+        tuned[(1,)](x, N=32)
+    assert not x.any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_a_kernel_that_does_not_compile_fails_when_it_is_called(hopper: list[str]) -> None:
+    with tuning.compile_ahead():
+        add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)  # no power of two
+    assert hopper == ["add_one"]
+    with pytest.raises(triton.CompilationError, match="power of 2"):
+        add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)

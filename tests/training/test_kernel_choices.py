@@ -1,0 +1,82 @@
+"""A run records which configurations its kernels ran with. Compiling them ahead does not change what it computes."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rank_process import leave_kernels_untuned
+
+from linrnn.config import load_config
+from linrnn.models import tuning
+from linrnn.runs.directory import ENVIRONMENT, LOG
+from linrnn.training import trainer as training
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+
+
+def trained(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    assert trainer.fit()["status"] == "finished"
+    return trainer
+
+
+def recorded(trainer: Trainer) -> Any:
+    return json.loads((trainer.directory.path / ENVIRONMENT).read_text())["processes"][-1]["kernel_choices"]
+
+
+def test_choices_are_recorded_after_the_first_step_and_at_the_end(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    steps = 0
+
+    def train_step(trainer: Trainer) -> Any:
+        nonlocal steps
+        if steps:
+            seen.append(recorded(trainer))
+        steps += 1
+        return one_step(trainer)
+
+    one_step = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(tuning, "used", lambda: {"fingerprint": str(steps)} if steps else None)
+    monkeypatch.setattr(tuning, "remark", lambda: f"{steps} choices" if steps else None)
+    trainer = trained(small())
+    assert seen == [{"fingerprint": "1"}] * 2
+    assert recorded(trainer) == {"fingerprint": "3"}, "the last steps and the validation may need more kernels"
+    log = (trainer.directory.path / LOG).read_text()
+    assert log.count("s; 1 choices\n") == 1
+    assert "step 1 took " in log
+
+
+def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(tuning, "use", modes.append)
+    for mode in ("stored", "strict", "tune"):
+        Trainer(load_config(small(f"trainer.kernel_choices={mode}")))
+    assert modes == ["stored", "strict", "tune"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_kernels_compiled_ahead_compute_the_same(
+    model: str, reset: bool, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_kernels_untuned(monkeypatch.setattr)
+    overrides = [o for o in small(f"model={model}", "loss=standard", "trainer.seq_len=128") if o != "device=cpu"]
+    overrides += ["device=cuda", f"data.reset_at_document={str(reset).lower()}"]
+
+    def losses(group: str) -> list[float]:
+        trainer = trained([*overrides, f"group={group}"])
+        assert recorded(trainer)["choices"]
+        records = map(json.loads, trainer.directory.metrics.read_text().splitlines())
+        return [record["train/loss_nats"] for record in records if "train/loss_nats" in record]
+
+    ahead = losses("ahead")
+    monkeypatch.setattr(training, "compile_kernels", lambda run: None)
+    one_by_one = losses("one_by_one")
+    assert ahead[0] == one_by_one[0]
+    assert ahead == pytest.approx(one_by_one, rel=1e-5)
