@@ -238,6 +238,7 @@ class TrainerConfig:
     precision: str = one_of("auto", "fp32", "bf16_autocast", "bf16")
     activation_checkpointing: str = one_of("none", "selective", "full")
     compile: str = one_of("none", "blocks", "model")
+    float8: str = one_of("none", "blocks")
     deterministic: bool
     log_every: int = at_least(1)
     valid_every: int | None = at_least(1)

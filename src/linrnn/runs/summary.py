@@ -92,6 +92,7 @@ def _training(config: Config, world_size: int) -> str:
         "size.tie_embeddings": config.size.tie_embeddings,
         "trainer.valid_tokens": config.trainer.valid_tokens,
         "trainer.compile": config.trainer.compile,
+        "trainer.float8": config.trainer.float8,
         "trainer.deterministic": config.trainer.deterministic,
     }
     return " ".join(f"{key}={value}" for key, value in values.items())

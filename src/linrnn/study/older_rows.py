@@ -58,8 +58,12 @@ def without_horizon(training: str | None) -> str | None:
 
 @cache
 def _training(recorded: str | None) -> str | None:
-    """What a run records as `training`, with today's names of the schedule's keys."""
-    if not recorded or not any(f"{key}=" in recorded for key in NEW_NAMES):
+    """What a run records as `training`, with today's names of the schedule's keys, and keys that are newer."""
+    if not recorded:
+        return recorded
+    if "trainer.float8=" not in recorded:
+        recorded = recorded.replace("trainer.deterministic=", "trainer.float8=none trainer.deterministic=")
+    if not any(f"{key}=" in recorded for key in NEW_NAMES):
         return recorded
     words = with_new_names(dict(re.findall(r"(\S+?)=(.*?)(?= [\w.]+=|$)", recorded)))
     return " ".join(f"{key}={value}" for key, value in words.items())

@@ -12,6 +12,7 @@ from linrnn.losses import build_loss
 from linrnn.models import BlankModel, build_model
 from linrnn.runs.directory import RunDirectory
 from linrnn.training import checkpoint
+from linrnn.training.float8 import use_float8
 from linrnn.training.measurements import Measurements
 from linrnn.training.optimizer import Schedule, build_optimizer
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
@@ -113,6 +114,9 @@ class BuiltRun:
         self.model = self._blank.model if self._blank else build_model(self.architecture, **how)
         if self.weights and not self._blank:
             self.weights.load(self.model)
+        self._float8_note = None
+        if config.trainer.float8 == "blocks":
+            self._float8_note = use_float8(self.model, self.device)
         self.model.set_activation_checkpointing(config.trainer.activation_checkpointing)
         if config.trainer.compile != "none":
             self.model.set_compile(config.trainer.compile)
@@ -147,7 +151,7 @@ class BuiltRun:
         tokens = self.plan.sequences_of_rank * self.config.trainer.seq_len
         arch = self.architecture
         of_loss = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute_dtype(self.precision))
-        return [remark, of_loss, self._memory_note, room]
+        return [remark, self._float8_note, of_loss, self._memory_note, room]
 
     def progress(self) -> checkpoint.Progress:
         """Where the run stands, as a checkpoint records it."""

@@ -23,6 +23,7 @@ from linrnn.losses import check_loss, check_vocabulary_parallel
 from linrnn.models import check_supported
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.loggers import check_wandb
+from linrnn.training.float8 import check_float8
 from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
 
 FP32 = 4  # bytes
@@ -98,8 +99,10 @@ class Plan:
         return costs.training_state(arch, self.precision, optimizer=optimizer, shard_ranks=self.shard_ranks)
 
     def memory_estimate(self, arch: Architecture) -> costs.MemoryEstimate | None:
-        """Expected memory of a step on each rank; None for a model or a loss without formulas."""
+        """Expected memory of a step on each rank; None for a model or a loss without formulas, and for float8."""
         trainer, parallel, shard_ranks = self.config.trainer, self.config.parallel, self.shard_ranks
+        if trainer.float8 != "none":
+            return None
         return costs.memory_estimate(
             arch,
             batch_size=self.sequences_of_rank,
@@ -160,6 +163,8 @@ def make_training_plan(config: Config) -> Plan:
             "block's weights before it",
             "use trainer.compile=blocks",
         )
+    if trainer.float8 != "none":
+        check_float8(config, plan.device, plan.precision, plan.sequences_of_rank * trainer.seq_len)
     _check_parallel(plan)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
     if config.init_from and config.continue_from:

@@ -23,6 +23,7 @@ SHARED: Replacements = {
     ("fla.modules.causal_conv1d.ops", "causal_conv1d_update"): layers.causal_conv1d_update,
     ("fla.modules.norm.layernorm", "rms_norm"): layers.rms_norm,
     ("fla.modules.norm.fused_norm_gate", "rms_norm_gated"): layers.rms_norm_gated,
+    ("fla.modules.mlp", "swiglu"): layers.swiglu,
     ("fla.modules.mlp", "swiglu_linear"): layers.swiglu_linear,
 }
 

@@ -71,9 +71,14 @@ def rms_norm_linear(
     return F.linear(y, linear_weight, linear_bias)
 
 
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """silu(x) · y."""
+    return F.silu(x) * y
+
+
 def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(silu(x) · y) Wᵀ + bias."""
-    return F.linear(F.silu(x) * y, weight, bias)
+    return F.linear(swiglu(x, y), weight, bias)
 
 
 # ----------------------------------------------------------------------------------- position and time

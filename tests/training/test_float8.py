@@ -1,0 +1,128 @@
+"""`trainer.float8=blocks`: which layers multiply in float8, that the rest stays exact, and what is refused."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.losses import requirements
+from linrnn.training import float8
+from linrnn.training.plan import make_training_plan
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+MODELS = ("gla", "gated_deltanet", "kda", "transformer")
+BLOCKS = "trainer.float8=blocks"
+
+
+def losses(trainer: Trainer) -> list[float]:
+    assert trainer.fit()["status"] == "finished"
+    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
+    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
+
+
+def linear_layers(trainer: Trainer) -> list[nn.Module]:
+    parts = [*trainer.model.mixers, *trainer.model.mlps]
+    return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing_else(model: str, small: Small) -> None:
+    trainer = Trainer(load_config(small(f"model={model}", BLOCKS, "trainer.max_steps=1")))
+    called: set[str] = set()
+    for name, module in trainer.model.named_modules():
+        if type(module).__name__ == "Float8Linear":
+            module.register_forward_hook(lambda *_, name=name: called.add(name))
+    losses(trainer)
+    converted = {name for name, m in trainer.model.named_modules() if type(m).__name__ == "Float8Linear"}
+    assert called == converted
+    mlp = {"gate_proj", "up_proj", "down_proj"} if model == "gla" else set()  # the others' MLPs are no multiple of 16
+    assert {name.rpartition(".")[2] for name in converted} >= {"o_proj"} | mlp
+    assert type(trainer.model.hf.lm_head) is nn.Linear
+    for layer in linear_layers(trainer):
+        too_small, odd = min(layer.weight.shape) < 128, any(size % 16 for size in layer.weight.shape)
+        assert (type(layer) is nn.Linear) == (too_small or odd)
+
+
+def test_losses_differ_by_float8_s_rounding_and_the_run_says_what_was_converted(
+    small: Small, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounded, exact = (losses(Trainer(load_config(small(*more)))) for more in ((BLOCKS,), ()))
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    assert rounded != exact
+    assert "linear layers multiply in float8, emulated on the CPU; the others are below 128" in capsys.readouterr().out
+
+
+def test_products_have_float8_s_rounding(small: Small) -> None:
+    trainer = Trainer(load_config(small(BLOCKS)))
+    layer = trainer.model.mlps[0].down_proj
+    x = torch.randn(16, layer.in_features)
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        scale = torch.finfo(torch.float8_e4m3fn).max / tensor.abs().max()
+        return (tensor * scale).to(torch.float8_e4m3fn).float() / scale
+
+    expected = rounded(x) @ rounded(layer.weight).T
+    assert torch.allclose(layer(x), expected, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(x @ layer.weight.T, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpointed_blocks_and_checkpoints_know_the_same_parameters(small: Small) -> None:
+    plain = Trainer(load_config(small()))
+    trainer = Trainer(load_config(small(BLOCKS, "trainer.activation_checkpointing=selective")))
+    assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
+    kept = losses(Trainer(load_config(small(BLOCKS, "trainer.max_steps=2"))))
+    assert losses(trainer)[:2] == pytest.approx(kept, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [
+        (["model=fla", "model.config=delta_net"], "without calling them"),
+        (["trainer.seq_len=81"], "162 tokens of a micro-step are no multiple of 16"),
+    ],
+)
+def test_what_float8_does_not_take_is_refused_before_anything_is_built(
+    more: list[str], cause: str, small: Small
+) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        make_training_plan(load_config(small(BLOCKS, *more)))
+
+
+def test_other_gpus_precisions_and_a_missing_package_are_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gpu = load_config(small(BLOCKS)), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(UnsupportedError, match=r"compute capability 8\.9"):
+        float8.check_float8(config, gpu, "bf16_autocast", 160)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with pytest.raises(ConfigError, match="precision is fp32"):
+        float8.check_float8(config, gpu, "fp32", 160)
+    float8.check_float8(config, gpu, "bf16_autocast", 160)
+
+    def missing(module: str) -> None:
+        raise ImportError(module)
+
+    monkeypatch.setattr(requirements.importlib, "import_module", missing)
+    with pytest.raises(UnsupportedError, match="torchao") as error:
+        float8.check_float8(config, gpu, "bf16_autocast", 160)
+    assert error.value.remedy == 'pip install "torchao>=0.17"'
+
+
+def test_memory_is_unknown(small: Small) -> None:
+    plan = make_training_plan(load_config(small(BLOCKS)))
+    assert plan.memory_estimate(plan.architecture(512)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
+@pytest.mark.parametrize("compile", ["none", "blocks"])
+@pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
+def test_float8_trains_on_a_gpu(model: str, compile: str, small: Small) -> None:
+    overrides = [o for o in small(f"model={model}", f"trainer.compile={compile}") if o != "device=cpu"]
+    rounded, exact = (losses(Trainer(load_config([*overrides, "device=cuda", *more]))) for more in ((BLOCKS,), ()))
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    assert rounded != exact
