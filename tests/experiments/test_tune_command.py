@@ -110,6 +110,8 @@ def test_targets_are_all_combinations_with_few_layers() -> None:
     assert [target.name for target in found] == [f"{m} smoke, B = {b}" for m in ("gla", "kda") for b in (4, 8)]
     run: Config = load_config([*found[0].overrides, "device=cpu"])
     assert (run.size.num_layers, run.trainer.batch_size, run.trainer.seq_len) == (tune_kernels.LAYERS, 4, 64)
+    one = ["model=fla", "model.config=delta_net", "size=mve", "trainer.batch_size=2"]
+    assert [target.name for target in tune_kernels.targets(config(), one)] == ["fla mve, B = 2"]
     with pytest.raises(ConfigError, match="at least one value"):
         tune_kernels.targets(config("models=[]"), [])
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from linrnn.models.support import FLA_VERSION
 from linrnn.models.tuning import choices, progress
 from linrnn.models.tuning.table import TABLES, Table, read_table, table_path
 
-VERSIONS = {"triton": "3.6.0", "flash-linear-attention": FLA_VERSION}
+VERSIONS = {"triton": version("triton"), "flash-linear-attention": FLA_VERSION}
 KERNEL = f"{__name__}:kernel"
 KEY = "B=8 D=64 bfloat16"
 SMALL, LARGE = "BT=16 num_warps=1 num_stages=2", "BT=32 num_warps=4 num_stages=3"
@@ -134,6 +135,12 @@ def test_a_stored_choice_is_used_without_measuring() -> None:
     assert (found["stored"], found["near"], found["tuned"]) == (1, 0, 0)
     assert found["choices"] == {f"{KERNEL} {KEY}": SMALL}
     assert (tuning.remark() or "").endswith("1 stored, 0 stored for another batch, none tuned here")
+
+
+def test_a_table_of_another_version_is_used_and_named() -> None:
+    tuning.use("stored", replace(table(), versions={**VERSIONS, "triton": "0.1"}))
+    assert call(tuner()) == [16]
+    assert "0 stored for another batch (stored with triton 0.1), none tuned here" in (tuning.remark() or "")
 
 
 def test_a_choice_for_another_batch_is_used_and_counted() -> None:

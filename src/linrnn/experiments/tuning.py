@@ -79,19 +79,26 @@ def tune(config: TuneConfig, overrides: Sequence[str], say: Callable[[str], None
 def targets(config: TuneConfig, overrides: Sequence[str]) -> list[Target]:
     """All combinations of models, sizes and batches. Their models have few layers.
 
+    An override of the run's model, size or batch takes the place of the list.
+
     Raises:
         ConfigError: there is none.
     """
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    models = [given["model"]] if "model" in given else config.models
+    sizes = [given["size"]] if "size" in given else config.sizes
+    key = "trainer.batch_size"
+    batches = [given[key]] if key in given else [str(number) for number in config.batch_sizes]
     found = [
         Target(
             f"{model} {size}, B = {batch}",
             [
-                *(f"model={model}", f"size={size}", f"trainer.batch_size={batch}"),
+                *(f"model={model}", f"size={size}", f"{key}={batch}"),
                 *(() if model == "fla" else (f"size.num_layers={LAYERS}",)),
                 *("device=cuda", *overrides),
             ],
         )
-        for model, size, batch in product(config.models, config.sizes, config.batch_sizes)
+        for model, size, batch in product(models, sizes, batches)
     ]
     if not found:
         raise ConfigError("no model, size or batch is given", "give models, sizes and batch_sizes at least one value")

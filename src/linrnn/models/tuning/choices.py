@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -120,11 +121,20 @@ def remark() -> str | None:
     if (now := used()) is None:
         return None
     line = f"kernel choices {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
+    if now[STORED] + now[NEAR] and (other := _other_versions()):
+        line += f" (stored with {other})"
     if not now[TUNED]:
         return f"{line}, none tuned here"
     tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
     names = ", ".join(sorted(kernel.rpartition(":")[2] for kernel in tuned))
     return f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); scripts/tune.py stores them"
+
+
+def _other_versions() -> str:
+    """The versions with which the table was made, as far as they are not the installed ones."""
+    table = _process.table or stored_table()
+    made = table.versions.items() if table else ()
+    return ", ".join(f"{name} {number}" for name, number in made if version(name) != number)
 
 
 def chosen() -> dict[str, dict[str, str]]:
