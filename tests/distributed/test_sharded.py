@@ -25,6 +25,7 @@ Trained = Callable[[list[str], int], Path]
 ROUNDING = 5e-5  # losses and gradient norms over three steps of AdamW, summed in another order
 FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
+TOGETHER = ("parallel.blocks_together=2", "parallel.keep_gathered=true")  # the small models have two or three blocks
 
 
 def one_process(overrides: list[str]) -> tuple[Trainer, dict[str, Any]]:
@@ -48,6 +49,11 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
             ("loss=standard", "size.tie_embeddings=false"),
         ),
         (4, (*FSDP, "trainer.batch_size=1"), ("loss=cce_kahan", "optimizer.max_grad_norm=null")),
+        (
+            2,
+            (*FSDP, *TOGETHER, "trainer.batch_size=1", "trainer.accumulation_steps=2"),
+            ("loss=standard", "size.num_layers=3", "trainer.activation_checkpointing=full"),
+        ),
         (
             4,
             (*FSDP, "trainer.batch_size=1", "trainer.accumulation_steps=2", "parallel.shard_ranks=2"),
@@ -97,6 +103,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     ("world_size", "cut"),
     [
         (2, FSDP),
+        (2, (*FSDP, *TOGETHER)),
         (4, (*VOCAB, "parallel.shard_ranks=2", "size.tie_embeddings=false")),
         (2, (*VOCAB, "loss=cce_filter")),
         (2, (*VOCAB, "loss=cce_filter", "loss.filter_if_faster=false")),
@@ -244,7 +251,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
     overrides = (
         "device=cpu", "collective_mib=[0,1]", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab]",
         "strong=[ddp]", "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
-        "part=all",
+        "part=all", "blocks_together=2", "keep_gathered=true",
     )  # fmt: skip
     log = tmp_path / "log"
     ranks = start_ranks(list(overrides), 2, log, script="scripts/bench_parallel.py")
@@ -260,6 +267,9 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
     [loss] = content["loss"]
     assert loss["error_hidden"] < 1e-2
     assert loss["error_weight"] < 1e-2
+    gathering = [(row["blocks_together"], row["keep_gathered"]) for row in content["steps"]]
+    assert gathering == [(1, False), (2, True), (1, False)]
+    assert "| gla smoke | vocab, 2 blocks together, kept | weak | 2 | 2 |" in (tmp_path / "cpu.md").read_text()
     kinds = [(row["parallel"], row["scaling"], row["sequences_of_rank"]) for row in content["steps"]]
     assert kinds == [("none", "alone", 2), ("vocab", "weak", 2), ("ddp", "strong", 1)]
     for row in content["steps"]:

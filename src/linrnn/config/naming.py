@@ -37,6 +37,8 @@ OPERATIONAL = (
     "data.cache_dir",
     "data.verify",
     "parallel.timeout_seconds",
+    "parallel.blocks_together",
+    "parallel.keep_gathered",
 )
 HORIZON = "schedule.steps"
 _GROUPS = ("model", "size", "loss", "data", "optimizer", "schedule", "parallel")

@@ -295,6 +295,8 @@ class FsdpConfig(DistributedConfig):
     """Parameters, gradients and optimizer state are sharded; blocks are gathered when needed (torch's FSDP2)."""
 
     shard_ranks: int | None = at_least(1)
+    blocks_together: int = at_least(1)
+    keep_gathered: bool
 
 
 @dataclass
@@ -527,6 +529,8 @@ class BenchParallelConfig:
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
     timeout_seconds: float = between(1, 1e8)
+    blocks_together: int = at_least(1)
+    keep_gathered: bool
     output_dir: str = output_path()
     part: str | None
 

@@ -69,7 +69,7 @@ def communication(
     if (gathered := gathered_bytes(arch.model, precision)) is None:
         return None
     within = {
-        "blocks gathered": 2 * _gathered(gathered * body, ranks),  # forward and backward
+        "blocks gathered": (1 if parallel.keep_gathered else 2) * _gathered(gathered * body, ranks),
         "blocks reduced": _gathered(FP32 * body, ranks),
     }
     matrices = 1 if arch.tie_embeddings else 2

@@ -34,7 +34,8 @@ class MemoryEstimate:
         optimizer: AdamW's two moments; Muon's mean of a matrix's gradients.
         workspaces: cuBLAS's, always allocated.
         weight_copies: the blocks' weights in the compute dtype, under autocast. There are none with activation
-            checkpointing, or if FSDP gathers the weights in that dtype.
+            checkpointing, or if FSDP gathers the weights in that dtype. Gathered blocks that stay until their backward
+            pass count here.
         mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and the norms with
             the residual stream and the batch. With activation checkpointing `residual` is the blocks' inputs, and
             `mixer` and `mlp` are 0. With selective checkpointing the results of linear layers are `mixer` and `mlp`.
@@ -43,7 +44,7 @@ class MemoryEstimate:
         recomputed_block: with activation checkpointing, the activations of the one block that is recomputed, and its
             copies of weights.
         block_backward: what the backward pass of one block holds beyond its saved activations. With FSDP this includes
-            its gathered weights and those of the next block.
+            its gathered weights and those of the next block (or of all blocks that are gathered together).
         loss_forward, loss_backward: the peaks of the loss layer's passes beyond their inputs, minus inputs that the
             backward pass has freed by then.
         at_loss: the peak in the loss layer.
@@ -150,6 +151,8 @@ def memory_estimate(
     accumulation_steps: int = 1,
     shard_ranks: int = 1,
     by_vocabulary: bool = False,
+    blocks_together: int = 1,
+    keep_gathered: bool = False,
 ) -> MemoryEstimate | None:
     """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens.
 
@@ -162,6 +165,7 @@ def memory_estimate(
         optimizer: None for forward and backward passes alone.
         shard_ranks: number of ranks that share one model (FSDP2). The estimate is one rank's memory.
         by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
+        blocks_together, keep_gathered: as in :class:`linrnn.config.schema.FsdpConfig`.
 
     The function is long because it is one account: what a step holds at any moment depends on nearly all terms.
     """
@@ -178,12 +182,16 @@ def memory_estimate(
     earlier_gradients = parameters if accumulation_steps > 1 else 0
     layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
     weights = _weights(arch, precision, compute, shard_ranks, by_vocabulary)
+    together = min(blocks_together, layers)
     rows = -(-arch.vocab_size // shard_ranks) if by_vocabulary else arch.vocab_size
     loss_tokens = shard_ranks * tokens if by_vocabulary else tokens
     of_loss = loss_memory(loss, loss_tokens, d, rows, compute)
     if layer is None or weights is None or of_loss is None:
         return None
-    copies = 0 if checkpointed else layers * weights.block
+    # One group of blocks is gathered while another is computed, unless all stay gathered.
+    gathered = 0 if keep_gathered else min(2 * together, max(layers, 2)) * weights.gathered
+    staying = weights.gathered if keep_gathered else 0
+    copies = (0 if checkpointed else layers * weights.block) + layers * staying
 
     block_saves = tokens * (layer.mixer + layer.mlp + 2 * layer.norm)
     block_input = tokens * kept * d  # saved by the block's first norm
@@ -210,7 +218,7 @@ def memory_estimate(
     mlp_weights = compute * projection * (2 if checkpointed and weights.block else 1)
     mlp_gradients = 0 if earlier_gradients else 3 * kept * projection // shard_ranks
     mlp_copies = 2 * compute * projection if weights.block else 0
-    block_backward = weights.gathered + max(
+    block_backward = gathered + max(
         tokens * layer.mlp_backward + mlp_weights,
         tokens * layer.mixer_backward + mlp_gradients - mlp_copies,
     )
@@ -241,7 +249,7 @@ def memory_estimate(
     # In the first block all gradients exist but its own and an untied embedding's.
     to_come = kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + (0 if tied else matrix_kept)
     gradients = parameters + waiting if earlier_gradients else parameters - to_come
-    first_block = always + gradients + batch + block_saves + weights.block
+    first_block = always + gradients + batch + block_saves + weights.block + together * staying
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
@@ -268,7 +276,7 @@ class _Weights:
 
     Attributes:
         block: copies of one block's weights in the compute dtype, held until its backward pass is over.
-        gathered: blocks that FSDP has gathered; none while the loss is computed.
+        gathered: one block that FSDP has gathered.
         head: the head as the loss takes it, if that is not the parameter.
     """
 
@@ -287,10 +295,10 @@ def _weights(
     head = compute * arch.embedding_parameters
     if shard_ranks == 1:
         return _Weights(block, 0, head if autocast else 0)
-    # One block is gathered while another is computed. If blocks are gathered in fp32, autocast's copies stay.
+    # If blocks are gathered in fp32, autocast's copies stay.
     if (dtype := gathered_bytes(arch.model, precision)) is None:
         return None
-    gathered = 2 * dtype * (arch.mixer_parameters + arch.mlp_parameters)
+    gathered = dtype * (arch.mixer_parameters + arch.mlp_parameters)
     if by_vocabulary:
         head = head // shard_ranks if autocast else 0
     return _Weights(block if dtype == FP32 else 0, gathered, head)

@@ -231,7 +231,7 @@ class ShardedRanks(DistributedRanks):
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
         from linrnn.distributed.sharding import shard
 
-        self._replicas = shard(model, self._mesh, compute, isinstance(self._parallel, VocabConfig))
+        self._replicas = shard(model, self._mesh, compute, self._parallel)
         return model
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:

@@ -4,8 +4,8 @@ Every parameter becomes a DTensor sharded along its first dimension on one mesh.
 ranks. If `parallel.shard_ranks` is smaller it is `("replicate", "shard")` (HSDP: each group of ranks holds a whole
 model). Gradients are summed over all ranks in fp32: within a group in every micro-step, across groups in the last one.
 
-Blocks are gathered one by one when they are needed, forward and backward (`fully_shard`). Embedding and head are as
-large as many blocks and are handled apart:
+Blocks are gathered when they are needed, forward and backward (`fully_shard`): one by one, or `blocks_together` at
+once. Embedding and head are as large as many blocks and are handled apart:
 
 * The head is gathered once, in the dtype of the loss's products. Its gradient is reduced and scattered.
 * The embedding is gathered for a lookup, and not again for its backward pass.
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from linrnn.config.schema import FsdpConfig
+from linrnn.config.schema import FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.models.deferred import Part, allocate
 
@@ -38,7 +38,7 @@ def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: bool) -> "Replicas":
+def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, parallel: FsdpConfig) -> "Replicas":
     """Shard `model` (a LanguageModel) over the mesh, in place. Its parameters become DTensors.
 
     Parameters on the meta device get memory for this rank's part, without values
@@ -47,11 +47,12 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: boo
     Args:
         compute: the dtype of matrix products. The blocks' weights are gathered in it. If FLA's kernels need some of
             them in fp32, all are gathered in their own dtype.
-        by_vocabulary: do not gather embedding and head: see :class:`VocabularyParallelEmbedding`. A loss then gets the
-            rank's rows of the head.
+        parallel: how many blocks are gathered together, and whether they stay so until their backward pass. A
+            VocabConfig does not gather embedding and head: see :class:`VocabularyParallelEmbedding`. A loss then gets
+            the rank's rows of the head.
 
     Raises:
-        ConfigError: with `by_vocabulary`, a rank would have no row of the vocabulary.
+        ConfigError: with a VocabConfig, a rank would have no row of the vocabulary.
         UnsupportedError: a block has parameters of two dtypes, which FSDP2 does not take.
     """
     marked = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
@@ -61,11 +62,14 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, by_vocabulary: boo
             f"trainer.precision=bf16: FLA keeps some parameters of {model.arch.model} in fp32, FSDP2 takes one dtype",
             "use trainer.precision=bf16_autocast, or parallel=ddp",
         )
-    _shard_vocabulary(model, mesh, by_vocabulary)
+    _shard_vocabulary(model, mesh, isinstance(parallel, VocabConfig))
     gathered = None if model.keeps_fp32 else compute
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    blocks, together = list(model.blocks), parallel.blocks_together
+    for first in range(0, len(blocks), together):
+        some = blocks[first : first + together]
+        again = not parallel.keep_gathered
+        fully_shard(some if len(some) > 1 else some[0], mesh=mesh, mp_policy=policy, reshard_after_forward=again)
     own = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=own, ignored_params={model.embedding.weight, model.head_weight})
     allocate(model, mesh.device_type)

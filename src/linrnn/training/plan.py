@@ -115,6 +115,8 @@ class Plan:
             accumulation_steps=max(trainer.accumulation_steps, 1 if shard_ranks > 1 else min(self.world_size, 2)),
             shard_ranks=shard_ranks,
             by_vocabulary=isinstance(parallel, VocabConfig),
+            blocks_together=parallel.blocks_together if isinstance(parallel, FsdpConfig) else 1,
+            keep_gathered=isinstance(parallel, FsdpConfig) and parallel.keep_gathered,
         )
 
 

@@ -13,7 +13,7 @@ import statistics
 from dataclasses import dataclass
 
 from linrnn import costs
-from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow
+from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, parallel_overrides
 from linrnn.config import load_config
 from linrnn.config.schema import Config, FsdpConfig, VocabConfig
 from linrnn.models.architecture import Architecture, resolve
@@ -116,7 +116,9 @@ def _exposed(row: StepRow, compute: float, rates: Rates) -> float | None:
         last = 2 * 4 * arch.embedding_parameters / rates.link
         return max(last, seconds - body * 2 / 3)
     of_blocks = sent.within["blocks gathered"] + sent.within["blocks reduced"]
-    hidden = of_blocks / rates.link + PASSES_OF_BLOCKS * arch.num_layers * rates.ring(row.ranks)
+    groups = math.ceil(arch.num_layers / row.blocks_together)
+    passes = PASSES_OF_BLOCKS - row.keep_gathered
+    hidden = of_blocks / rates.link + passes * groups * rates.ring(row.ranks)
     others = sum(sent.within.values()) - of_blocks
     return max(0.0, hidden - body) + others / rates.link + OPEN_COLLECTIVES * rates.ring(row.ranks)
 
@@ -136,6 +138,7 @@ def step_memory(row: StepRow) -> costs.MemoryEstimate | None:
         accumulation_steps=2 if row.parallel == "ddp" else 1,
         shard_ranks=row.ranks if isinstance(config.parallel, FsdpConfig) else 1,
         by_vocabulary=isinstance(config.parallel, VocabConfig),
+        blocks_together=row.blocks_together, keep_gathered=row.keep_gathered,
     )  # fmt: skip
 
 
@@ -147,7 +150,8 @@ def sending_ms(row: LossRow, rates: Rates) -> float | None:
 
 
 def _config(row: StepRow) -> Config:
-    return load_config([f"model={row.model}", f"size={row.size}", "loss=cce_kahan", f"parallel={row.parallel}"])
+    parallel = parallel_overrides(row.parallel, row.blocks_together, row.keep_gathered)
+    return load_config([f"model={row.model}", f"size={row.size}", "loss=cce_kahan", *parallel])
 
 
 def _architecture(row: StepRow) -> Architecture:

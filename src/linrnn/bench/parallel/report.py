@@ -115,7 +115,7 @@ def _steps(rows: list[tuple[StepRow, int]], device: str) -> list[str]:
     )
     cells = [
         (
-            *(f"{row.model} {row.size}", row.parallel, row.scaling, row.ranks, row.sequences_of_rank),
+            *(f"{row.model} {row.size}", row.method, row.scaling, row.ranks, row.sequences_of_rank),
             *(f"{row.step_ms:.0f}", f"{float(f'{row.tokens_per_second:.3g}'):,.0f}", show(row.efficiency, ".2f")),
             *(two_digits(share) for share in _mfu_of_rank(row, device).values()),
             *(row.memory, show(row.sent_gib, ".2f"), number),
@@ -145,7 +145,7 @@ def _step_forecasts(runs: list[Measured], rates: Rates) -> list[str]:
     )
     cells = [
         (
-            *(f"{step.row.model} {step.row.size}", step.row.parallel, step.row.scaling, step.row.ranks),
+            *(f"{step.row.model} {step.row.size}", step.row.method, step.row.scaling, step.row.ranks),
             *(step.row.sequences_of_rank, f"{step.ms:.0f}", f"{step.exposed_ms:.1f}", f"{step.row.step_ms:.0f}"),
             *(f"{step.row.step_ms / step.ms:.2f}", show(step.memory.peak, ".1f", GIB), step.row.memory, number),
         )

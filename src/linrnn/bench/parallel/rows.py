@@ -9,6 +9,7 @@ from typing import Any
 from linrnn.core.errors import DataError
 from linrnn.core.tables import show
 
+SHARDED = ("fsdp", "vocab")
 # How many times a rank sends (W − 1) / W of the whole tensor.
 UNITS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
@@ -72,6 +73,7 @@ class StepRow:
         sent_gib: what each rank sends in a step, from formulas.
         gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
             lacks the gradients of DDP that NCCL still held.
+        blocks_together, keep_gathered: those of `parallel`, if it shards the model.
     """
 
     model: str
@@ -88,7 +90,15 @@ class StepRow:
     efficiency: float | None
     gib: float | None
     sent_gib: float | None
-    gib_is_own: bool = False  # the committed rows lack the key
+    gib_is_own: bool = False  # the committed rows lack this key and the next ones
+    blocks_together: int = 1
+    keep_gathered: bool = False
+
+    @property
+    def method(self) -> str:
+        """`parallel`, and how blocks are gathered if not one by one for each pass."""
+        together = f", {self.blocks_together} blocks together" if self.blocks_together > 1 else ""
+        return self.parallel + together + (", kept" if self.keep_gathered else "")
 
     @property
     def memory(self) -> str:
@@ -107,6 +117,14 @@ class Measured:
     collectives: list[CollectiveRow] = field(default_factory=list)
     loss: list[LossRow] = field(default_factory=list)
     steps: list[StepRow] = field(default_factory=list)
+
+
+def parallel_overrides(mode: str, blocks_together: int, keep_gathered: bool) -> list[str]:
+    """The overrides of a run for `parallel=mode`. Only modes that shard the model gather blocks."""
+    if mode not in SHARDED:
+        return [f"parallel={mode}"]
+    gathering = f"parallel.blocks_together={blocks_together}", f"parallel.keep_gathered={keep_gathered}"
+    return [f"parallel={mode}", *gathering]
 
 
 def write(measured: Measured, directory: Path, part: str | None) -> Path:

@@ -20,7 +20,16 @@ from linrnn import costs
 from linrnn.bench.loss.problems import Problem, make_problem, parse_shape, relative_error
 from linrnn.bench.loss.timing import peak_bytes, step, synchronize, time_ms
 from linrnn.bench.parallel.report import write_pages
-from linrnn.bench.parallel.rows import UNITS, CollectiveRow, LossRow, Measured, StepRow, write
+from linrnn.bench.parallel.rows import (
+    SHARDED,
+    UNITS,
+    CollectiveRow,
+    LossRow,
+    Measured,
+    StepRow,
+    parallel_overrides,
+    write,
+)
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
 from linrnn.core.errors import ConfigError
@@ -71,7 +80,7 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchParallelConfig
     """The loss of one shape. The ranks share tokens and head evenly."""
     shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
     whole = _of_first(make_problem(shape, "peaked", dtype, device, config.seed))
-    here = ranks.under(_parallel("vocab"))
+    here = ranks.under(_parallel("vocab", config))
     shards = -(-shape.v // world)
     rows = slice(ranks.rank * shards, min((ranks.rank + 1) * shards, shape.v))
     tokens = slice(ranks.rank * shape.n // world, (ranks.rank + 1) * shape.n // world)
@@ -172,7 +181,7 @@ def _measure_mode(
 ) -> StepRow:
     """Steps of a copy of `model`."""
     precision = resolve_precision(run.trainer.precision, device)
-    parallel = _parallel(mode)
+    parallel = _parallel(mode, config)
     beside = sum(parameter.nbytes for parameter in model.parameters())  # the model itself, while its copy trains
     model = copy.deepcopy(model)
     spread = Ranks() if mode == "none" else ranks.under(parallel)
@@ -215,6 +224,8 @@ def _measure_mode(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
         tokens / ms * 1e3, None, ranks.largest(peak)[0] or None, None if sent is None else sent.total / GIB,
         gib_is_own=True,
+        blocks_together=config.blocks_together if mode in SHARDED else 1,
+        keep_gathered=config.keep_gathered and mode in SHARDED,
     )  # fmt: skip
 
 
@@ -259,8 +270,8 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
     return write_pages(directory) if ranks.is_first else []
 
 
-def _parallel(mode: str) -> Any:
-    return load_config([f"parallel={mode}"]).parallel
+def _parallel(mode: str, config: BenchParallelConfig) -> Any:
+    return load_config(parallel_overrides(mode, config.blocks_together, config.keep_gathered)).parallel
 
 
 def _device_name(device: torch.device) -> str:
