@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
@@ -39,9 +40,41 @@ def said_by_sweep(*overrides: str) -> list[str]:
     return said
 
 
+def shared(*more: str) -> list[str]:
+    """Overrides of a sweep with one point of two ranks."""
+    one_point = ["sweep=checkpointing", "experiment=null", "model=gla", "loss=standard", "size=smoke"]
+    one_point += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "schedule=constant"]
+    one_point += ["schedule.steps=4", "schedule.warmup_steps=0"]
+    return [*one_point, "parallel=fsdp", "sweep.ranks=2", *more]
+
+
+@pytest.mark.usefixtures("quick_points")
+def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small: Small, tmp_path: Path) -> None:
+    foreseen = said_by_sweep(*small(*shared("dry_run=true")))
+    assert "each point has 2 ranks; its memory is that of one" in foreseen
+    for steps in (2, 3):
+        said_by_sweep(*small(*shared(f"trainer.max_steps={steps}")))
+    [path] = (tmp_path / "results/checkpointing").glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 3, 2)
+    assert "resuming at step 2" in path.with_name("train.log").read_text()
+    assert any("1 points, 0 to run" in line for line in said_by_sweep(*small(*shared("trainer.max_steps=3"))))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_on_gpus_a_point_of_two_ranks_gets_both(small: Small, tmp_path: Path) -> None:
+    said_by_sweep(*small(*shared("device=cuda", "trainer.max_steps=2")))
+    [path] = (tmp_path / "results/checkpointing").glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert (summary["status"], summary["world_size"]) == ("finished", 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause", "remedy"),
     [
+        (["sweep=mve", "sweep.ranks=2"], "parallel=none is a run of one process", "parallel=fsdp"),
+        (["sweep=mve", "sweep.ranks=0"], "sweep.ranks=0", "1 or more"),
         (["sweep=mvee"], "sweep=mvee", "mve"),
         (["sweep=mve", "trainer.batchsize=4"], "trainer.batchsize", "trainer.batch_size"),
         (["sweep=mve", "jobs=0"], "jobs=0", "1 or more"),

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from linrnn.config import load_config
+from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
-from linrnn.experiments.points import Point, foresee, write_summary
+from linrnn.experiments import points as points_of_sweeps
+from linrnn.experiments.points import Point, decisive, foresee, write_summary
 from linrnn.experiments.sweep import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
@@ -169,7 +170,7 @@ def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> N
     program = (
         "import sys, time, pickle\nfrom linrnn.experiments.points import Process\n"
         "process = Process(pickle.load(open(sys.argv[1], 'rb')), {}, [sys.executable, '-c', sys.argv[2]])\n"
-        "print(process._process.pid, flush=True); time.sleep(600)"
+        "print(process._ranks[0].pid, flush=True); time.sleep(600)"
     )
     (tmp_path / "point").write_bytes(pickle.dumps(point))
     arguments = [sys.executable, "-c", program, str(tmp_path / "point"), HANGS]
@@ -224,3 +225,106 @@ def test_errors_come_whole_out_of_another_process() -> None:
     with pytest.raises(LinrnnError) as error:
         in_another_process(_fail)
     assert (error.value.cause, error.value.remedy, error.value.exit_code) == ("no such thing", "choose another", 2)
+
+
+# ------------------------------------------------------------------------------------------------- several ranks
+@pytest.fixture
+def make_shared_points(small: Small) -> Callable[[int], list[Point]]:
+    """Points of two ranks."""
+
+    def make(count: int) -> list[Point]:
+        return foresee([small(f"seed={seed}", "loss=standard", "parallel=fsdp") for seed in range(count)], ranks=2)
+
+    return make
+
+
+RANKS_FINISH = f"""
+import os, pathlib, sys
+target = pathlib.Path(sys.argv[1]); target.mkdir(parents=True, exist_ok=True)
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES".split()
+(target / ("rank" + os.environ["RANK"])).write_text(" ".join(os.environ.get(name, "-") for name in names))
+if os.environ["RANK"] == "0":
+    exec({FINISHES!r})
+"""
+
+
+def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(make_shared_points) -> None:
+    points = make_shared_points(2)
+    run(points, slots_of(2, ["3", "5", "6", "7"], ranks=2), s0=RANKS_FINISH, s1=RANKS_FINISH)
+    assert statuses(points) == ["finished"] * 2
+    told = [[(point.directory / f"rank{rank}").read_text().split() for rank in range(2)] for point in points]
+    for ranks in told:
+        assert [facts[:5] for facts in ranks] == [[str(rank), str(rank), "2", "2", "127.0.0.1"] for rank in range(2)]
+        assert ranks[0][5:] == ranks[1][5:]
+    assert len({ranks[0][5] for ranks in told}) == 2
+    assert {ranks[0][6] for ranks in told} == {"3,5", "6,7"}
+
+
+def test_a_point_of_one_process_is_named_and_identified_as_before(make_points, make_shared_points) -> None:
+    [alone], [shared] = make_points(1), make_shared_points(1)
+    assert (alone.ranks, shared.ranks) == (1, 2)
+    assert alone.name == run_name(alone.config)
+    assert shared.name == run_name(shared.config, world_size=2)
+    assert shared.run_directory()._identity["sequences_per_step"] == 2 * shared.config.trainer.batch_size
+    assert shared.memory_bytes < alone.memory_bytes
+    assert write_summary(shared, "failed", "a crash")["command"].startswith("torchrun --nproc-per-node=2 train.py ")
+
+
+@pytest.mark.parametrize(
+    ("codes", "decisive_one"),
+    [([0, 0], (0, 0)), ([1, -9], (1, -9)), ([1, 5], (1, 5)), ([-9, 5, 1], (1, 5)), ([0, 1], (1, 1)), ([4, 4], (0, 4))],
+)
+def test_one_rank_decides_what_became_of_a_point(codes: list[int], decisive_one: tuple[int, int]) -> None:
+    assert decisive(codes) == decisive_one
+
+
+def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points) -> None:
+    points = make_shared_points(3)
+    killed = "import os; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else exit(1)"
+    full = "import os; exit(5 if os.environ['RANK'] == '1' else 'error: rank 1 stopped: out of memory at step 3')"
+    run(points, s0=killed, s1=full, s2=RANKS_FINISH)
+    assert statuses(points) == ["failed", "out_of_memory", "finished"]
+    assert points[0].summary()["reason"].startswith("rank 1: killed by SIGKILL")
+    assert points[1].summary()["reason"] == "rank 1 stopped: out of memory at step 3"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stop_reaches_every_rank(make_shared_points, tmp_path: Path) -> None:
+    [point] = make_shared_points(1)
+    hangs = f"import os; open({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{HANGS}"
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(InterruptedRun, match="seed=0 was running" if "seed=0" in point.label else "was running"):
+        run([point], s0=hangs)
+    for rank in range(2):
+        assert not Path("/proc", (tmp_path / f"pid{rank}").read_text()).exists()
+
+
+def test_points_of_several_ranks_are_packed_onto_gpus_or_refused(small: Small) -> None:
+    assert slots_of(2, ["0", "1", "2", "3", "4"], ranks=2) == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    assert slots_of(2, [], ranks=2) == [{}, {}]
+    with pytest.raises(ConfigError, match="4 ranks: 2 GPUs are visible") as refusal:
+        slots_of(1, ["0", "1"], ranks=4)
+    assert refusal.value.remedy == "use 2 ranks or fewer, or device=cpu"
+    with pytest.raises(ConfigError, match="jobs=2 of 2 ranks: there are 3 GPUs") as refusal:
+        slots_of(2, ["0", "1", "2"], ranks=2)
+    assert refusal.value.remedy == "use jobs=1"
+    with pytest.raises(ConfigError, match="2 ranks, and parallel=none is a run of one process"):
+        foresee([small("loss=standard")], ranks=2)
+    [uneven] = foresee([small("loss=standard", "parallel=fsdp", "parallel.shard_ranks=3")], ranks=2)
+    assert "parallel.shard_ranks=3 does not divide 2 ranks" in uneven.refusal
+    [single] = foresee([small("loss=standard", "parallel=fsdp")])
+    assert "sweep.ranks=N" in single.refusal
+    assert "RANK" not in os.environ
+
+
+def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, monkeypatch: pytest.MonkeyPatch) -> None:
+    [point] = make_shared_points(1)
+    monkeypatch.setattr(points_of_sweeps, "LEFT_BEHIND_SECONDS", 0.5)
+    waits = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # until SIGKILL
+    run([point], s0=f"import os\nif os.environ['RANK'] == '1': exit('error: no GPU is free')\n{waits}\n{HANGS}")
+    summary = point.summary()
+    assert summary["status"] == "failed"
+    assert summary["reason"] == "rank 1: no GPU is free"

@@ -356,6 +356,7 @@ def answer(loss: str, batch: int, speed: float, environment: dict[str, Any] = HE
 
 def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> None:
     answers = [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)]
+    of_batches = (criteria.BATCH, "cce_kahan", "compiled")
     found = verdicts.verdicts(FIVE_SEEDS, answers)
     batch = only(found, criteria.BATCH, "cce_kahan", "compiled")
     assert (batch.value, batch.verdict) == (pytest.approx(13 / 12), "missed")
@@ -370,6 +371,11 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     compiled_blocks = {**answer("cce_kahan", 24, 1010), "training": "trainer.compile_blocks=True"}
     unlike = verdicts.verdicts(FIVE_SEEDS, [answer("compiled", 12, 1000), compiled_blocks])
     assert only(unlike, criteria.BATCH, "cce_kahan", "compiled").value is None
+    of_two = [{**one, "parallel": "fsdp", "world_size": 2} for one in answers]
+    assert only(verdicts.verdicts(FIVE_SEEDS, [answers[0], of_two[1]]), *of_batches).value is None
+    both = only(verdicts.verdicts(FIVE_SEEDS, of_two), *of_batches)
+    assert both.value == pytest.approx(13 / 12)
+    assert "on each of 2 ranks (fsdp)" in both.setting
     strange = verdicts.verdicts(FIVE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
     batch = only(strange, criteria.BATCH, "cce_kahan", "compiled")
     assert batch.verdict == "open"

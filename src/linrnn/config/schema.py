@@ -6,13 +6,13 @@ with :func:`at_least`, :func:`one_of` or :func:`between` carries its bound as me
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 
-def at_least(minimum: float) -> Any:
+def at_least(minimum: float, default: Any = MISSING) -> Any:
     """A number that must be >= `minimum` (or null, if the type allows it)."""
-    return field(metadata={"minimum": minimum})
+    return field(default=default, metadata={"minimum": minimum})
 
 
 def between(minimum: float, maximum: float) -> Any:
@@ -341,6 +341,7 @@ class SweepConfig:
     name: str = plain_name()
     overrides: list[str]
     grids: list[dict[str, list[Any]]]
+    ranks: int = at_least(1, default=1)
 
 
 @dataclass
@@ -362,6 +363,7 @@ class FindMaxBatchConfig:
     probe_steps: int = at_least(3)
     warmup_steps: int = at_least(1)
     max_probes: int = at_least(1)
+    ranks: int = at_least(1)
     group: str = plain_name()
     results_dir: str = output_path()
 

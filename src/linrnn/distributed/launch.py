@@ -1,6 +1,9 @@
-"""Read what the launcher (torchrun) says about this process."""
+"""Read what the launcher (torchrun) says about this process, and say the same to processes started here."""
 
+import contextlib
 import os
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from linrnn.config.schema import ParallelConfig
@@ -38,6 +41,45 @@ class Launch:
         if parallel.name != "none" and not self.launched:
             raise ConfigError(
                 f"parallel={parallel.name}: this process was not started by torchrun",
-                f"use torchrun --nproc-per-node=N train.py … parallel={parallel.name}, or parallel=none",
+                f"use torchrun --nproc-per-node=N train.py … parallel={parallel.name}, in a sweep sweep.ranks=N, or "
+                "parallel=none",
             )
         return self.world_size
+
+
+def environments(ranks: int) -> list[dict[str, str]]:
+    """For each rank of a run on this machine what torchrun would add to its environment; nothing for a single one.
+
+    The ranks meet at a port of their own, on which nobody listens yet.
+    """
+    if ranks == 1:
+        return [{}]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_new_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+_ports: set[int] = set()  # that this process has given away: their ranks may not listen yet
+
+
+def _new_port() -> int:
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        if port not in _ports:
+            _ports.add(port)
+            return port
+
+
+@contextlib.contextmanager
+def as_first_of(ranks: int) -> Iterator[None]:
+    """Within the context this process can plan a run as the first of so many ranks would."""
+    before = dict(os.environ)
+    os.environ.update(environments(ranks)[0])
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

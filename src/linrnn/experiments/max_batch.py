@@ -12,8 +12,9 @@ from typing import Any
 
 from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.core.errors import ConfigError, SweepFailure, UnsupportedError
-from linrnn.experiments.points import Point, Process, foresee
-from linrnn.experiments.sweep import in_another_process
+from linrnn.distributed.launch import as_first_of
+from linrnn.experiments.points import Point, Process, check_parallel, foresee
+from linrnn.experiments.sweep import check_gpus, in_another_process
 from linrnn.runs.directory import ENVIRONMENT
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.provenance import read_processes
@@ -150,7 +151,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.valid_tokens=1",  # the final validation cannot be left out: one batch
         "logger.wandb.mode=disabled",
     ]
-    on_gpu, model, environment = in_another_process(_look_ahead, [*probe_overrides, "trainer.batch_size=1"], budget)
+    on_gpu, model, environment, unit = in_another_process(_look_ahead, probe_overrides, budget, config.ranks)
     if on_gpu:
         probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
 
@@ -160,7 +161,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
 
     def probe(batch: int) -> Probe:
-        point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={batch}"]])[0]
+        point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={unit * batch}"]], config.ranks)[0]
         result = _probe(point, batch, budget, None if model is None else int(foreseen(batch)), environment)
         say(f"  {_line(result)}")
         return result
@@ -168,37 +169,60 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     expected = "unknown, hence measured" if model is None else f"{_largest(foreseen, budget)} sequences"
     say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {expected}")
     answer = search(probe, None if model is None else foreseen, budget, config.max_probes)
-    for line in report(answer, on_gpu):
+    for line in report(answer, on_gpu, config.ranks):
         say(line)
     _write(config, overrides, answer, environment, say)
     return answer
 
 
-def _look_ahead(overrides: Sequence[str], budget: float) -> tuple[bool, list[int] | None, dict[str, Any]]:
-    """Three facts from one process, which takes seconds to start: (on a GPU, expected peaks, environment).
+def _look_ahead(
+    overrides: Sequence[str], budget: float, ranks: int = 1
+) -> tuple[bool, list[int] | None, dict[str, Any], int]:
+    """Four facts from one process, which takes seconds to start: (on a GPU, expected peaks, environment, unit).
 
-    The expected peaks are those of 1, 2, 3 … sequences up to twice the budget; None if unknown.
+    The expected peaks are those of 1, 2, 3 … sequences a rank, up to twice the budget; None if unknown. The unit is
+    `trainer.batch_size` where each rank has one sequence.
     """
     from linrnn.config import load_config
+
+    config: Config = load_config(overrides)
+    check_parallel(config, ranks)
+    unit = ranks // config.parallel.data_ranks(ranks)
+    trainer = dataclasses.replace(config.trainer, batch_size=unit)
+    with as_first_of(ranks):
+        return *_ahead(dataclasses.replace(config, trainer=trainer), budget, ranks), unit
+
+
+def _ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[int] | None, dict[str, Any]]:
+    """The first three of these facts, in a process that plans as the first of `ranks`.
+
+    Args:
+        config: of a run with one sequence on each rank.
+    """
+    import torch
+
     from linrnn.core.machine import available_memory
     from linrnn.data import vocabulary_size
     from linrnn.runs.environment import describe_environment
     from linrnn.training.plan import check_step_fits, make_training_plan
 
-    config: Config = load_config(overrides)
     plan = make_training_plan(config)
     arch = plan.architecture(vocabulary_size(config.data))
     on_gpu = plan.device.type == "cuda"
+    if on_gpu:
+        check_gpus(ranks, torch.cuda.device_count())
     check_step_fits(plan, arch)
     there = available_memory()
-    if not on_gpu and there is not None and budget > there:
+    if not on_gpu and there is not None and ranks * budget > there:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"memory_budget_gib={budget / GIB:g} is more than the {there / GIB:.1f} GiB of memory that are free here",
-            f"use memory_budget_gib={there * 0.9 / GIB:.1f} or less, or a machine with a GPU",
+            f"memory_budget_gib={budget / GIB:g}{each} is more than the {there / GIB:.1f} GiB of memory that are free "
+            "here",
+            f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
     table: list[int] = []
     while len(table) < 2 or (table[-1] <= 2 * budget and len(table) < 4096):
-        trainer = dataclasses.replace(config.trainer, batch_size=len(table) + 1)
+        trainer = dataclasses.replace(config.trainer, batch_size=config.trainer.batch_size * (len(table) + 1))
         larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
         if (estimate := larger.memory_estimate(arch)) is None:
             return on_gpu, None, describe_environment()
@@ -260,7 +284,7 @@ def _line(probe: Probe) -> str:
     return ", ".join(words)
 
 
-def report(answer: Answer, on_gpu: bool) -> list[str]:
+def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
     """The answer for people."""
     best = next((probe for probe in answer.probes if probe.batch == answer.batch), None)
     bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
@@ -273,6 +297,8 @@ def report(answer: Answer, on_gpu: bool) -> list[str]:
         lines.append("  not even one fits: raise memory_budget_gib, lower trainer.seq_len, or choose a smaller size")
     elif answer.batch == 0:
         lines.append("  no batch that was tried fits, smaller ones were not tried: raise max_probes (why: train.log)")
+    if ranks > 1:
+        lines.append(f"  sequences and memory are those of each of {ranks} ranks")
     if not on_gpu:
         lines.append("  memory is the process's resident set, Python and libraries included; the foreseen is a GPU's")
     return lines
@@ -288,17 +314,18 @@ def _write(
     from linrnn.runs.summary import names_of_run
 
     run: Config = load_config([*overrides, f"group={config.group}"])
-    name = run_name(run)
+    name = run_name(run, config.ranks)
     directory = RunDirectory(
         Path(config.results_dir) / config.group / "answers" / f"{name}-{config.memory_budget_gib:g}gib",
-        identity={**identity(run), "memory_budget_gib": config.memory_budget_gib},
+        identity={**identity(run, config.ranks), "memory_budget_gib": config.memory_budget_gib},
         resume="auto",
     )
     directory.open()
     try:
         directory.begin(to_yaml(run))
         content: dict[str, Any] = {
-            **names_of_run(run, name),
+            **names_of_run(run, name, config.ranks),
+            "world_size": config.ranks,
             "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
             "tie_embeddings": run.size.tie_embeddings,
             "precision": run.trainer.precision,
@@ -316,7 +343,7 @@ def _write(
             run_name=f"max_batch-{name}",
             group=config.group,
             tags=[run.model.name, run.size.name, run.loss.name, run.data.name, "max_batch"],
-            hyperparameters=identity(run),
+            hyperparameters=identity(run, config.ranks),
             history=lambda: [{"step": number, **_metrics(probe)} for number, probe in enumerate(answer.probes)],
             say=say,
         )

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,16 @@ from linrnn.config.compose import leaves
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
+from linrnn.distributed.launch import as_first_of, environments
 from linrnn.runs.directory import SUMMARY, RunDirectory
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import status_of, summary_without_figures
 
 TRAIN = CONFIG_DIR.parent / "train.py"
+POLL_SECONDS = 0.2
+LEFT_BEHIND_SECONDS = 60.0  # after a rank has failed: until all others get SIGTERM, and again until they get SIGKILL
 LOGS = "sweep_logs"  # in a group's directory: what each point printed
+OUT_OF_MEMORY = OutOfMemoryError.exit_code
 ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again would not change them
 
 
@@ -44,6 +49,7 @@ class Point:
         memory_bytes: expected peak of memory; None if unknown.
         seconds: expected time of all steps; None if the device's rate is unknown.
         refusal: why the point cannot run here; None if it can.
+        ranks: processes that share the run.
     """
 
     overrides: tuple[str, ...]
@@ -54,6 +60,7 @@ class Point:
     memory_bytes: int | None = None
     seconds: float | None = None
     refusal: str | None = None
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -71,7 +78,7 @@ class Point:
             ConfigError: it holds a run of another configuration.
         """
         resume = "must" if self.config.trainer.resume == "must" else "auto"
-        return RunDirectory(self.directory, identity=identity(self.config), resume=resume)
+        return RunDirectory(self.directory, identity=identity(self.config, self.ranks), resume=resume)
 
     def claim(self) -> BinaryIO:
         """The log, locked against other sweeps until it is closed. The system closes it when this process ends.
@@ -114,27 +121,47 @@ class Point:
         return finished or summary["status"] in ANSWERS
 
 
-def foresee(points: Sequence[Sequence[str]]) -> list[Point]:
+def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
     """Name every point, estimate its memory and time, and check whether it can run.
+
+    Memory is that of one rank.
 
     A point with the configuration of an earlier point is dropped. Call this in a separate process, since it may
     initialise the GPU.
 
+    Args:
+        ranks: processes that share each run.
+
     Raises:
-        ConfigError: two different points would share a directory.
+        ConfigError: two different points would share a directory, or several ranks are to run a point of one process.
         LinrnnError: an override is wrong on any machine.
     """
     found: dict[Path, Point] = {}
     common = set(points[0]).intersection(*points)
-    for overrides in points:
-        config = load_config(overrides)
-        directory = Path(config.results_dir) / config.group / run_name(config)
-        label = " ".join(override for override in overrides if override not in common) or directory.name
-        if directory not in found:
-            found[directory] = _foresee(tuple(overrides), config, directory, label)
-        elif config != found[directory].config:
-            raise _shared_directory(found[directory], config, label)
+    with as_first_of(ranks):
+        for overrides in points:
+            config = load_config(overrides)
+            check_parallel(config, ranks)
+            directory = Path(config.results_dir) / config.group / run_name(config, ranks)
+            label = " ".join(override for override in overrides if override not in common) or directory.name
+            if directory not in found:
+                found[directory] = _foresee(tuple(overrides), config, directory, label, ranks)
+            elif config != found[directory].config:
+                raise _shared_directory(found[directory], config, label)
     return list(found.values())
+
+
+def check_parallel(config: Config, ranks: int) -> None:
+    """Check that a run can have so many ranks.
+
+    Raises:
+        ConfigError: it has parallel=none.
+    """
+    if ranks > 1 and config.parallel.name == "none":
+        raise ConfigError(
+            f"{ranks} ranks, and parallel=none is a run of one process",
+            "add parallel=fsdp, ddp or vocab, or use one rank",
+        )
 
 
 def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
@@ -148,7 +175,7 @@ def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
     return ConfigError(f"the points {first.label} and {label} would share {first.directory}", remedy)
 
 
-def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str) -> Point:
+def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str, ranks: int = 1) -> Point:
     from linrnn.data import vocabulary_size
     from linrnn.experiments.dry_run import seconds_of_run
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
@@ -162,13 +189,13 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
         refusal = f"{error.cause}; {error.remedy}"
     try:
         device = resolve_device(config.device)
-        plan = Plan(config, device, resolve_precision(config.trainer.precision, device))
+        plan = Plan(config, device, resolve_precision(config.trainer.precision, device), ranks)
         arch = plan.architecture(vocabulary_size(config.data))
         estimate, steps, seconds = plan.memory_estimate(arch), plan.total_steps, seconds_of_run(plan, arch)
     except (UnsupportedError, ConfigError):
         if refusal is None:
             raise
-        return Point(overrides, config, directory, label, refusal=refusal)
+        return Point(overrides, config, directory, label, refusal=refusal, ranks=ranks)
     memory = None if estimate is None else estimate.peak
     if refusal is None:
         try:
@@ -177,15 +204,18 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
             refusal = f"{error.cause}; {error.remedy}"
         except OutOfMemoryError:  # the run itself will give this result
             pass
-    return Point(overrides, config, directory, label, steps, memory, seconds, refusal)
+    return Point(overrides, config, directory, label, steps, memory, seconds, refusal, ranks)
 
 
 class Process:
-    """A point running in a fresh process. It ends when the process that started it ends.
+    """A point running in a fresh process for each of its ranks. They end when the process that started them ends.
+
+    The ranks are started here, as torchrun would start them. torchrun itself kills ranks 30 s after a signal. If it is
+    killed, it leaves them behind.
 
     Args:
         environment: variables in addition to this process's own.
-        command: the command to run; None: `python train.py` with the point's overrides.
+        command: the command of each rank; None: `python train.py` with the point's overrides.
         claim: the claim on the point, if the caller has it already.
 
     Raises:
@@ -202,21 +232,28 @@ class Process:
         self.point = point
         self._claim = claim or point.claim()
         self._summary_before = self._stamp()
+        self._failed_at: float | None = None
+        self._codes: list[int] | None = None  # exit codes before other ranks were ended here
         with point.log.open("ab") as log:
             log.truncate(0)
-            self._process = subprocess.Popen(
-                list(command or [sys.executable, str(TRAIN), *point.overrides]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                start_new_session=True,  # only this process passes Ctrl-C on to it
-                preexec_fn=_end_with_parent,
-            )
+            self._ranks = [
+                subprocess.Popen(
+                    list(command or [sys.executable, str(TRAIN), *point.overrides]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **of_rank},
+                    start_new_session=True,  # only this process passes Ctrl-C on to it
+                    preexec_fn=_end_with_parent,
+                )
+                for of_rank in environments(point.ranks)
+            ]
 
     def send(self, signal_number: int) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal_number)
+        """Send a signal to every rank."""
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal_number)
 
     def kill(self) -> None:
         """End it at once."""
@@ -224,11 +261,28 @@ class Process:
         self.wait()
 
     def ended(self) -> bool:
-        """Whether it has ended."""
-        return self._process.poll() is not None
+        """Whether every rank has ended.
+
+        If a rank fails, the others notice and end. Ranks that have not joined it yet do not notice, and are ended here.
+        """
+        codes = [rank.poll() for rank in self._ranks]
+        if None not in codes:
+            return True
+        if any(codes):
+            self._failed_at = self._failed_at or time.monotonic()
+            waited = time.monotonic() - self._failed_at
+            if waited > LEFT_BEHIND_SECONDS and self._codes is None:
+                self._codes = [code or 0 for code in codes]
+            if waited > 2 * LEFT_BEHIND_SECONDS:
+                self.send(signal.SIGKILL)
+            elif waited > LEFT_BEHIND_SECONDS:
+                self.send(signal.SIGTERM)
+        return False
 
     def wait(self) -> None:
-        self._process.wait()
+        """Wait until every rank has ended."""
+        while not self.ended():
+            time.sleep(POLL_SECONDS)
 
     def last_line(self) -> str:
         """The last line that it printed."""
@@ -251,10 +305,13 @@ class Process:
             summary = self.point.summary()
             assert summary is not None
             return summary
-        code = self._process.returncode
+        rank, code = decisive(self._codes or [rank.returncode for rank in self._ranks])
         if code == 0 and (summary := self.point.summary()):
             return summary  # the run had nothing left to do
-        return write_summary(self.point, status_of(code), self._reason(code))
+        reason = self._reason(code)
+        if self.point.ranks > 1 and not reason.startswith("rank "):
+            reason = f"rank {rank}: {reason}"
+        return write_summary(self.point, status_of(code), reason)
 
     def _reason(self, code: int) -> str:
         if code < 0:
@@ -273,14 +330,25 @@ class Process:
         return path.stat().st_mtime_ns if path.exists() else None
 
 
+def decisive(codes: Sequence[int]) -> tuple[int, int]:
+    """The rank that decides what became of a point, and its exit code, from the exit codes of all ranks.
+
+    A rank out of memory comes first, then one that a signal killed, then one that failed in another way.
+    """
+    order = {rank: (code != OUT_OF_MEMORY, code >= 0, code == 0) for rank, code in enumerate(codes)}
+    rank = min(order, key=lambda rank: order[rank])
+    return rank, codes[rank]
+
+
 def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     """Write a summary without figures for a point, and return the summary that is then in its directory.
 
     Nothing is written if another process uses the directory or has finished the run. An `unsupported` point also keeps
     the summary of a run that has trained steps.
     """
-    command = shlex.join(["python", "train.py", *point.overrides])
-    summary = summary_without_figures(point.config, point.name, status, reason, command)
+    launcher = ["python"] if point.ranks == 1 else ["torchrun", f"--nproc-per-node={point.ranks}"]
+    command = shlex.join([*launcher, "train.py", *point.overrides])
+    summary = summary_without_figures(point.config, point.name, status, reason, command, point.ranks)
     directory = point.run_directory()
     try:
         directory.open()

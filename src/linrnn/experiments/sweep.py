@@ -16,13 +16,12 @@ from linrnn.config.schema import RunSweepConfig
 from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure
 from linrnn.core.interrupts import StopRequest
 from linrnn.experiments.launching import launch
-from linrnn.experiments.points import LOGS, Point, PointTakenError, Process, foresee, write_summary
+from linrnn.experiments.points import LOGS, POLL_SECONDS, Point, PointTakenError, Process, foresee, write_summary
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import GIB, duration
 
 EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # exit codes for points that failed; any other status: 1
 HARMLESS = ("finished", "unsupported")
-POLL_SECONDS = 0.2
 
 Say = Callable[[str], None]
 
@@ -35,18 +34,18 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         launcher: Hydra's overrides (`hydra/launcher=submitit_slurm …`); empty: processes of this machine.
 
     Raises:
-        ConfigError: an override is wrong, or there are more jobs than GPUs.
+        ConfigError: an override is wrong, or there are too few GPUs for the jobs and their ranks.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
     """
-    points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides))
+    points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), config.sweep.ranks)
     if config.dry_run:
         for line in listing(points, config):
             say(line)
         return
     for point in points:
         check_outputs(point.config)
-    slots = slots_of(config.jobs, gpus)
+    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks)
     pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
     refused: dict[str, list[str]] = {}
     for point in points:
@@ -227,6 +226,7 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
     lines += [
         "",
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
+        *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
         "memory is foreseen for a GPU, time without start-up and tuning of kernels"
         + (f"; in all {duration(sum(total) / config.jobs)}" if total and len(total) == len(ahead) else ""),
         "nothing was run or written",
@@ -251,9 +251,11 @@ def outcome(summary: dict[str, Any]) -> str:
     return f"finished: {', '.join(word for word in words if word)}"
 
 
-def _look_ahead(points: Sequence[Sequence[str]]) -> tuple[list[Point], list[str]]:
+def _look_ahead(points: Sequence[Sequence[str]], ranks: int) -> tuple[list[Point], list[str]]:
     """The points and the GPUs, found in one process, because a process takes seconds to start."""
-    return foresee(points), visible_gpus()
+    found, gpus = foresee(points, ranks), visible_gpus()
+    on_cpu = all(point.config.device == "cpu" for point in found)
+    return found, [] if on_cpu else gpus
 
 
 def visible_gpus() -> list[str]:
@@ -265,20 +267,36 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def slots_of(jobs: int, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """Environment variables for each of `jobs` processes: a GPU of its own, if there are GPUs.
+def slots_of(jobs: int, gpus: Sequence[str], ranks: int = 1) -> list[dict[str, str]]:
+    """Environment variables for each of `jobs` points: a GPU of its own for each of its ranks, if there are GPUs.
 
     Raises:
-        ConfigError: there are more jobs than GPUs.
+        ConfigError: there are fewer GPUs than ranks, or than the ranks of all jobs.
     """
     if not gpus:
         return [{} for _ in range(jobs)]
-    if jobs > len(gpus):
+    check_gpus(ranks, len(gpus))
+    if jobs * ranks > len(gpus):
+        of_ranks = f" of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"jobs={jobs}: there are {len(gpus)} GPUs, and two points on one would disturb each other's measurements",
-            f"use jobs={len(gpus)}",
+            f"jobs={jobs}{of_ranks}: there are {len(gpus)} GPUs, and two points on one would disturb each other's "
+            "measurements",
+            f"use jobs={len(gpus) // ranks}",
         )
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[job * ranks : (job + 1) * ranks])} for job in range(jobs)]
+
+
+def check_gpus(ranks: int, gpus: int) -> None:
+    """Check that each rank of a point has a GPU.
+
+    Raises:
+        ConfigError: there are more ranks than GPUs.
+    """
+    if ranks > gpus:
+        raise ConfigError(
+            f"{ranks} ranks: {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and each rank needs one",
+            f"use {gpus} rank{'s' * (gpus > 1)} or fewer, or device=cpu",
+        )
 
 
 def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:

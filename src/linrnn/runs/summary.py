@@ -98,12 +98,14 @@ def _training(config: Config, world_size: int) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-def summary_without_figures(config: Config, run_name: str, status: str, reason: str, command: str) -> dict[str, Any]:
+def summary_without_figures(
+    config: Config, run_name: str, status: str, reason: str, command: str, world_size: int = 1
+) -> dict[str, Any]:
     """The summary of a run that could not start, or that died before it wrote one."""
     return {
         "status": status,
         "reason": reason,
-        **names_of_run(config, run_name),
+        **names_of_run(config, run_name, world_size),
         "steps": 0,
         "tokens": 0,
         **dict.fromkeys(MEASURED),

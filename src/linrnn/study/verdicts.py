@@ -52,6 +52,8 @@ ANSWER_SETTING = (
     "tie_embeddings",
     "precision",
     "memory_budget_gib",
+    "parallel",
+    "world_size",
 )
 
 
@@ -341,6 +343,8 @@ def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, 
         f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
         f"checkpointing {checkpointing_of(own)}, {own['memory_budget_gib']:g} GiB"
     )
+    if (ranks := own.get("world_size", 1)) > 1:
+        where += f" on each of {ranks} ranks ({own['parallel']})"
     unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, but smaller batches were not tried
     batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
     enough = base["exact"] and bool(batches) and batches[0] >= BATCH.target

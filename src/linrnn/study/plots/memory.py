@@ -91,12 +91,13 @@ def _gib(size: float) -> str:
 def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many sequences fit in 80 GiB?") -> Any:
     """The largest batch by model and loss. One panel for each kind of activation checkpointing.
 
-    Only searches with an exact result are drawn. The label of a bar: the sequences, and their ratio to `compiled`'s.
+    Only searches of one process with an exact result are drawn. The label of a bar: the sequences, and their ratio to
+    `compiled`'s.
     """
     own = [
         (answer["activation_checkpointing"] or "none", answer["model"], name, answer["max_sequences"])
         for answer, name in zip(answers, backend_names(answers), strict=True)
-        if answer["exact"]
+        if answer["exact"] and answer.get("world_size", 1) == 1
     ]
     kinds = [kind for kind in ("none", "selective", "full") if any(kind == one[0] for one in own)]
     names = sorted({name for _, _, name, _ in own}, key=lambda name: (loss_of(name) != "standard", name != "compiled"))
