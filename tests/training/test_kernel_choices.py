@@ -11,6 +11,7 @@ from linrnn.config import load_config
 from linrnn.models import tuning
 from linrnn.runs.directory import ENVIRONMENT, LOG
 from linrnn.training import trainer as training
+from linrnn.training.compilation import rehearse_step
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -20,6 +21,11 @@ def trained(overrides: list[str]) -> Trainer:
     trainer = Trainer(load_config(overrides))
     assert trainer.fit()["status"] == "finished"
     return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    records = map(json.loads, trainer.directory.metrics.read_text().splitlines())
+    return [record["train/loss_nats"] for record in records if "train/loss_nats" in record]
 
 
 def recorded(trainer: Trainer) -> Any:
@@ -59,6 +65,15 @@ def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pyt
     assert modes == ["stored", "strict", "tune"]
 
 
+@pytest.mark.parametrize("reset", ["false", "true"])
+def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, weights and random numbers stay where they were. (On a GPU its kernels write nothing either.)"""
+    overrides = small(f"data.reset_at_document={reset}", "trainer.accumulation_steps=2")
+    plain = losses(trained([*overrides, "group=plain"]))
+    monkeypatch.setattr(training, "compile_kernels", rehearse_step)
+    assert losses(trained([*overrides, "group=rehearsed"])) == plain
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
 @pytest.mark.parametrize("reset", [False, True])
@@ -69,14 +84,10 @@ def test_kernels_compiled_ahead_compute_the_same(
     overrides = [o for o in small(f"model={model}", "loss=standard", "trainer.seq_len=128") if o != "device=cpu"]
     overrides += ["device=cuda", f"data.reset_at_document={str(reset).lower()}"]
 
-    def losses(group: str) -> list[float]:
-        trainer = trained([*overrides, f"group={group}"])
-        assert recorded(trainer)["choices"]
-        records = map(json.loads, trainer.directory.metrics.read_text().splitlines())
-        return [record["train/loss_nats"] for record in records if "train/loss_nats" in record]
-
-    ahead = losses("ahead")
+    compiled_ahead = trained([*overrides, "group=ahead"])
+    assert recorded(compiled_ahead)["choices"]
+    ahead = losses(compiled_ahead)
     monkeypatch.setattr(training, "compile_kernels", lambda run: None)
-    one_by_one = losses("one_by_one")
+    one_by_one = losses(trained([*overrides, "group=one_by_one"]))
     assert ahead[0] == one_by_one[0]
     assert ahead == pytest.approx(one_by_one, rel=1e-5)

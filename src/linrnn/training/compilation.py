@@ -19,15 +19,20 @@ def compile_kernels(run: BuiltRun) -> None:
     """
     if run.device.type != "cuda" or run.config.trainer.compile != "none":
         return
+    ranks_here = min(run.ranks.world_size, torch.cuda.device_count())
+    with tuning.compile_ahead(max(1, len(os.sched_getaffinity(0)) // ranks_here)):
+        rehearse_step(run)
+    torch.cuda.empty_cache()
+
+
+def rehearse_step(run: BuiltRun) -> None:
+    """Rehearse the model with the next batch. Nothing that the run computes later depends on it."""
     position = run.loader.state_dict()
     batch = next(run.loader)
     run.loader.load_state_dict(position)
-    ranks_here = min(run.ranks.world_size, torch.cuda.device_count())
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
-    with torch.random.fork_rng(devices=[run.device]), tuning.compile_ahead(threads):
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         rehearse(run.replica, batch, run.precision, run.device)
     run.ranks.zero_gradients(run.optimizer)
-    torch.cuda.empty_cache()
 
 
 def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> None:
