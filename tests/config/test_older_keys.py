@@ -19,6 +19,7 @@ from linrnn.training.checkpoint.files import write_state
 from linrnn.training.trainer import Trainer
 
 OLD_NAMES = {new: old for old, new in NEW_NAMES.items()}
+NEW_OF_FSDP = {"blocks_together", "keep_gathered"}
 # What every schedule of an earlier version had, whether or not it used it.
 ALWAYS = {"schedule.min_lr_ratio": 0.1, "schedule.decay_fraction": 0.2}
 
@@ -121,3 +122,13 @@ def test_a_row_of_an_earlier_version_compares_with_todays(schedule: str) -> None
     assert older_rows.without_horizon(old) == older_rows.without_horizon(new)
     assert older_rows.horizon({"training": old}) == older_rows.horizon({"training": new}) == 200
     assert older_rows.without_horizon("no keys at all") == "no keys at all"
+
+
+def test_a_sharded_run_of_an_earlier_version_gathered_blocks_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = load_config(["parallel=fsdp"])
+    lines = to_yaml(config).splitlines()
+    path.write_text("\n".join(line for line in lines if line.split(":")[0].strip() not in NEW_OF_FSDP))
+    assert len(path.read_text().splitlines()) == len(lines) - len(NEW_OF_FSDP)
+    assert read_config(path) == config
+    assert not NEW_OF_FSDP & {key.rpartition(".")[2] for key in identity(config, 2)}

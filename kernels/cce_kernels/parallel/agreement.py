@@ -4,7 +4,8 @@ A rank that refuses its arguments, or has different ones, would leave the other 
 first sends a line of text: its arguments, or the reason why it refuses them.
 
 Cost: one all-gather of `BYTES` a rank, for which the host waits. On a GPU it runs on a stream of its own, so that it
-waits for no computation. Nothing is exchanged while a CUDA graph is captured, or under torch.compile.
+waits for no computation. It does wait for earlier collectives of the group. A training loop therefore exchanges lines
+in its first step only (`agreed`). Nothing is exchanged while a CUDA graph is captured, or under torch.compile.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def vocabulary_parallel_linear_cross_entropy(
     return_metrics: bool = False,
     return_stats: bool = False,
     preset: str | None = None,
+    agreed: bool = False,
     **options: Any,
 ) -> Any:
     """`linear_cross_entropy` with the rows of c, bias and main_grad_c sharded over the ranks of a group.
@@ -114,6 +115,9 @@ def vocabulary_parallel_linear_cross_entropy(
         token_weights: (...), the same or the rank's own, like targets; or None. As in `linear_cross_entropy`. Each rank
             gives token_weights, or none does.
         main_grad_c: (shards[rank], D) fp32, the rank's rows, or None; as in `linear_cross_entropy`.
+        agreed: True if the ranks have called with the same shapes, dtypes and options before, as in all steps of a
+            training run but the first. Each rank then checks alone, and the host does not wait for the other ranks
+            before the loss. A rank that calls differently all the same leaves the others waiting.
         options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
             filter_c, filter_if_faster, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass
             and statistics are those of the whole vocabulary. With filter_if_faster every call is exact, because a
@@ -124,8 +128,8 @@ def vocabulary_parallel_linear_cross_entropy(
     Raises:
         ValueError: as in `linear_cross_entropy`; or shards do not fit the group or c, there are no targets, or there is
             no process group. If one rank's check fails, or ranks call with different shapes or options, all ranks raise
-            the same error (agreement.py). Under torch.compile and while a CUDA graph is captured, each rank checks
-            alone.
+            the same error (agreement.py). Under torch.compile, while a CUDA graph is captured, and if `agreed`, each
+            rank checks alone.
         WorkspaceTooSmall: as in `linear_cross_entropy`.
         RuntimeError: in the backward pass, on all ranks: the upstream gradients differ where they must be the same. No
             gradient has been written or added to.
@@ -162,7 +166,7 @@ def vocabulary_parallel_linear_cross_entropy(
         name, agrees = constant_name_of(group), False
     else:
         capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
-        name, agrees = name_of(group), not capturing and dist.get_world_size(group) > 1
+        name, agrees = name_of(group), not agreed and not capturing and dist.get_world_size(group) > 1
     if not agrees:
         o, targets, ignore_index, weights = check()
     else:

@@ -295,8 +295,9 @@ class FsdpConfig(DistributedConfig):
     """Parameters, gradients and optimizer state are sharded; blocks are gathered when needed (torch's FSDP2)."""
 
     shard_ranks: int | None = at_least(1)
-    blocks_together: int = at_least(1)
-    keep_gathered: bool
+    # Runs of earlier versions lack these keys.
+    blocks_together: int = field(default=1, metadata={"minimum": 1})
+    keep_gathered: bool = False
 
 
 @dataclass

@@ -13,7 +13,6 @@ from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
 
 ID = 8  # bytes of a token id or label
-AGREEMENT = 1024  # bytes in which every rank describes its arguments
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     """Bytes that each rank sends for the vocabulary-parallel loss over the `tokens` of all ranks; None: unknown.
 
     * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Two numbers per rank and
-      token. Every rank's description of its arguments.
+      token. (The ranks describe their arguments in the first step only, which is not counted.)
     * If logits are recomputed: the gradient of every token's loss.
     * With a filter: sums over ranks of what was kept and dropped for every token, and of the mass compared with
       `filter_mass`.
@@ -104,7 +103,7 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None
     assert isinstance(loss, CceKahanLossConfig)
-    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * (tokens * 2 * FP32 + AGREEMENT)
+    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
     shard = -(-vocab // ranks)
     if isinstance(loss, CceFilterLossConfig) and loss.filter_if_faster:  # over shards the filter never is
         loss = replace(loss, filter_mass=0.0)

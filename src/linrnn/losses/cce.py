@@ -218,6 +218,7 @@ class CceKahan(LossBackend):
         }
         self._loss = partial(self._kernels.linear_cross_entropy, **self._options)
         self._spread = False
+        self._agreed: set[tuple[Any, ...]] = set()  # calls that the ranks have compared with each other
 
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         function = self._kernels.vocabulary_parallel_linear_cross_entropy
@@ -237,6 +238,11 @@ class CceKahan(LossBackend):
         Raises:
             ConfigError: `workspace_mib` is too small for the batch.
         """
+        if self._spread:
+            tensors = hidden_ND, weight_VD
+            call = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+            options["agreed"] = call in self._agreed
+            self._agreed.add(call)
         try:
             return self._loss(hidden_ND, weight_VD, labels_N, **options)
         except self._kernels.WorkspaceTooSmall as error:

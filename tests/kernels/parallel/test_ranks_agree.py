@@ -4,10 +4,12 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from cce_kernels import vocabulary_parallel_linear_cross_entropy
+from cce_kernels.parallel import agreement
 from cce_kernels.parallel.sharding import process_group
 from forked import spawn, start
 from torch import distributed as dist
@@ -32,6 +34,7 @@ EXPECTED = {
     "different gradients, same rows": f"RuntimeError {GRADIENTS}",
     "different gradients, same rows, buffer": f"RuntimeError {GRADIENTS}",
     "right after all that": "ok",
+    "agreed": "ok",
     "gone": "ValueError group: there is no process group 'no such group' in this process",
 }
 
@@ -80,6 +83,8 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
     buffer = torch.zeros(5, 8, device=device)
     report("different gradients, same rows, buffer", rows="same", scale=1.0 + rank, main_grad_c=buffer)
     report("right after all that")
+    with patch.object(agreement, "_exchange", None):  # calling it is an error
+        report("agreed", agreed=True)
     dist.destroy_process_group()
     try:
         process_group("no such group")
