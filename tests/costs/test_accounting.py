@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn.config import load_config
-from linrnn.config.schema import LossConfig
+from linrnn.config.schema import Config, LossConfig
 from linrnn.costs import (
     MemoryEstimate,
     kernel_flops,
@@ -280,13 +281,19 @@ MEASURED_STEPS = {
 STEP_LOSSES = (STANDARD, COMPILED, LIGER, APPLE["cce_kahan_full_c"], APPLE["cce"])
 
 
+@cache
+def configured(*overrides: str) -> Config:
+    """The configuration of these overrides, which nothing alters: hundreds of runs share a few."""
+    return load_config([*overrides])
+
+
 def estimate(arch: Architecture, loss: LossConfig = COMPILED, **changes: object):
     options = {
         "batch_size": 8,
         "seq_len": 2048,
         "precision": "bf16_autocast",
         "activation_checkpointing": "none",
-        "optimizer": load_config().optimizer,
+        "optimizer": configured().optimizer,
     }
     return memory_estimate(arch, loss=loss, **(options | changes))  # type: ignore[arg-type]
 
@@ -314,7 +321,7 @@ HELD_SUMS_OF_DECAYS = "cc321ce"
 
 def architecture(run: dict) -> Architecture:
     chunk = run.get("chunk_size") or "null"
-    config = load_config([f"model={run['model']}", f"model.chunk_size={chunk}", f"size={run['size']}"])
+    config = configured(f"model={run['model']}", f"model.chunk_size={chunk}", f"size={run['size']}")
     return resolve(config.model, config.size, run["vocab_size"])
 
 
@@ -323,7 +330,7 @@ def foreseen(run: dict) -> MemoryEstimate:
     always = {"filter_if_faster": False} if run["loss"] == "cce_filter" else {}  # older runs had no choice
     given = always | run["loss_options"]
     options = [f"loss.{key}={'null' if value is None else value}" for key, value in given.items()]
-    loss = load_config([f"loss={run['loss']}", *options]).loss
+    loss = configured(f"loss={run['loss']}", *options).loss
     arch = architecture(run)
     loss = third_of_the_logits(loss, run["batch_size"] * run["seq_len"], arch.hidden_size, arch.vocab_size)
     assert arch.n_parameters == run["n_parameters"]
