@@ -1,8 +1,8 @@
 """The tile sizes, warps and stages of the large kernels on every architecture.
 
 A row of the table serves all devices of its architecture whose shared memory holds it. Only Hopper's row is measured
-(H200). The other rows are chosen to compile and to fit. tests/kernels/devices/test_architectures.py compiles every
-kernel for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0, and compares its shared memory with the device's limit.
+(H200). The other rows are chosen to compile and to fit. tests/kernels/devices compiles the kernels for compute
+capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0, and compares their shared memory with the device's limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""On every architecture the kernels compile with the table's tiles and fit into shared memory. No GPU is needed."""
+"""On every architecture the kernels compile with the table's tiles and fit into shared memory. No GPU is needed.
+
+Hopper: test_compiles.py.
+"""
 
 import os
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,64 +17,53 @@ from cce_kernels.runtime import tiles
 from cce_kernels.runtime.devices import SHARED_KIB
 from cce_kernels.runtime.tile_table import HOPPER, row_for
 from cce_kernels.runtime.tiles import target
-from compiling import EVERYTHING, PLAIN, compile_only, launch_all, launch_lists
+from compiling import LARGE, OF_THE_TABLE, PLAIN, SHORT_ROWS, Plan, check_resources, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
 # Bytes of shared memory that one program may have (CUDA C++ Programming Guide, technical specifications by compute
-# capability). A multiprocessor has 1 KiB more, and every program on it takes that much.
+# capability).
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-RESERVED = 1024
 # Triton writes the same PTX for 8.0, 8.6 and 8.9. So one compilation must fit the least memory of the three.
-COMPILED = {80: min(SHARED_BYTES[c] for c in (80, 86, 89))} | {c: SHARED_BYTES[c] for c in (90, 100, 120)}
+COMPILED = {80: min(SHARED_BYTES[c] for c in (80, 86, 89)), 100: SHARED_BYTES[100], 120: SHARED_BYTES[120]}
 
-# dC's products have upright tiles at D = 1152, deep ones with 1024 rows, and shallow ones otherwise.
-EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 1152}, options=EVERYTHING)
-SOFTCAP = Case("softcap", dtype=BF16, **PLAIN | {"dim": 2048, "shape": (1024,)}, options={"softcap": 20.0})
-SHORT = Case("short", dtype=BF16, **PLAIN)
-FILTERED = Case("filtered", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False})
 FULL_PRECISION = Case("fp32", dtype=FP32, bias=True, **PLAIN, options={"softcap": 9.0, "filter_eps": 2**-8})
-LARGE = ("exponentials_kernel", "gradient_kernel", "product_kernel")  # those that the table is for
-LAUNCHES = {
-    "recomputed": lambda: launch_all(EVERY_OPTION, with_metrics=True),
-    "filtered": lambda: launch_all(FILTERED),
-    "stored": lambda: launch_all(SOFTCAP, rows=1024, with_metrics=True),
-    "stored-short": lambda: launch_all(SHORT, rows=128, with_metrics=True),
-}
 # The others are the same everywhere: with pointers and with TMA is enough (Hopper: test_compiles.py).
-EVERY_KERNEL = {
-    "lists": lambda: launch_lists(BF16, unbiased=True, mass=None),
-    "fp32": lambda: launch_all(FULL_PRECISION),
-    "recomputed": LAUNCHES["recomputed"],
-    "stored": lambda: launch_all(SHORT, rows=256, with_lse=True),
+EVERY_KERNEL: dict[str, Callable[[], None]] = OF_THE_TABLE | {
+    "lists": partial(launch_lists, BF16, unbiased=True, mass=None),
+    "fp32": partial(launch_all, FULL_PRECISION),
+    "stored-rows": partial(launch_all, SHORT_ROWS, rows=256, with_lse=True),
 }
+CASES = {80: EVERY_KERNEL, 100: OF_THE_TABLE, 120: EVERY_KERNEL}
 
 
-def check(compiled, capability: int, resident: int = 1) -> None:
-    assert compiled
-    room = (COMPILED[capability] + RESERVED) // resident - RESERVED
-    for name, kernel in compiled:
-        assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= (room if name == "exponentials_kernel" else COMPILED[capability]), name
+@cache
+def plan(capability: int) -> Plan:
+    return Plan(capability, CASES[capability], LARGE if capability == 100 else None)
+
+
+@pytest.mark.parametrize(("capability", "case"), [(target, case) for target, cases in CASES.items() for case in cases])
+def test_kernels_compile_and_fit(capability, case):
+    for launch, kernel in plan(capability).compile(case):
+        check_resources(launch, kernel, COMPILED[capability], row_for(target(capability)))
         if capability < 90:  # Triton turns descriptors into pointers
-            assert "cp.async.bulk" not in kernel.asm["ptx"], name
+            assert "cp.async.bulk" not in kernel.asm["ptx"], launch.name
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("capability", COMPILED)
-def test_large_kernels_compile_and_fit(monkeypatch, capability, launch):
-    compiled = compile_only(monkeypatch, capability, LARGE)
-    LAUNCHES[launch]()
-    check(compiled, capability, row_for(target(capability)).short_logits.resident if launch == "stored-short" else 1)
+@pytest.mark.parametrize("capability", CASES)
+def test_what_is_compiled_takes_every_path_that_is_launched(capability):
+    candidates, chosen = plan(capability).candidates, plan(capability).chosen
+    assert {path for launch in chosen for path in launch.paths()} == {
+        p for launch in candidates for p in launch.paths()
+    }
+    assert {launch.name for launch in candidates} >= set(LARGE)
+    assert 10 < len(chosen) < 0.6 * len(candidates)
 
 
-@pytest.mark.parametrize("launch", EVERY_KERNEL)
+@pytest.mark.parametrize(("case", "kernels"), [("recomputed", 9), ("stored-rows", 6), ("lists", 9), ("fp32", 9)])
 @pytest.mark.parametrize("capability", [80, 120])
-def test_every_kernel_compiles_and_fits(monkeypatch, capability, launch):
-    compiled = compile_only(monkeypatch, capability)
-    EVERY_KERNEL[launch]()
-    assert len({name for name, _ in compiled}) >= (6 if launch == "stored" else 9)
-    check(compiled, capability)
+def test_a_case_launches_its_kernels(capability, case, kernels):
+    assert len({launch.name for launch in plan(capability).launches[case]}) >= kernels
 
 
 @pytest.mark.parametrize(

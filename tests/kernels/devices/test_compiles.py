@@ -4,6 +4,9 @@ Other architectures: test_architectures.py.
 """
 
 import os
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,61 +14,138 @@ from cases import BF16, FP32, Case, draw
 
 pytest.importorskip("triton")
 
-from compiling import EVERYTHING, PLAIN, compile_only, launch_all, launch_lists
+from cce_kernels.runtime.tile_table import HOPPER
+from compiling import EVERYTHING, LARGE, OF_THE_TABLE, PLAIN, Plan, check_resources, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 SHARED_MEMORY_BYTES = 227 * 1024  # of one multiprocessor, for one program
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """What launches compiled for Hopper instead of running: a list of (name, CompiledKernel)."""
-    return compile_only(monkeypatch, 90)
+def small(name: str, dim: int = 512, **more: Any) -> Case:
+    return Case(name, dtype=BF16, **PLAIN | {"dim": dim}, **more)
 
 
-# Together: every branch of every kernel, operands of 16 and 32 bits (fp16 takes bf16's path), sizes of 1.
-LAUNCHES = [
-    Case("bf16", dtype=BF16, **PLAIN, options={"workspace_mib": 1.5}),
-    Case("bf16-everything", dtype=BF16, bias=True, **PLAIN, options=EVERYTHING),
-    Case("bf16-filter_e", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False}),
+# Of the recomputing scheme. Operands of 16 and 32 bits (fp16 takes bf16's path), sizes of 1.
+RECOMPUTED = [
+    small("bf16", options={"workspace_mib": 1.5}),
+    small("bf16-everything", bias=True, options=EVERYTHING),
+    small("bf16-filter_e", bias=True, options={"filter_eps": 2**-8, "filter_c": False}),
     Case("bf16-ones", shape=(1,), dim=1, vocab=1, ignored=0, dtype=BF16),
     Case("fp32-filter", dtype=FP32, bias=True, **PLAIN, options={"softcap": 9.0, "filter_eps": 2**-8}),
 ]
+SOFTCAPS = {"plain": None, "softcap": 20.0}
+DTYPES = {"bf16": BF16, "fp32": FP32}
+LISTS = {"threshold": (False, None), "unbiased": (True, None), "mass": (True, 0.1)}
 
 
-@pytest.mark.parametrize("case", LAUNCHES, ids=str)
-def test_every_kernel_compiles_for_hopper_within_its_shared_memory(compiled, case):
-    launch_all(case)
-    names = {name for name, _ in compiled}
+def entropies(dtype: torch.dtype, softcap: float | None) -> None:
+    from cce_kernels.backends import with_triton
+    from cce_kernels.options import Options
+
+    e, c, targets, _ = draw(Case("entropies", dtype=dtype, **PLAIN), "cpu")
+    ones, entropy = torch.ones(len(e)), torch.ones(2, len(e))
+    with_triton.backward(
+        e.detach(), c.detach(), None, targets, ones, ones, ones, 512, Options(softcap=softcap), (dtype, dtype, None),
+        None, None, entropy=entropy,
+    )  # fmt: skip
+
+
+def shards(softcap: float | None, with_metrics: bool) -> None:
+    from cce_kernels.backends import with_triton
+    from cce_kernels.kernels.row_stats import Gradient
+    from cce_kernels.options import Options
+    from cce_kernels.row_math import Rows
+
+    x, metrics = torch.ones(256), torch.ones(2, 256) if with_metrics else None
+    every, columns = torch.ones(4, 4 if with_metrics else 2, 256), torch.ones(256, dtype=torch.int64)
+    rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x, weights=x if softcap else None)
+    with_triton.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
+
+
+# Together: every branch of every kernel, with every tile of Hopper's row.
+CASES: dict[str, Callable[[], None]] = {
+    **{f"recomputed {case}": partial(launch_all, case) for case in RECOMPUTED},
+    "fp32 gradients": partial(launch_all, RECOMPUTED[0], dtypes=(FP32, FP32, None)),
+    **{
+        f"stored {dtype} {dim} {softcap}": partial(
+            launch_all, small("stored", dim, options={"softcap": SOFTCAPS[softcap]}),
+            dtypes=(DTYPES[dtype], DTYPES[dtype], None), rows=128,
+        )
+        for dtype in DTYPES for dim in (512, 2048) for softcap in SOFTCAPS
+    },
+    **{
+        f"skipped {dim} {rows}": partial(launch_all, small("skipped", dim), rows=rows, skip=True)
+        for dim in (512, 2048) for rows in (128, 256)  # several chunks, one chunk
+    },
+    **{
+        f"rows {dim}": partial(
+            launch_all, small("rows", dim, options={"label_smoothing": 0.1}), rows=256, with_lse=True, weighted=True
+        )
+        for dim in (512, 2048)  # dE's product in parts, and whole
+    },
+    **{
+        f"bias {rows}": partial(launch_all, small("bias", bias=True, options={"label_smoothing": 0.1}), rows=rows)
+        for rows in (128, 256)  # two chunks and one
+    },
+    **{
+        f"entropies {dtype} {softcap}": partial(entropies, DTYPES[dtype], SOFTCAPS[softcap])
+        for dtype in DTYPES for softcap in SOFTCAPS
+    },
+    **{
+        f"apart {dtype}": partial(launch_all, small("apart"), dtypes=(DTYPES[dtype], FP32, None)) for dtype in DTYPES
+    },
+    **{
+        f"shards {softcap} {with_metrics}": partial(shards, SOFTCAPS[softcap], with_metrics)
+        for softcap in SOFTCAPS for with_metrics in (False, True)
+    },
+    **{
+        f"lists {dtype} {rule}": partial(launch_lists, DTYPES[dtype], *LISTS[rule])
+        for dtype in DTYPES for rule in LISTS
+    },
+    **{f"table {name}": launch for name, launch in OF_THE_TABLE.items()},
+}  # fmt: skip
+
+
+@cache
+def plan() -> Plan:
+    return Plan(90, CASES)
+
+
+def launched(case: str) -> set[str]:
+    """The names of the kernels that a case launches."""
+    return {launch.name for launch in plan().launches[case]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_hopper_within_its_resources(case):
+    for launch, kernel in plan().compile(case):
+        name, ptx = launch.name, kernel.asm["ptx"]
+        check_resources(launch, kernel, SHARED_MEMORY_BYTES, HOPPER)
+        if name.removeprefix("hopper_") in LARGE:
+            assert "cp.async.bulk.tensor" in ptx, f"{name}: operands do not come through TMA"
+            assert ("wgmma" in ptx) != launch.full_precision, name
+        if name == "select_kernel":
+            assert "ld.global.v4.b32" in ptx, "exponentials are not read by vectors"
+
+
+@pytest.mark.parametrize("case", RECOMPUTED, ids=str)
+def test_kernels_of_the_recomputing_scheme(case):
     # Hopper's own kernels take plain operands of 16 bits; here has bias and filter.
     exponentials, gradient = ("exponentials_kernel", "gradient_kernel")
     if case.name == "bf16":
         exponentials, gradient = f"hopper_{exponentials}", f"hopper_{gradient}"
-    assert names == {
+    assert launched(f"recomputed {case}") == {
         "columns_kernel", "target_logits_kernel", exponentials, "rows_kernel", "row_coefficients_kernel", "peak_kernel",
         gradient, "product_kernel", "figures_kernel",
     }  # fmt: skip
-    for name, kernel in compiled:
-        check_resources(name, kernel, case.dtype)
 
 
-def check_resources(name, kernel, dtype) -> None:
-    assert kernel.asm["cubin"], name
-    assert kernel.metadata.shared <= SHARED_MEMORY_BYTES, (name, kernel.metadata.shared)
-    if name.removeprefix("hopper_") in ("exponentials_kernel", "gradient_kernel", "product_kernel"):
-        assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name}: operands do not come through TMA"
-        assert ("wgmma" in kernel.asm["ptx"]) == (dtype != FP32), name
-
-
-@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("softcap", SOFTCAPS)
 @pytest.mark.parametrize("dim", [512, 2048])  # narrow and wide tiles of logits
-@pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
-def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compiled, dtype, dim, softcap):
-    case = Case("stored", dtype=BF16, **PLAIN | {"dim": dim}, options={"softcap": softcap})
-    launch_all(case, dtypes=(dtype, dtype, None), rows=128)
-    names = {name for name, _ in compiled}
-    exponentials = "hopper_exponentials_kernel" if softcap is None else "exponentials_kernel"
-    expected = {
+@pytest.mark.parametrize("dtype", DTYPES)  # of the gradients
+def test_kernels_of_stored_exponentials(dtype, dim, softcap):
+    exponentials = "hopper_exponentials_kernel" if softcap == "plain" else "exponentials_kernel"
+    assert launched(f"stored {dtype} {dim} {softcap}") == {
         "columns_kernel",
         "target_logits_kernel",
         exponentials,
@@ -76,94 +156,54 @@ def test_stored_exponentials_compile_for_hopper_within_its_shared_memory(compile
         "loss_sum_kernel",
         "target_order_kernel",
     }
-    assert names == expected
-    for name, kernel in compiled:
-        check_resources(name, kernel, BF16)
 
 
 @pytest.mark.parametrize("dim", [512, 2048])
-@pytest.mark.parametrize("rows", [128, 256])  # several chunks, one chunk
-def test_kernels_that_leave_out_ignored_rows_compile_for_hopper(compiled, dim, rows):
-    launch_all(Case("skipped", dtype=BF16, **PLAIN | {"dim": dim}), rows=rows, skip=True)
-    names = {name for name, _ in compiled}
+@pytest.mark.parametrize("rows", [128, 256])
+def test_kernels_that_leave_out_ignored_rows(dim, rows):
+    names = launched(f"skipped {dim} {rows}")
     assert {"live_rows_kernel", "hopper_exponentials_kernel", "scaled_rows_kernel", "product_kernel"} <= names
-    for name, kernel in compiled:
-        check_resources(name, kernel, BF16)
 
 
-@pytest.mark.parametrize("dim", [512, 2048])  # dE's product in parts, and whole
-def test_rows_with_gradients_of_their_own_compile_for_hopper(compiled, dim):
-    smoothed = {"label_smoothing": 0.1}
-    case = Case("rows", dtype=BF16, **PLAIN | {"dim": dim}, options=smoothed)
-    launch_all(case, rows=256, with_lse=True, weighted=True)
-    names = {name for name, _ in compiled}
+@pytest.mark.parametrize("dim", [512, 2048])
+def test_kernels_of_rows_with_gradients_of_their_own(dim):
+    names = launched(f"rows {dim}")
     assert {"row_factors_kernel", "column_sum_kernel", "row_products_kernel", "hopper_exponentials_kernel"} <= names
-    for name, kernel in compiled:
-        check_resources(name, kernel, BF16)
 
 
-@pytest.mark.parametrize("rows", [128, 256])  # two chunks and one
-def test_a_bias_with_stored_exponentials_compiles_for_hopper(compiled, rows):
-    launch_all(Case("bias", dtype=BF16, bias=True, **PLAIN, options={"label_smoothing": 0.1}), rows=rows)
-    names = {name for name, _ in compiled}
-    assert {"bias_gradient_kernel", "column_sum_kernel", "exponentials_kernel"} <= names
-    for name, kernel in compiled:
-        check_resources(name, kernel, BF16)
+@pytest.mark.parametrize("rows", [128, 256])
+def test_kernels_of_a_bias_with_stored_exponentials(rows):
+    assert {"bias_gradient_kernel", "column_sum_kernel", "exponentials_kernel"} <= launched(f"bias {rows}")
 
 
-@pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_gradients_of_entropies_compile_for_hopper(compiled, dtype, softcap):
-    """By Triton's kernel: Hopper's own knows no entropies."""
-    from cce_kernels.backends import with_triton
-    from cce_kernels.options import Options
-
-    e, c, targets, _ = draw(Case("entropies", dtype=dtype, **PLAIN), "cpu")
-    ones, entropy = torch.ones(len(e)), torch.ones(2, len(e))
-    with_triton.backward(
-        e.detach(), c.detach(), None, targets, ones, ones, ones, 512, Options(softcap=softcap), (dtype, dtype, None),
-        None, None, entropy=entropy,
-    )  # fmt: skip
-    assert {"gradient_kernel", "product_kernel"} <= {name for name, _ in compiled}
-    for name, kernel in compiled:
-        check_resources(name, kernel, dtype)
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_of_the_gradients_of_entropies(dtype, softcap):
+    """Triton's, because Hopper's own knows no entropies."""
+    assert {"gradient_kernel", "product_kernel"} <= launched(f"entropies {dtype} {softcap}")
 
 
-@pytest.mark.parametrize("dtype_e", [BF16, FP32])
-def test_targets_apart_compile_for_hopper(compiled, dtype_e):
-    launch_all(Case("apart", dtype=BF16, **PLAIN), dtypes=(dtype_e, FP32, None))
-    targets = {name: kernel for name, kernel in compiled if "target" in name}
-    assert set(targets) == {
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_of_targets_apart(dtype):
+    assert {name for name in launched(f"apart {dtype}") if "target" in name} == {
         "target_logits_kernel",
         "target_rows_kernel",
         "targets_kernel",
         "spilled_targets_kernel",
         "target_order_kernel",
     }
-    for name, kernel in targets.items():
-        check_resources(name, kernel, BF16)
 
 
 @pytest.mark.parametrize("with_metrics", [False, True])
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_rows_of_shards_compile_for_hopper(compiled, softcap, with_metrics):
-    from cce_kernels.backends import with_triton
-    from cce_kernels.kernels.row_stats import Gradient
-    from cce_kernels.options import Options
-    from cce_kernels.row_math import Rows
-
-    x, metrics = torch.ones(256), torch.ones(2, 256) if with_metrics else None
-    every, columns = torch.ones(4, 4 if with_metrics else 2, 256), torch.ones(256, dtype=torch.int64)
-    rows, gradient = Rows(x, x, None, metrics), Gradient(x, x, x, weights=x if softcap else None)
-    with_triton.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
-    [(name, kernel)] = compiled
-    check_resources(name, kernel, BF16)
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_rows_of_shards_take_one_launch(softcap, with_metrics):
+    assert [launch.name for launch in plan().launches[f"shards {softcap} {with_metrics}"]] == ["settle_kernel"]
 
 
-@pytest.mark.parametrize(("unbiased", "mass"), [(False, None), (True, None), (True, 0.1)])
-@pytest.mark.parametrize("dtype", [BF16, FP32])  # of the gradients
-def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled, dtype, unbiased, mass):
-    launch_lists(dtype, unbiased, mass)
+@pytest.mark.parametrize("rule", LISTS)
+@pytest.mark.parametrize("dtype", DTYPES)  # of the gradients
+def test_kernels_of_the_filters_lists(dtype, rule):
+    unbiased, mass = LISTS[rule]
     lists = {
         "select_kernel",
         "collect_kernel",
@@ -178,13 +218,12 @@ def test_the_filters_lists_compile_for_hopper_within_its_shared_memory(compiled,
     dense = {"hopper_exponentials_kernel", "rows_kernel", "peak_kernel", "product_kernel", "figures_kernel"}
     dense |= {"gradient_kernel"} if mass is None else set()  # the fallback's, with the rule
     dense |= {"hopper_gradient_kernel"} if unbiased or mass is not None else set()  # the tails', or without a rule
-    assert {name for name, _ in compiled} == {"target_logits_kernel"} | dense | lists
-    for name, kernel in compiled:
-        check_resources(name, kernel, BF16)
-        if name == "select_kernel":
-            assert "ld.global.v4.b32" in kernel.asm["ptx"], "exponentials are not read by vectors"
+    assert launched(f"lists {dtype} {rule}") == {"target_logits_kernel"} | dense | lists
 
 
-def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products(compiled):
-    launch_all(LAUNCHES[0], dtypes=(FP32, FP32, None))
-    assert any("wgmma" in kernel.asm["ptx"] for name, kernel in compiled if name == "product_kernel")
+def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products():
+    products = [launch for launch in plan().launches["fp32 gradients"] if launch.name == "product_kernel"]
+    assert products
+    for launch in products:
+        assert launch.value("out_ptr").dtype == FP32
+        assert not launch.full_precision

@@ -131,11 +131,12 @@ from cases import BF16, Case
 import triton.language.extra.cuda
 sys.modules["triton.language.extra.cuda"] = ModuleType("triton.language.extra.cuda")  # one that has no names
 sys.modules["triton.experimental.gluon.language.nvidia.hopper"] = None  # the import of it fails
-from compiling import PLAIN, compile_only, launch_all
-compiled = compile_only(pytest.MonkeyPatch(), 90)
-launch_all(Case("plain", dtype=BF16, **PLAIN), rows=128)
-ptx = {name: kernel.asm["ptx"] for name, kernel in compiled}
-assert "exponentials_kernel" in ptx and "hopper_exponentials_kernel" not in ptx, sorted(ptx)
+from compiling import LARGE, PLAIN, Plan, launch_all
+plan = Plan(90, {"plain": lambda: launch_all(Case("plain", dtype=BF16, **PLAIN), rows=128)}, LARGE)
+names = {launch.name for launch in plan.launches["plain"]}
+assert "exponentials_kernel" in names and "hopper_exponentials_kernel" not in names, sorted(names)
+ptx = {launch.name: kernel.asm["ptx"] for launch, kernel in plan.compile("plain")}
+assert set(ptx) == {"exponentials_kernel", "product_kernel"}
 assert "griddepcontrol" not in ptx["product_kernel"]
 """
 
