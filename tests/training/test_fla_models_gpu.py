@@ -28,6 +28,8 @@ REFUSED = {
     "moba": "flash-attn",
     "nsa": "power of 2",
 }
+# On an H100 FLA's kernels access memory that is not theirs, which ends the process.
+CRASH = ("mesa_net", "path_attn")
 GATED = ("comba", "gated_deltanet", "precond_gated_deltanet")  # on Hopper they need Triton 3.7.1
 eager_losses: dict[tuple[str, ...], float] = {}
 
@@ -70,7 +72,7 @@ def test_hybrids_train_three_steps_with_every_loss(name: str, loss: str, small: 
     agrees_with_eager(small, loss, name, "model.attention_every=2", "model.attention_window=64")
 
 
-@pytest.mark.parametrize("name", sorted(set(fla_models()) - set(NAMED) - set(REFUSED) - set(NOT_BUILT)))
+@pytest.mark.parametrize("name", sorted(set(fla_models()) - set(NAMED) - set(REFUSED) - set(NOT_BUILT) - set(CRASH)))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_other_models_train_three_steps_with_every_loss(
     name: str, loss: str, small: Callable[..., list[str]]
