@@ -280,6 +280,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
     for row in content["steps"]:
         tokens = row["ranks"] * row["sequences_of_rank"] * 80
         assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
+        assert row["host_ms"] > 0
     assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu.md").read_text()
     (tmp_path / "cpu-x2.json").write_text(json.dumps(content | {"loss": []}))  # another run
     again = command("scripts/bench_parallel.py", "measure=false", f"output_dir={tmp_path}")

@@ -104,19 +104,21 @@ def _steps(rows: list[tuple[StepRow, int]], device: str) -> list[str]:
         ("scaling", "`alone`: one GPU; `weak`: each rank keeps its sequences; `strong`: the ranks share them"),
         ("B of a rank", "sequences of a rank in one step"),
         ("ms", "one step with `loss=cce_kahan` and AdamW"),
+        ("host ms", "in which the host issues a step; if that is nearly the whole step, the GPU waits for the host"),
         ("efficiency", "tokens/s against as many GPUs alone, each with the B of the row `alone`"),
         ("MFU", "share of the GPU's peak FLOPs; *by 6N* counts six FLOPs a parameter and token"),
         ("GiB", "peak memory of a rank; with ≥ the row lacks gradients of DDP's row before, which NCCL still held"),
         ("GiB sent", "what a rank sends in a step, from formulas"),
     )
     columns = (
-        *("model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "tokens/s", "efficiency", "MFU", "by 6N"),
-        *("GiB", "GiB sent", "run"),
+        *("model", "parallel", "scaling", "GPUs", "B of a rank", "ms", "host ms", "tokens/s", "efficiency"),
+        *("MFU", "by 6N", "GiB", "GiB sent", "run"),
     )
     cells = [
         (
             *(f"{row.model} {row.size}", row.method, row.scaling, row.ranks, row.sequences_of_rank),
-            *(f"{row.step_ms:.0f}", f"{float(f'{row.tokens_per_second:.3g}'):,.0f}", show(row.efficiency, ".2f")),
+            *(f"{row.step_ms:.0f}", show(row.host_ms, ".0f")),
+            *(f"{float(f'{row.tokens_per_second:.3g}'):,.0f}", show(row.efficiency, ".2f")),
             *(two_digits(share) for share in _mfu_of_rank(row, device).values()),
             *(row.memory, show(row.sent_gib, ".2f"), number),
         )

@@ -74,6 +74,7 @@ class StepRow:
         gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
             lacks the gradients of DDP that NCCL still held.
         blocks_together, keep_gathered: those of `parallel`, if it shards the model.
+        host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it.
     """
 
     model: str
@@ -93,6 +94,7 @@ class StepRow:
     gib_is_own: bool = False  # the committed rows lack this key and the next ones
     blocks_together: int = 1
     keep_gathered: bool = False
+    host_ms: float | None = None
 
     @property
     def method(self) -> str:

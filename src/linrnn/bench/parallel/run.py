@@ -8,6 +8,7 @@ medians of the slowest rank's times.
 import copy
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,15 @@ def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torc
     return ranks.largest(time_ms(action, device))[0]
 
 
+def _slowest_host(ranks: DistributedRanks, action: Callable[[], object], device: torch.device) -> float:
+    """Time in ms in which the slowest rank's host calls `action`. The device is idle before, and not waited for."""
+    synchronize(device)
+    ranks.total(0)
+    begun = time.perf_counter()
+    action()
+    return ranks.largest(1e3 * (time.perf_counter() - begun))[0]
+
+
 # ---------------------------------------------------------------------------------------------------- whole steps
 def measure_steps(
     ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, say: Callable[[str], None]
@@ -215,6 +225,7 @@ def _measure_mode(
             train_step()
 
     ms = statistics.median(_slowest(ranks, several, device) / config.steps for _ in range(3))
+    host_ms = statistics.median(_slowest_host(ranks, train_step, device) for _ in range(config.steps))
     peak = (torch.cuda.max_memory_allocated(device) - beside) / GIB if device.type == "cuda" else 0.0
     sent = costs.communication(
         arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision,
@@ -226,6 +237,7 @@ def _measure_mode(
         gib_is_own=True,
         blocks_together=config.blocks_together if mode in SHARDED else 1,
         keep_gathered=config.keep_gathered and mode in SHARDED,
+        host_ms=host_ms,
     )  # fmt: skip
 
 
@@ -266,7 +278,11 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
     for name in config.models:
         for row in measure_steps(ranks, name, config, device, say):
             what = f"{name} {row.parallel} {row.scaling}"
-            keep(measured.steps, row, f"{what}: {row.step_ms:.1f} ms, {row.tokens_per_second:,.0f} tokens/s")
+            keep(
+                measured.steps,
+                row,
+                f"{what}: {row.step_ms:.1f} ms, host {row.host_ms:.1f}, {row.tokens_per_second:,.0f} tokens/s",
+            )
     return write_pages(directory) if ranks.is_first else []
 
 
