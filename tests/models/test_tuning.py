@@ -206,6 +206,12 @@ def test_autotuners_of_fla_look_into_the_table(module: str, name: str) -> None:
     assert found.cache.kernel == f"{module}:{name}"
 
 
+def test_activations_are_not_tuned_with_many_elements_in_a_thread() -> None:
+    kernel = import_fla("fla.modules.activations.ops").swiglu_fwdbwd_kernel.fn
+    left_out = {(config.kwargs["B"], config.num_warps) for config in {*kernel.configs} - {*kernel.prune_configs({})}}
+    assert left_out == {(2048, 1), (4096, 1), (4096, 2), (8192, 1), (8192, 2), (8192, 4)}
+
+
 def test_a_key_whose_arguments_are_not_all_given_is_still_a_key() -> None:
     tuned = tuner()
     assert choices.key_text(tuned, (64, "torch.float32")) == "key0=64 float32"

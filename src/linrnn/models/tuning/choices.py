@@ -11,7 +11,7 @@ import hashlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -22,6 +22,9 @@ from linrnn.core.errors import UnsupportedError
 from linrnn.models.tuning.progress import during
 from linrnn.models.tuning.table import Table, read_table
 
+# FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas takes seconds to minutes to compile
+# them, and they run 2 to 70 times as long as the fastest (SwiGLU on an H100).
+ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
 STORED, NEAR, TUNED = "stored", "near", "tuned"
 
 
@@ -178,6 +181,11 @@ def config_text(config: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ inside Triton
+def without_slow_activations(configs: Sequence[Any]) -> list[Any]:
+    """The configurations of an activation's kernel in which no thread has many elements."""
+    return [config for config in configs if config.kwargs["B"] <= MOST_ELEMENTS_OF_A_THREAD * 32 * config.num_warps]
+
+
 @functools.cache
 def install() -> None:
     """Give every autotuner that is made from now on :class:`Choices`, and show what it tunes and compiles."""
@@ -186,7 +194,7 @@ def install() -> None:
 
     for kind, name, wrapper in (
         (Autotuner, "__init__", _with_choices),
-        (Autotuner, "prune_configs", _counted),
+        (Autotuner, "prune_configs", _pruned),
         (Autotuner, "_bench", _shown),
         (JITFunction, "_do_compile", _compiling),
     ):
@@ -202,10 +210,12 @@ def _with_choices(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+def _pruned(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def prune_configs(self: Any, *args: Any) -> Any:
         pruned = original(self, *args)
+        if self.base_fn.__module__ == ACTIVATIONS:
+            pruned = without_slow_activations(pruned)
         if isinstance(self.cache, Choices):
             self.cache.candidates, self.cache.tried = len(pruned), 0
         return pruned
