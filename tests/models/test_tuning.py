@@ -348,6 +348,21 @@ def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_a_rehearsal_that_fails_compiles_nothing_more(hopper: list[str]) -> None:
+    tuned = triton.autotune([triton.Config({"BLOCK": 2**power}) for power in range(4, 14)], ["N"])(add_one)
+    tuning.use("tune")
+
+    def rehearsal() -> None:
+        with tuning.compile_ahead(1):
+            tuned[(1,)](torch.zeros(8), N=8)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rehearsal()
+    assert len(hopper) < 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 def test_a_kernel_that_does_not_compile_fails_when_it_is_called(hopper: list[str]) -> None:
     with tuning.compile_ahead():
         add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)  # no power of two

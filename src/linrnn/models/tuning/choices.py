@@ -23,7 +23,7 @@ from linrnn.models.tuning.progress import during
 from linrnn.models.tuning.table import Table, read_table
 
 # FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas takes seconds to minutes to compile
-# them, and they run 2 to 70 times as long as the fastest (SwiGLU on an H100).
+# them, and they run 3 to 70 times as long as the fastest (SwiGLU on an H100).
 ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
 STORED, NEAR, TUNED = "stored", "near", "tuned"
 

@@ -72,6 +72,16 @@ def tuning_key(tuner: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
+def _cancelled_on_error(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """If the rehearsal fails, or is interrupted, compile nothing more."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+@contextlib.contextmanager
 def compile_ahead(threads: int | None = None) -> Iterator[None]:
     """Within the context, Triton's kernels are compiled and not run: what they should write has no meaning.
 
@@ -91,7 +101,7 @@ def compile_ahead(threads: int | None = None) -> Iterator[None]:
             done = sum(future.done() for future in rehearsal.compilations)
             return f"compiled {done} of {len(rehearsal.compilations)} kernels on {threads} threads"
 
-        with during(progress):
+        with during(progress), _cancelled_on_error(pool):
             with (
                 patch.object(JITFunction, "run", lambda *args, **kwargs: rehearsal.run(*args, **kwargs)),
                 patch.object(JITFunction, "_do_compile", lambda *args: rehearsal.compile(*args)),
