@@ -11,6 +11,7 @@ import cce_kernels
 import pytest
 import torch
 import torch.distributed as dist
+from forked import spawn
 from patch_models import batch, build_hf
 from pool import Pool
 from torch.distributed.fsdp import fully_shard
@@ -23,29 +24,33 @@ FSDP2: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def trained(patched: bool, folder: str) -> list[float]:
-    """Losses and gradients' norms of a Trainer, which wraps the model in DDP."""
+def trained(patched: bool, folder: str, device: str, fsdp: bool = False) -> list[float]:
+    """Losses and gradients' norms of a Trainer, which wraps the model in DDP or FSDP2."""
     from transformers import Trainer, TrainingArguments  # seconds, which only the ranks shall pay
 
     ids, labels = (x.repeat(4, 1) for x in batch())
     rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
+    where: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo"} if device == "cpu" else {}
+    if fsdp:
+        layers = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        where |= {"fsdp": "full_shard auto_wrap", "fsdp_config": layers}
     arguments = TrainingArguments(
-        folder, use_cpu=True, ddp_backend="gloo", max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none",
+        folder, **where, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none",
         seed=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(build_hf("Llama"), arguments, train_dataset=rows)
     if patched:
         cce_kernels.patch_trainer(trainer)
     trainer.train()
-    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    assert type(trainer.model_wrapped).__name__ == ("FSDPLlamaForCausalLM" if fsdp else "DistributedDataParallel")
     assert cce_kernels.is_patched(trainer.model) == patched
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
-def sharded(patched: bool, head: bool, rank: int, **options: Any) -> list[torch.Tensor]:
+def sharded(patched: bool, head: bool, rank: int, device: str, **options: Any) -> list[torch.Tensor]:
     """The loss and the gradients of a model under FSDP2, with the head as a part of its own or of the whole model."""
-    ids, labels = (x[rank : rank + 1] for x in batch())
-    model = build_hf("Llama", **options)
+    ids, labels = (x[rank : rank + 1].to(device) for x in batch())
+    model = build_hf("Llama", **options).to(device)
     if patched:
         cce_kernels.patch(model, predictions=True)
     for part in (*model.model.layers, *([model.lm_head] if head else []), model):
@@ -60,17 +65,21 @@ def sharded(patched: bool, head: bool, rank: int, **options: Any) -> list[torch.
     return [*found, evaluated.loss, evaluated.predictions if patched else evaluated.logits.argmax(-1)]
 
 
-def a_rank(rank: int, port: int, folder: str) -> None:
+def a_rank(rank: int, port: int, folder: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
     try:
-        found["Trainer, DDP"] = [trained(patched, f"{folder}/{rank}") for patched in (True, False)]
+        for name in ("Trainer, DDP", "Trainer, FSDP2") if device == "cuda" else ("Trainer, DDP",):
+            fsdp = name == "Trainer, FSDP2"
+            found[name] = [trained(patched, f"{folder}/{rank}", device, fsdp) for patched in (True, False)]
         for name, options in FSDP2.items():
             head = "by itself" in name
-            found[name] = [sharded(patched, head, rank, **options) for patched in (True, False)]
+            found[name] = [sharded(patched, head, rank, device, **options) for patched in (True, False)]
     except Exception:
         found["error"] = traceback.format_exc()
     finally:
@@ -78,23 +87,46 @@ def a_rank(rank: int, port: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Each rank's results, with the patch and without, by case."""
     folder, pool = tmp_path_factory.mktemp("ranks"), Pool()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     pool.run(a_rank, [(rank, port, str(folder)) for rank in range(RANKS)], seconds=100)
     pool.close()
     return [torch.load(Path(f"{folder}/found.{rank}")) for rank in range(RANKS)]
 
 
+def check(name: str, of_rank: dict[str, Any]) -> None:
+    assert name in of_rank, of_rank["error"]
+    got, want = of_rank[name]
+    assert len(got) == len(want) > 5
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["Trainer, DDP", *FSDP2])
 def test_losses_and_gradients_are_those_without_the_patch(name, found):
     for of_rank in found:
-        assert name in of_rank, of_rank["error"]
-        got, want = of_rank[name]
-        assert len(got) == len(want) > 5
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        check(name, of_rank)
+
+
+@pytest.mark.gpu
+def test_losses_and_gradients_are_those_without_the_patch_on_two_gpus(tmp_path):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs")
+    port = free_port()
+    ranks = [spawn(a_rank, rank, port, str(tmp_path), "cuda") for rank in range(RANKS)]
+    for process in ranks:
+        process.join(200)
+        process.kill()
+    for rank in range(RANKS):
+        of_rank = torch.load(tmp_path / f"found.{rank}", map_location="cpu")
+        for name in ("Trainer, DDP", "Trainer, FSDP2", *FSDP2):
+            check(name, of_rank)

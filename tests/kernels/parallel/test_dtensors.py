@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from cce_kernels import linear_cross_entropy, linear_log_probs
+from forked import spawn
 from pool import Pool
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -45,14 +46,22 @@ CASES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
 
 
 @contextmanager
-def group(rank: int, ranks: int, store: str) -> Iterator[None]:
+def group(rank: int, ranks: int, store: str, device: str = "cpu") -> Iterator[None]:
+    backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def mesh_of(dimensions: int = 1, **names: Any) -> DeviceMesh:
+    """All ranks along one dimension, or 2 x half of them."""
+    ranks = dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, (ranks,) if dimensions == 1 else (2, ranks // 2), **names)
 
 
 def tensors(rows: tuple[int, ...] = (B, T), vocab: int = V) -> dict[str, Tensor]:
@@ -98,7 +107,7 @@ def as_one_device(
 ) -> list[Any]:
     """Check one case."""
     function = function or linear_cross_entropy
-    mesh = init_device_mesh("cpu", (4,) if len(e_as) == 1 else (2, 2))
+    mesh = mesh_of(len(e_as))
     weights = {"token_weights": of["token_weights"]} if function is linear_cross_entropy else {}
     want = step(function, of["e"], of["c"], of["targets"], of["bias"], **options, **weights)
     e, c = (distribute_tensor(of[name], mesh, as_) for name, as_ in (("e", e_as), ("c", c_as)))
@@ -125,7 +134,7 @@ def few_rows_of_c() -> None:
 
 
 def targets_as_dtensors() -> None:
-    of, mesh = tensors(), init_device_mesh("cpu", (4,))
+    of, mesh = tensors(), mesh_of()
     for as_ in (S0, S1, R):
         spread = {name: distribute_tensor(of[name], mesh, [as_]) for name in ("targets", "token_weights")}
         e, c = distribute_tensor(of["e"], mesh, [S1]), distribute_tensor(of["c"], mesh, [S0])
@@ -171,21 +180,21 @@ def compare(model: nn.Module, want: list[Tensor]) -> None:
 
 
 def fsdp() -> None:
-    of, rank = tensors(), dist.get_rank()
+    of, rank, ranks = tensors(), dist.get_rank(), dist.get_world_size()
     for function in (linear_cross_entropy, linear_log_probs):
         model = Model()
         fully_shard(model.head)
         fully_shard(model)
-        hidden, targets = model(of["e"][rank : rank + 1]), of["targets"][rank : rank + 1]
+        hidden, targets = model(of["e"].chunk(ranks)[rank]), of["targets"].chunk(ranks)[rank]
         assert isinstance(model.head.weight, DTensor)
         loss = function(hidden, model.head.weight, targets, bias=model.head.bias)
         assert type(loss) is Tensor
         (loss if function is linear_cross_entropy else -loss.sum() / (targets != -100).sum()).backward()
-        compare(model, averaged(of, RANKS))
+        compare(model, averaged(of, ranks))
 
 
 def fsdp_and_tensor_parallel() -> None:
-    of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    of, mesh = tensors(), mesh_of(2, mesh_dim_names=("dp", "tp"))
     rank = mesh.get_local_rank("dp")
     for as_ in (R, S1):
         model = Model()
@@ -204,7 +213,7 @@ def fsdp_and_tensor_parallel() -> None:
 
 def unsharded_head() -> None:
     """FSDP2 gathers a head that is unsharded by hand, here over "dp", and sums as torchtitan tells it to."""
-    of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    of, mesh = tensors(), mesh_of(2, mesh_dim_names=("dp", "tp"))
     rank = mesh.get_local_rank("dp")
     for parallel in (False, True):
         model = Model()
@@ -226,7 +235,7 @@ def unsharded_head() -> None:
 
 
 def refused() -> None:
-    of, mesh = tensors(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    of, mesh = tensors(), mesh_of(2, mesh_dim_names=("dp", "tp"))
     spread = {name: distribute_tensor(x, mesh["tp"], [R]) for name, x in of.items()}
     over_dp = distribute_tensor(of["c"], mesh["dp"], [R])
     right = {"e": spread["e"], "c": spread["c"], "targets": of["targets"]}
@@ -248,19 +257,19 @@ def refused() -> None:
 
 def summed() -> None:
     """The sum over ranks in place of FSDP2's average, said with PyTorch's own word."""
-    of, mesh = tensors(), init_device_mesh("cpu", (4,))
+    of, mesh = tensors(), mesh_of()
     c = distribute_tensor(of["c"], mesh, [S0]).requires_grad_()
     linear_cross_entropy(of["e"], c.full_tensor(grad_placements=[Partial()]), of["targets"]).backward()
     want = of["c"].requires_grad_()
     linear_cross_entropy(of["e"], want, of["targets"]).backward()
-    close(whole(c.grad), 4 * want.grad)
+    close(whole(c.grad), dist.get_world_size() * want.grad)
 
 
 def waits() -> None:
     """Hidden states that are still being gathered."""
-    of, rank = tensors(), dist.get_rank()
+    of, rank, ranks = tensors(), dist.get_rank(), dist.get_world_size()
     gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-    e = of["e"][rank : rank + 1].clone().requires_grad_()
+    e = of["e"].chunk(ranks)[rank].clone().requires_grad_()
     hidden = gather(e, 0, dist.group.WORLD)
     assert type(hidden).__name__ == "AsyncCollectiveTensor"
     got = linear_cross_entropy(hidden, of["c"], of["targets"])
@@ -269,7 +278,7 @@ def waits() -> None:
     want = linear_cross_entropy(whole_e, of["c"], of["targets"])
     want.backward()
     close(got.detach(), want.detach())
-    close(e.grad, RANKS * whole_e.grad[rank : rank + 1])
+    close(e.grad, ranks * whole_e.grad.chunk(ranks)[rank])
 
 
 FURTHER = {
@@ -282,10 +291,13 @@ FURTHER = {
 }  # fmt: skip
 
 
-def all_cases(rank: int, store: str, output: str) -> None:
+def all_cases(rank: int, store: str, output: str, ranks: int = RANKS, device: str = "cpu") -> None:
     """What one rank does: it writes a line for each case, and the error of a case that fails."""
     torch.set_num_threads(1)
-    with group(rank, RANKS, store), open(f"{output}.{rank}", "w") as file:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    with group(rank, ranks, store, device), open(f"{output}.{rank}", "w") as file:
         cases = {name: partial(as_one_device, *case, tensors()) for name, case in CASES.items()} | FURTHER
         for name, case in cases.items():
             try:
@@ -309,6 +321,20 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_dtensors(name, outcome):
     for rank, text in enumerate(outcome):
         assert f"{name}: ok\n" in text, f"rank {rank}: {text[-3000:]}"
+
+
+@pytest.mark.gpu
+def test_dtensors_on_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    arguments = [(rank, str(tmp_path / "store"), str(tmp_path / "output"), 2, "cuda") for rank in range(2)]
+    ranks = [spawn(all_cases, *of_rank) for of_rank in arguments]
+    for process in ranks:
+        process.join(200)
+        process.kill()
+    for rank in range(2):
+        text = Path(f"{tmp_path}/output.{rank}").read_text()
+        assert all(f"{name}: ok\n" in text for name in (*CASES, *FURTHER)), f"rank {rank}: {text[-3000:]}"
 
 
 def test_dtensors_compile_without_a_graph_break(tmp_path):
