@@ -138,3 +138,12 @@ def run_torchrun(arguments: list[str], printed: Path) -> None:
 
     with patch.object(subprocess_handler, "Popen", Popen):
         run_script(run.__file__, arguments, printed)
+
+
+def torchrun_anew(arguments: list[str], printed: Path) -> None:
+    """As :func:`run_torchrun`, and this process becomes torchrun itself: its ranks are new interpreters."""
+    for stream in (1, 2):
+        with printed.open("a") as file:
+            os.dup2(file.fileno(), stream)
+    os.chdir(ROOT)
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])

@@ -229,6 +229,13 @@ def _stuck(rank: int, nats: torch.Tensor) -> torch.Tensor:
     return nats
 
 
+def _stopped(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    """All threads of a rank stand still, as on a machine that hangs."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return nats
+
+
 def _full_disk(rank: int, nats: torch.Tensor) -> torch.Tensor:
     """From now on one rank's disk is full."""
 
@@ -246,5 +253,6 @@ FAULTS = {
     "killed": _killed,
     "killed_and_waited_for": _killed_and_waited_for,
     "out_of_memory": _out_of_memory,
+    "stopped": _stopped,
     "stuck": _stuck,
 }

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from data_helpers import sentences, write_jsonl
-from forked import run_torchrun, start
+from forked import run_torchrun, start, torchrun_anew
 from rank_process import curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
@@ -23,6 +24,12 @@ Small = Callable[..., list[str]]
 Trained = Callable[[list[str], int], Path]
 ROUNDING = 2e-5  # as for gradient accumulation on one process
 RESET = ("data.reset_at_document=true", "loss=standard", "trainer.valid_every=2")
+
+
+def gpus(*values: object) -> Any:
+    """A case that needs two GPUs."""
+    few = torch.cuda.device_count() < 2
+    return pytest.param(*values, marks=[pytest.mark.gpu, pytest.mark.skipif(few, reason="needs 2 GPUs")])
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +152,9 @@ def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small:
     assert not (tmp_path / "results").exists()
 
 
-def wait_for_step(group: Path, step: int) -> Path:
+def wait_for_step(group: Path, step: int, seconds: float = 100) -> Path:
     """The only run of a group, after it has written that step."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for metrics in group.glob("*/metrics.jsonl"):
             if metrics.read_text().count("train/loss_nats") >= step:
@@ -156,27 +163,34 @@ def wait_for_step(group: Path, step: int) -> Path:
     raise AssertionError(f"step {step} was not reached")
 
 
+FAULTS = {
+    "nan": (6, "diverged", "step 3: loss nan"),
+    "killed": (1, "failed", "rank 1 stopped: its process has died"),
+    "killed_and_waited_for": (1, "failed", "rank 1 stopped: its process has died"),
+    "out_of_memory": (5, "out_of_memory", "rank 1 stopped: out of memory at step 3"),
+    "full_disk": (7, "failed", "checkpoint of step 20 was not written ([Errno 28] No space left on device)"),
+    "stuck": (1, "failed", "no answer from the other ranks within 3 s"),
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "code", "status", "words"),
+    ("device", "fault"),
     [
-        ("nan", 6, "diverged", "step 3: loss nan"),
-        ("killed", 1, "failed", "rank 1 stopped: its process has died"),
-        ("killed_and_waited_for", 1, "failed", "rank 1 stopped: its process has died"),
-        ("out_of_memory", 5, "out_of_memory", "rank 1 stopped: out of memory at step 3"),
-        ("full_disk", 7, "failed", "checkpoint of step 20 was not written ([Errno 28] No space left on device)"),
-        ("stuck", 1, "failed", "no answer from the other ranks within 3 s"),
+        *(("cpu", fault) for fault in FAULTS),
+        *(gpus("cuda", fault) for fault in FAULTS if fault not in ("killed_and_waited_for", "stuck")),
     ],
 )
-def test_when_one_rank_fails_the_others_stop_and_say_why(
-    fault: str, code: int, status: str, words: str, small: Small, tmp_path: Path
-) -> None:
-    log = tmp_path / "ranks"
-    overrides = small("trainer.max_steps=20", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
+def test_when_one_rank_fails_the_others_stop_and_say_why(device: str, fault: str, small: Small, tmp_path: Path) -> None:
+    """Three ranks on a CPU, two on GPUs. There "killed" is waited for anyway: NCCL raises no exception."""
+    code, status, words = FAULTS[fault]
+    log, world_size = tmp_path / "ranks", 2 if device == "cuda" else 3
+    overrides = small("trainer.max_steps=20", "trainer.batch_size=1", "parallel=ddp", "group=ddp", f"device={device}")
     if fault == "stuck":
         overrides.append("parallel.timeout_seconds=3")
-    codes = ended(start_ranks(overrides, 3, log, fault), seconds=30)
-    printed = output(log, 3)
-    assert codes == [code, -signal.SIGKILL if fault.startswith("killed") else code, code], printed
+    codes = ended(start_ranks(overrides, world_size, log, fault), seconds=240 if device == "cuda" else 30)
+    printed = output(log, world_size)
+    expected = [code, -signal.SIGKILL if fault.startswith("killed") else code, code]
+    assert codes == expected[:world_size], printed
     # If two ranks wait in vain, one may report the other's error: "rank 0 stopped: no answer …".
     assert [line for line in printed.splitlines() if line.startswith("error: ") and words in line], printed
     assert printed.count("error: ") <= (1 if status == "diverged" else 3), printed
@@ -186,14 +200,76 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(
     assert words in summary["reason"]
 
 
-def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(small: Small, tmp_path: Path) -> None:
-    overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
-    arguments = ["--standalone", "--nproc-per-node=2", "train.py", *overrides]
+@pytest.mark.parametrize("device", [gpus("cuda")])
+def test_a_rank_on_a_gpu_that_stands_still_ends_the_other(device: str, small: Small, tmp_path: Path) -> None:
+    """NCCL's own watchdog may end the process before this program can say why."""
+    log = tmp_path / "ranks"
+    run = ("trainer.max_steps=20", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
+    overrides = small(*run, "parallel.timeout_seconds=12", f"device={device}")
+    ranks = start_ranks(overrides, 2, log, "stopped")
+    wait_for_step(tmp_path / "results/ddp", 1, seconds=240)
+    begun = time.monotonic()
+    [code] = ended(ranks[:1], seconds=120)
+    print(f"the other rank ended after {time.monotonic() - begun:.0f} s with exit code {code}")
+    ranks[1].kill()
+    assert code not in (0, None), output(log, 2)
+    assert time.monotonic() - begun < 60, output(log, 2)
+
+
+@pytest.mark.parametrize(
+    ("then", "ranks"),
+    [
+        gpus(("parallel=ddp", "trainer.batch_size=2"), 2),
+        gpus(("parallel=ddp", "trainer.batch_size=4"), 1),
+        gpus(("parallel=fsdp", "trainer.batch_size=2"), 2),
+        gpus(("parallel=vocab", "trainer.batch_size=4"), 2),
+    ],
+)
+def test_on_gpus_a_stopped_run_goes_on_with_two_with_one_and_with_other_parallelism(
+    then: tuple[str, ...], ranks: int, small: Small, trained: Trained, tmp_path: Path
+) -> None:
+    same = ("device=cuda", "schedule=constant", "schedule.steps=2000", "schedule.warmup_steps=0", "loss=cce_kahan")
+    log = tmp_path / "stopped"
+    two = small(*same, "parallel=ddp", "group=stopped", "trainer.batch_size=2", "trainer.max_steps=2000")
+    processes = start_ranks(two, 2, log)
+    stopped = wait_for_step(tmp_path / "results/stopped", 5, seconds=240)
+    os.kill(processes[1].pid or 0, signal.SIGUSR1)
+    assert ended(processes) == [128 + signal.SIGUSR1] * 2, output(log, 2)
+    steps = summary_of(stopped)["steps"]
+    assert found(stopped / "checkpoints")[-1].name == f"step_{steps:08d}"
+    if then[0] == "parallel=ddp":
+        on = trained(small(*same, *then, "group=stopped", f"trainer.max_steps={steps + 3}"), ranks)
+        assert f"resuming at step {steps}" in (on / "train.log").read_text()
+        assert list(curve(on)) == list(range(1, steps + 4))
+    else:
+        on = trained(small(*same, *then, "group=on", f"continue_from={stopped}", f"trainer.max_steps={3}"), ranks)
+        assert list(curve(on)) == [1, 2, 3]
+        assert curve(on)[1][0] < curve(stopped)[1][0], "it went on from trained weights"
+
+
+@pytest.mark.parametrize(
+    ("device", "number"),
+    [
+        ("cpu", signal.SIGTERM),
+        ("cpu", signal.SIGUSR1),
+        gpus("cuda", signal.SIGTERM),
+        gpus("cuda", signal.SIGUSR1),
+    ],
+)
+def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(
+    device: str, number: signal.Signals, small: Small, tmp_path: Path
+) -> None:
+    run = ("trainer.max_steps=2000", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
+    overrides = small(*run, f"device={device}")
+    script = "tests/untuned_train.py" if device == "cuda" else "train.py"
+    handled = "--signals-to-handle=SIGTERM,SIGUSR1"
+    arguments = ["--standalone", "--nproc-per-node=2", handled, script, *overrides]
     printed = tmp_path / "printed"
-    launcher = start(run_torchrun, arguments, printed)
+    begin = torchrun_anew if device == "cuda" else run_torchrun
+    launcher = start(begin, arguments, printed)
     try:
-        directory = wait_for_step(tmp_path / "results/ddp", 3)
-        launcher.terminate()
+        directory = wait_for_step(tmp_path / "results/ddp", 3, seconds=100 if device == "cpu" else 240)
+        os.kill(launcher.pid or 0, number)
         launcher.join(60)
         assert launcher.exitcode is not None, printed.read_text()
     finally:

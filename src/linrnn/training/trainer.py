@@ -156,7 +156,7 @@ class Trainer(BuiltRun):
             with contextlib.nullcontext() if last else self.ranks.accumulating(self.replica):
                 nats, stats = self._forward_backward(batch, n_tokens)
             mean_nats += nats
-        grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
+        grad_norm = clip_gradients(self.parameters, self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.ranks.zero_gradients(self.optimizer)
         self.measurements.speed.step_ended()
