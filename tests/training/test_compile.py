@@ -1,11 +1,11 @@
 """`trainer.compile`: the same losses compiled or not, graphs and their breaks counted, and what is refused."""
 
 import functools
-import json
 from collections.abc import Callable
 
 import pytest
 import torch
+from fitting import fitted, losses
 
 from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
@@ -15,17 +15,6 @@ from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-
-
-def fitted(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    trainer.fit()
-    return trainer
-
-
-def losses(trainer: Trainer) -> list[float]:
-    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
 
 
 def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(

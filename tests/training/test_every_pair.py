@@ -1,12 +1,12 @@
 """Every model trains with every loss that runs on this machine. All other losses are rejected with cause and remedy."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fitting import losses
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, UnsupportedError
@@ -23,11 +23,6 @@ def runs_here(loss: str) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def losses_of(trainer: Trainer) -> list[float]:
-    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -50,10 +45,10 @@ def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], sta
     if model not in standard:
         eager = Trainer(load_config(small(f"model={model}", "loss=standard", "group=eager")))
         eager.fit()
-        standard[model] = losses_of(eager)
+        standard[model] = losses(eager)
     # cce_filter drops small gradient entries on purpose, so only its first loss equals the other losses'.
     n_equal = 1 if loss == "cce_filter" else 3
-    assert losses_of(trainer)[:n_equal] == pytest.approx(standard[model][:n_equal], rel=2e-5)
+    assert losses(trainer)[:n_equal] == pytest.approx(standard[model][:n_equal], rel=2e-5)
 
 
 def test_selective_checkpointing_of_a_compiled_block_is_refused(small: Callable[..., list[str]]) -> None:

@@ -1,10 +1,10 @@
 """`trainer.float8=blocks`: which layers multiply in float8, that the rest stays exact, and what is refused."""
 
-import json
 from collections.abc import Callable
 
 import pytest
 import torch
+from fitting import fitted, losses
 from torch import nn
 
 from linrnn.config import load_config
@@ -19,12 +19,6 @@ MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 BLOCKS = "trainer.float8=blocks"
 
 
-def losses(trainer: Trainer) -> list[float]:
-    assert trainer.fit()["status"] == "finished"
-    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
-
-
 def linear_layers(trainer: Trainer) -> list[nn.Module]:
     parts = [*trainer.model.mixers, *trainer.model.mlps]
     return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
@@ -37,7 +31,7 @@ def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing
     for name, module in trainer.model.named_modules():
         if type(module).__name__ == "Float8Linear":
             module.register_forward_hook(lambda *_, name=name: called.add(name))
-    losses(trainer)
+    trainer.fit()
     converted = {name for name, m in trainer.model.named_modules() if type(m).__name__ == "Float8Linear"}
     assert called == converted
     mlp = {"gate_proj", "up_proj", "down_proj"} if model == "gla" else set()  # the others' MLPs are no multiple of 16
@@ -51,7 +45,7 @@ def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing
 def test_losses_differ_by_float8_s_rounding_and_the_run_says_what_was_converted(
     small: Small, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounded, exact = (losses(Trainer(load_config(small(*more)))) for more in ((BLOCKS,), ()))
+    rounded, exact = (losses(fitted(small(*more))) for more in ((BLOCKS,), ()))
     assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact
     assert "linear layers multiply in float8, emulated on the CPU; the others are below 128" in capsys.readouterr().out
@@ -75,7 +69,8 @@ def test_checkpointed_blocks_and_checkpoints_know_the_same_parameters(small: Sma
     plain = Trainer(load_config(small()))
     trainer = Trainer(load_config(small(BLOCKS, "trainer.activation_checkpointing=selective")))
     assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
-    kept = losses(Trainer(load_config(small(BLOCKS, "trainer.max_steps=2"))))
+    kept = losses(fitted(small(BLOCKS, "trainer.max_steps=2")))
+    trainer.fit()
     assert losses(trainer)[:2] == pytest.approx(kept, rel=1e-5)
 
 
@@ -123,6 +118,6 @@ def test_memory_is_unknown(small: Small) -> None:
 @pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
 def test_float8_trains_on_a_gpu(model: str, compile: str, small: Small) -> None:
     overrides = [o for o in small(f"model={model}", f"trainer.compile={compile}") if o != "device=cpu"]
-    rounded, exact = (losses(Trainer(load_config([*overrides, "device=cuda", *more]))) for more in ((BLOCKS,), ()))
+    rounded, exact = (losses(fitted([*overrides, "device=cuda", *more])) for more in ((BLOCKS,), ()))
     assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fitting import fitted
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -17,12 +18,6 @@ from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 COSINE = ("schedule.warmup_steps=2", "trainer.max_steps=8")
-
-
-def fitted(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    trainer.fit()
-    return trainer
 
 
 def records(directory: Path, key: str) -> list[tuple[int, float]]:

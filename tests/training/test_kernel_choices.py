@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fitting import losses
 from rank_process import leave_kernels_untuned
 
 from linrnn.config import load_config
@@ -21,11 +22,6 @@ def trained(overrides: list[str]) -> Trainer:
     trainer = Trainer(load_config(overrides))
     assert trainer.fit()["status"] == "finished"
     return trainer
-
-
-def losses(trainer: Trainer) -> list[float]:
-    records = map(json.loads, trainer.directory.metrics.read_text().splitlines())
-    return [record["train/loss_nats"] for record in records if "train/loss_nats" in record]
 
 
 def recorded(trainer: Trainer) -> Any:

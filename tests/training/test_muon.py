@@ -1,11 +1,11 @@
 """`optimizer=muon`: which parameters it takes, its update by hand, its state in checkpoints, and what it refuses."""
 
-import json
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from fitting import fitted, losses
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn import costs
@@ -24,17 +24,6 @@ MUON = "optimizer=muon"
 
 def built(small: Small, *overrides: str) -> Trainer:
     return Trainer(load_config(small(MUON, "loss=standard", *overrides)))
-
-
-def fitted(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    trainer.fit()
-    return trainer
-
-
-def losses(trainer: Trainer) -> list[float]:
-    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
 
 
 def members(trainer: Trainer) -> dict[str, list[str]]:

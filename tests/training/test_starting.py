@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fitting import fitted, losses
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
@@ -19,17 +20,6 @@ from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 FLAT = ("schedule=constant", "schedule.warmup_steps=0")
-
-
-def fitted(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    trainer.fit()
-    return trainer
-
-
-def losses(trainer: Trainer) -> list[float]:
-    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
 
 
 def summary_of(trainer: Trainer) -> dict[str, Any]:
