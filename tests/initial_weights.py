@@ -33,7 +33,7 @@ def compare(rank: int, world_size: int, port: int, overrides: list[str], device_
     state = torch.get_rng_state()
     for blank in (BlankModel(arch, part_of(mesh), **how), None):
         model = blank.model if blank else build_model(arch, **how)
-        shard(model, mesh, torch.float32, config.parallel.name == "vocab")
+        shard(model, mesh, torch.float32, config.parallel)
         if blank:
             blank.draw()
         models.append(model)
@@ -75,11 +75,11 @@ def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> Non
         before = _memory("VmRSS")
         if deferred:
             blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"), seed=3)
-            shard(blank.model, mesh, torch.float32, False)
+            shard(blank.model, mesh, torch.float32, config.parallel)
             blank.draw()
         else:
             model = build_model(arch, device="cpu", seed=3)
-            shard(model, mesh, torch.float32, False)
+            shard(model, mesh, torch.float32, config.parallel)
         grown = _memory("VmHWM") - before
     print(grown, 4 * arch.n_parameters)
     dist.destroy_process_group()
