@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 CONFIGS: dict[str, LossConfig] = {
     "standard": LossConfig("standard"),
     "compiled": LossConfig("compiled"),
+    "compiled_nudged": LossConfig("compiled_nudged"),
     "liger": LigerLossConfig("liger", accumulate="native"),
     "liger-fp32": LigerLossConfig("liger", accumulate="fp32"),
     "fla": FlaLossConfig("fla", num_chunks=8),
@@ -127,8 +128,9 @@ def assert_matches_truth(name: str, case: Case, gradient_slack: float = 2.0) -> 
     assert got_h.dtype == got_w.dtype == dtype
     assert output.sum_nats.dtype == torch.float32
     assert output.n_tokens == (case.labels >= 0).sum()
-    # torch_native takes the scale in the compute dtype, and returns the loss in it.
-    rounding = torch.finfo(dtype).eps / 2 if name.startswith("torch_native") else 1e-6
+    # torch_native takes the scale in the compute dtype, and returns the loss in it. A nudge is a unit in the last place.
+    units = {"torch_native": 0.5, "torch_native-sum": 0.5, "compiled_nudged": 1}.get(name)
+    rounding = torch.finfo(dtype).eps * units if units else 1e-6
     assert error(got_h, grad_h) <= budget_h + rounding
     assert error(got_w, grad_w) <= budget_w + rounding
     assert error(output.sum_nats, loss) <= 2 * error(baseline.sum_nats, loss) + rounding
@@ -403,6 +405,23 @@ def test_compiled_fails_at_the_recompile_limit_rather_than_run_eagerly():
         loss(torch.zeros(2, 4), weight, torch.zeros(2, dtype=torch.int64))
         with pytest.raises(UnsupportedError, match="limit of 1 compiled"):
             loss(torch.zeros(3, 4), weight, torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_control_moves_every_entry_by_one_unit_in_the_last_place(dtype):
+    available("compiled", CPU)
+    hidden, weight, labels = torch.randn(6, 4, dtype=dtype), torch.randn(7, 4, dtype=dtype), torch.arange(6)
+    losses, gradients = [], []
+    for name in ("compiled", "compiled_nudged"):
+        e = hidden.clone().requires_grad_()
+        loss = build_loss(LossConfig(name), device=CPU)(e, weight, labels).sum_nats
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(e.grad)
+    assert losses[0] == losses[1]
+    plain, moved = gradients
+    assert torch.equal(torch.nextafter(plain, moved), moved), "a neighbour"
+    assert {1, -1} == set((moved - plain).sign().flatten().tolist())
 
 
 # -------------------------------------------------------------------------------------------------------- GPU
