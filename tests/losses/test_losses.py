@@ -128,7 +128,7 @@ def assert_matches_truth(name: str, case: Case, gradient_slack: float = 2.0) -> 
     assert got_h.dtype == got_w.dtype == dtype
     assert output.sum_nats.dtype == torch.float32
     assert output.n_tokens == (case.labels >= 0).sum()
-    # torch_native takes the scale in the compute dtype, and returns the loss in it. A nudge is a unit in the last place.
+    # torch_native takes the scale in the compute dtype, and returns the loss in it. A nudge is one unit.
     units = {"torch_native": 0.5, "torch_native-sum": 0.5, "compiled_nudged": 1}.get(name)
     rounding = torch.finfo(dtype).eps * units if units else 1e-6
     assert error(got_h, grad_h) <= budget_h + rounding
