@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from fitting import losses
 from rank_process import leave_kernels_untuned
 
@@ -12,7 +13,7 @@ from linrnn.config import load_config
 from linrnn.models import tuning
 from linrnn.runs.directory import ENVIRONMENT, LOG
 from linrnn.training import trainer as training
-from linrnn.training.compilation import rehearse_step
+from linrnn.training.compilation import rehearse_step, rehearses
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -51,6 +52,20 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(
     log = (trainer.directory.path / LOG).read_text()
     assert log.count("s; 1 choices\n") == 1
     assert "step 1 took " in log
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "expected"),
+    [
+        ([], "cuda", True),
+        (["model=fla", "model.config=delta_net"], "cuda", True),
+        (["model=fla", "model.config=nsa"], "cuda", False),  # reads the blocks that a kernel has chosen
+        (["trainer.compile=blocks"], "cuda", False),
+        ([], "cpu", False),
+    ],
+)
+def test_models_that_may_index_by_results_are_not_rehearsed(overrides: list[str], device: str, expected: bool) -> None:
+    assert rehearses(load_config(overrides), torch.device(device)) is expected
 
 
 def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

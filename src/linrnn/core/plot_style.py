@@ -16,6 +16,7 @@ from typing import Any
 LOSSES = {
     "standard": ("#000000", "X", "eager PyTorch"),
     "compiled": ("#8C8C8C", "s", "torch.compile"),
+    "compiled_nudged": ("#BBBBBB", "<", "the control of loss curves"),
     "cce_kahan": ("#0072B2", "o", "ours, exact"),
     "cce_filter": ("#56B4E9", "^", "ours, filtered"),
     "liger": ("#D55E00", "v", "Liger"),

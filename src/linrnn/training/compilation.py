@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from linrnn.config.schema import Config, FlaModelConfig
 from linrnn.data import Batch
 from linrnn.models import tuning
+from linrnn.models.facts import FACTS
 from linrnn.training.build import BuiltRun
 from linrnn.training.runtime import loss_inputs
 
@@ -14,15 +16,25 @@ from linrnn.training.runtime import loss_inputs
 def compile_kernels(run: BuiltRun) -> None:
     """Rehearse the forward and backward pass of the model on a GPU, so that all its kernels are compiled at once.
 
-    The loss is left out: some losses index tensors by what their kernels have written. So is a model that torch.compile
-    compiles. The ranks of a machine share its cores.
+    The loss is left out: some losses index tensors by what their kernels have written. The ranks of a machine share its
+    cores.
     """
-    if run.device.type != "cuda" or run.config.trainer.compile != "none":
+    if not rehearses(run.config, run.device):
         return
     ranks_here = min(run.ranks.world_size, torch.cuda.device_count())
     with tuning.compile_ahead(max(1, len(os.sched_getaffinity(0)) // ranks_here)):
         rehearse_step(run)
     torch.cuda.empty_cache()
+
+
+def rehearses(config: Config, device: torch.device) -> bool:
+    """Whether a run's kernels are compiled ahead.
+
+    Not those of a model that has no file in linrnn.models.zoo: it may index tensors by what its kernels have written,
+    as sparse attention does. Nor those of a model that torch.compile compiles.
+    """
+    name = config.model.config if isinstance(config.model, FlaModelConfig) else config.model.name
+    return device.type == "cuda" and config.trainer.compile == "none" and name in FACTS
 
 
 def rehearse_step(run: BuiltRun) -> None:
