@@ -16,7 +16,7 @@ from linrnn.models.language_model import LanguageModel
 TORCHAO = "torchao>=0.17"
 CAPABILITY = (8, 9)  # the first GPUs with float8 products: Ada, then Hopper
 MULTIPLE = 16  # torch._scaled_mm takes matrices of such sizes only
-SMALLEST = 128  # inputs and outputs of a layer that is converted; for smaller ones the casts cost more than they gain
+SMALLEST = 128  # inputs and outputs of a layer that is converted: a choice, not measured
 
 
 def check_float8(config: Config, device: torch.device, precision: str, tokens: int) -> None:

@@ -22,8 +22,8 @@ from linrnn.core.errors import UnsupportedError
 from linrnn.models.tuning.progress import during
 from linrnn.models.tuning.table import Table, read_table
 
-# FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas takes seconds to minutes to compile
-# them, and they run 3 to 70 times as long as the fastest (SwiGLU on an H100).
+# FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas compiles them slowly, and the last
+# for minutes.
 ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
 STORED, NEAR, TUNED = "stored", "near", "tuned"
 
