@@ -12,12 +12,12 @@ from matplotlib import pyplot
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
+from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.mixtures import read_origin
 from linrnn.study import criteria, curves, plots, verdicts
 from linrnn.study.criteria import Verdict
 from linrnn.study.hypotheses import branches
-from linrnn.study.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
-from linrnn.study.intervals import answer as answer_of
 from linrnn.study.report import make_report, write, write_report
 from linrnn.study.results import (
     BREAKDOWNS,

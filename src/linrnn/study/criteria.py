@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
 from linrnn.study.curves import SMOOTHED_STEPS
-from linrnn.study.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
 
 MET, MISSED, UNDECIDED, OPEN = "met", "missed", "undecided", "open"
 LEAST_STEPS = 50  # a run needs so many steps for its losses to be compared: train_loss_nats is a mean over 50

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from linrnn.runs.intervals import LEAST_PAIRS
 from linrnn.study.criteria import (
     BATCH,
     CURVES,
@@ -16,7 +17,6 @@ from linrnn.study.criteria import (
     Criterion,
     Verdict,
 )
-from linrnn.study.intervals import LEAST_PAIRS
 from linrnn.study.verdicts import BASELINES
 
 EXACT = ("compiled", "standard", "liger", "fla", "torch_native")  # exact losses other than ours

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, subplots
-from linrnn.study.intervals import estimate
+from linrnn.runs.intervals import estimate
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import baseline_of, clock_of, family, heading, loss_layer_share, measured, named
 from linrnn.study.results import Run, loss_time_share

@@ -8,7 +8,7 @@ from typing import Any
 from linrnn.bench.loss.rows import crossovers
 from linrnn.models.facts import model_in_words
 from linrnn.runs.figures import host_decides
-from linrnn.study.intervals import LEAST_PAIRS
+from linrnn.runs.intervals import LEAST_PAIRS
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock, checkpointing_of
 from linrnn.study.results import SETTING, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES

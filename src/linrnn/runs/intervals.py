@@ -1,4 +1,4 @@
-"""The study's statistics in one place: median and 90 % interval of paired values, and what they say about a bound.
+"""The project's rule of intervals: median and 90 % interval of paired values, and what they say about a bound.
 
 A value compares a run with the baseline's run of the same seed. Ratios are averaged as logarithms. The verdict is then
 the same whichever of the two losses is the denominator.
