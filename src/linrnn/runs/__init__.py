@@ -1,1 +1,1 @@
-"""What a run writes: its directory, metrics, summary, environment and provenance; and the rule of intervals of paired runs."""
+"""What a run writes: its directory, metrics, summary, environment and provenance. And the rule of paired intervals."""
