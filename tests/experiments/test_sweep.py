@@ -10,6 +10,7 @@ import torch
 
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
+from linrnn.core.errors import ConfigError
 from linrnn.experiments import sweep
 
 Small = Callable[..., list[str]]
@@ -59,6 +60,24 @@ def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small: Small, t
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 3, 2)
     assert "resuming at step 2" in path.with_name("train.log").read_text()
     assert any("1 points, 0 to run" in line for line in said_by_sweep(*small(*shared("trainer.max_steps=3"))))
+
+
+@pytest.mark.usefixtures("quick_points")
+def test_points_that_share_a_gpu_say_so_in_their_summaries(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each point computes on the CPU here, and is told what it would be told on the one GPU."""
+    points = small("sweep=checkpointing", "experiment=null", "loss=standard", "model=transformer", "seed=0,1")
+    points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
+    with pytest.raises(ConfigError, match="jobs=2 needs no sharing on a CPU"):
+        said_by_sweep(*points, "jobs=2", "share_gpus=true")
+    assert not (tmp_path / "results").exists()
+    foresee = sweep._look_ahead
+    monkeypatch.setattr(sweep, "_look_ahead", lambda *arguments: (foresee(*arguments)[0], ["0"]))
+    said = said_by_sweep(*points, "jobs=2", "share_gpus=true")
+    assert sum("times not measured" in line for line in said) == 2
+    summaries = [json.loads(path.read_text()) for path in (tmp_path / "results/checkpointing").glob("*/summary.json")]
+    assert [(s["status"], s["gpu_shared"], s["tokens_per_second"]) for s in summaries] == [("finished", True, None)] * 2
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ import pytest
 
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.core.machine import SHARED_GPU
 from linrnn.experiments import points as points_of_sweeps
+from linrnn.experiments import sweep as sweep_of_runs
 from linrnn.experiments.points import Point, decisive, foresee, write_summary
-from linrnn.experiments.sweep import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of
+from linrnn.experiments.sweep import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
 
@@ -118,6 +121,75 @@ def test_more_jobs_than_gpus_are_refused_and_cpus_take_any() -> None:
     with pytest.raises(ConfigError, match="jobs=3"):
         slots_of(3, ["0", "1"])
     assert slots_of(3, []) == [{}, {}, {}]
+
+
+def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it() -> None:
+    slots = slots_of(16, ["3", "5"], share=True)
+    assert Counter(slot["CUDA_VISIBLE_DEVICES"] for slot in slots) == {"3": 8, "5": 8}
+    assert {slot[SHARED_GPU] for slot in slots} == {"1"}
+    assert SHARED_GPU not in slots_of(2, ["3", "5"])[0], "a point with a GPU of its own is measured"
+    with pytest.raises(ConfigError, match="jobs=3") as refusal:
+        slots_of(3, ["3", "5"])
+    assert refusal.value.remedy == "use jobs=2, or share_gpus=true if only the losses matter"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "ranks", "cause", "remedy"),
+    [
+        (4, [], 1, "jobs=4 needs no sharing on a CPU", "leave share_gpus out"),
+        (4, ["0", "1"], 2, "points of 2 ranks cannot share", "sweep.ranks=1"),
+        (2, ["0", "1"], 1, "each of 2 jobs has one of 2 GPUs of its own", "jobs=3"),
+    ],
+)
+def test_where_nothing_is_shared_sharing_is_refused(jobs, gpus, ranks, cause, remedy) -> None:
+    with pytest.raises(ConfigError, match=cause) as refusal:
+        slots_of(jobs, gpus, ranks, share=True)
+    assert remedy in refusal.value.remedy
+
+
+def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sweep_of_runs, "cores", lambda: 24)
+    assert [threads_of(jobs) for jobs in (1, 5, 32)] == [{}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "1"}]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of(5) == {}
+
+
+def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points) -> None:
+    """Every way in which memory runs out makes its error with out_of_memory(), which decides the exit code."""
+    [point, alone] = make_points(2)
+    full = "import sys; from linrnn.config.cli import run_plain\nsys.argv = sys.argv[:1]\n"
+    full += "def main(): raise MemoryError('CUDA out of memory')\nrun_plain(main, '')"
+    run([point], slots_of(2, ["0"], share=True), s0=full)
+    run([alone], s1=full)
+    assert statuses([point, alone]) == ["failed", "out_of_memory"]
+    assert "other runs share this GPU" in point.summary()["reason"]
+    assert "lower jobs" in point.log.read_text()
+    assert [one.is_answered(retry=False) for one in (point, alone)] == [False, True]
+
+
+def test_on_shared_gpus_the_first_point_of_a_loss_compiles_alone(small: Small, tmp_path: Path) -> None:
+    """Three points of each of two losses. A point takes its first step when it is told to."""
+    points = foresee([small(f"seed={s}", f"loss={loss}") for loss in ("standard", "compiled") for s in range(3)])
+    go = tmp_path / "go"
+    trains = "import sys, time, pathlib; d = pathlib.Path(sys.argv[1]); d.mkdir(parents=True)\n"
+    trains += f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n(d / 'metrics.jsonl').write_text('x')\n"
+    trains += f"time.sleep(1)\n{FINISHES}"
+    said: list[str] = []
+    slots = slots_of(6, ["0"], share=True)
+    sweep = Sweep(
+        points, slots, said.append, 60, lambda p: [sys.executable, "-c", trains, str(p.directory)], share_gpus=True
+    )
+    thread = threading.Thread(target=sweep.run)
+    thread.start()
+    time.sleep(2)
+    before = sum("started" in line for line in said)
+    go.touch()
+    thread.join()
+    assert before == 2, "one of each loss"
+    order = [line for line in said if "started" in line or "finished" in line]
+    assert sum("started" in line for line in order[:6]) == 6, "then all others at once, while the first still run"
+    assert statuses(points) == ["finished"] * 6
 
 
 def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> None:

@@ -650,6 +650,42 @@ def test_the_crossover_is_drawn_from_pairs_of_a_seed() -> None:
     pyplot.close(figure)
 
 
+NO_TIMES = {
+    **dict.fromkeys(("tokens_per_second", "step_time_ms_median", "wall_step_ms", "mfu", "mfu_6n")),
+    "tokens_per_second_is": "not measured: other runs shared the GPU",
+    "measured_steps": 0,
+    "gpu_shared": True,
+}
+OF_TIMES = (criteria.SPEED, criteria.MVE_SPEED, criteria.MVE_NOT_SLOWER, criteria.MVE_LARGER, criteria.BACKWARD)
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Path) -> None:
+    state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 7}
+    shared = NO_TIMES | {"gpu_state": state}
+    losses = ("compiled", "cce_kahan", "cce_filter")
+    found = verdicts.verdicts([one for loss in losses for one in five(loss, **shared)])
+    of_times = [v for v in found if v.criterion in OF_TIMES and v.against == "compiled"]
+    assert len(of_times) == 2 * 4 + 1, "the backward pass is asked of the filter alone"
+    assert {(v.verdict, v.value) for v in of_times} == {("open", None)}
+    assert all("not measured: the GPU was shared" in v.remark for v in of_times)
+    others = (criteria.MVE_MEMORY, criteria.MVE_LOSS, criteria.CURVES, criteria.PERPLEXITY)
+    assert {only(found, one, "cce_kahan", "compiled").n for one in others} == {5}
+    text = write_report([one for loss in losses for one in five(loss, **shared)], tmp_path, "g")[0].read_text()
+    assert "every run shared its GPU with other runs" in text
+    assert "tokens/s, not measured" in text
+    assert "other processes computed on the GPU" not in text
+
+
+def test_of_shared_and_unshared_runs_the_unshared_ones_decide_times() -> None:
+    """Times that stand in a shared run's row all the same are left out too."""
+    runs = [one for loss in ("compiled", "cce_kahan") for one in (*five(loss), run(loss, seed=5, gpu_shared=True))]
+    speed = only(verdicts.verdicts(runs), criteria.SPEED, "cce_kahan", "compiled")
+    assert speed.n == 5
+    assert "2 of 12 runs left out: their GPU was shared" in speed.remark
+    assert only(verdicts.verdicts(runs), criteria.MVE_LOSS, "cce_kahan", "compiled").n == 6
+
+
 @pytest.mark.usefixtures("text_alone")
 def test_other_processes_on_the_gpu_stand_in_the_report(tmp_path: Path) -> None:
     state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 2}

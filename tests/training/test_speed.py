@@ -1,5 +1,6 @@
 """A run's reported speed equals the wall clock's, over all processes of the run."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 
 from linrnn.config import load_config
+from linrnn.core.errors import SharedGpuFullError
+from linrnn.core.machine import SHARED_GPU
+from linrnn.runs.directory import SUMMARY
 from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training.trainer import Trainer
@@ -103,6 +107,56 @@ def test_a_resumed_run_has_the_figures_of_all_its_processes(small: Small) -> Non
     assert second["wall_seconds"] > first["wall_seconds"] - 1, "of both processes, less what followed the last step"
     third = Trainer(load_config(small(*options, "trainer.max_steps=24"))).fit()
     assert third["measured_steps"] == 7 + 3
+
+
+def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second process of the run shares its GPU, the first had its own."""
+    options = ("trainer.warmup_measurement_steps=1", "schedule.steps=8")
+    alone = Trainer(load_config(small(*options, "trainer.max_steps=4"))).fit()
+    assert (alone["gpu_shared"], alone["measured_steps"]) == (False, 3)
+    monkeypatch.setenv(SHARED_GPU, "1")
+    capsys.readouterr()
+    trainer = Trainer(load_config(small(*options, "trainer.max_steps=8")))
+    shared = trainer.fit()
+    assert shared.keys() == alone.keys()
+    assert shared["gpu_shared"] is True
+    assert shared["tokens_per_second_is"] == "not measured: other runs shared the GPU"
+    times = (
+        "tokens_per_second",
+        "wall_step_ms",
+        "step_time_ms_median",
+        "host_step_ms",
+        "loss_layer_ms",
+        "mfu",
+        "mfu_6n",
+    )
+    assert {shared[name] for name in times} == {None}
+    assert shared["measured_steps"] == 0
+    assert shared["train_loss_nats"] is not None
+    assert shared["peak_memory_bytes"] > 0
+    timed = [record["step"] for record in step_records(trainer) if any(key.startswith("speed/") for key in record)]
+    assert timed == [2, 3, 4], "of the process that had the GPU alone"
+    said = capsys.readouterr().out
+    assert "not measured: other runs shared the GPU" in said
+    assert "tokens/s by wall clock" not in said
+
+
+def test_memory_that_runs_out_on_a_shared_gpu_is_a_failure_with_a_remedy(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "train_step", full)
+    monkeypatch.setenv(SHARED_GPU, "1")
+    trainer = Trainer(load_config(small()))
+    with pytest.raises(SharedGpuFullError) as failure:
+        trainer.fit()
+    assert "lower jobs" in failure.value.remedy
+    summary = json.loads((trainer.directory.path / SUMMARY).read_text())
+    assert (summary["status"], summary["gpu_shared"]) == ("failed", True)
 
 
 def record(**metrics: Any) -> dict[str, Any]:

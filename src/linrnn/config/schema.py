@@ -351,6 +351,7 @@ class RunSweepConfig:
 
     sweep: SweepConfig
     jobs: int = at_least(1)
+    share_gpus: bool
     retry: bool
     dry_run: bool
     report_every_seconds: float = at_least(0)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from linrnn.core.machine import gpu_is_shared
+
 EXIT_CODES = (
     "0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, "
     "6 diverged, 7 storage, 128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
@@ -75,6 +77,20 @@ class OutOfMemoryError(LinrnnError):
     """The device (or `memory_budget_gib`) has too little memory for the step."""
 
     exit_code = 5
+
+
+class SharedGpuFullError(LinrnnError):
+    """Memory ran out on a GPU that other runs filled as well. This says nothing about the run's own needs."""
+
+
+def out_of_memory(cause: str, remedy: str) -> OutOfMemoryError | SharedGpuFullError:
+    """The error for memory that ran out: an answer about the run, unless other runs share its GPU."""
+    if gpu_is_shared():
+        return SharedGpuFullError(
+            f"{cause} (other runs share this GPU, so this is no answer about the run)",
+            "lower jobs and run the same sweep again, or leave share_gpus out",
+        )
+    return OutOfMemoryError(cause, remedy)
 
 
 class DivergedError(LinrnnError):

@@ -1,4 +1,4 @@
-"""Free memory and free disk of this machine. None means that the figure cannot be known."""
+"""This machine: its free memory, its free disk, its cores. None means that the figure cannot be known."""
 
 import os
 import re
@@ -7,6 +7,20 @@ from pathlib import Path
 
 GIB = 2**30
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 to say that there is no limit
+SHARED_GPU = "LINRNN_SHARED_GPU"  # environment variable: 1 if other runs compute on this process's GPU at the same time
+
+
+def gpu_is_shared() -> bool:
+    """Whether this process was told that other runs compute on its GPU (`share_gpus=true` of scripts/sweep.py).
+
+    The times of its steps are then no measurements, and other runs may fill the GPU's memory.
+    """
+    return os.environ.get(SHARED_GPU) == "1"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

@@ -20,7 +20,7 @@ from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
-from linrnn.runs.directory import SUMMARY, RunDirectory
+from linrnn.runs.directory import METRICS, SUMMARY, RunDirectory
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import status_of, summary_without_figures
 
@@ -98,6 +98,11 @@ class Point:
                 f"{self.directory} is being run by another sweep", "wait for it, or choose another group"
             ) from None
         return log
+
+    def has_trained(self) -> bool:
+        """Whether a step of its run is recorded."""
+        metrics = self.directory / METRICS
+        return metrics.exists() and metrics.stat().st_size > 0
 
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()

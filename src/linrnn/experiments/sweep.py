@@ -15,6 +15,7 @@ from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import RunSweepConfig
 from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure
 from linrnn.core.interrupts import StopRequest
+from linrnn.core.machine import SHARED_GPU, cores
 from linrnn.experiments.launching import launch
 from linrnn.experiments.points import LOGS, POLL_SECONDS, Point, PointTakenError, Process, foresee, write_summary
 from linrnn.runs.figures import host_decides
@@ -22,6 +23,7 @@ from linrnn.runs.summary import GIB, duration
 
 EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # exit codes for points that failed; any other status: 1
 HARMLESS = ("finished", "unsupported")
+SHARING = ", or share_gpus=true if only the losses matter"
 
 Say = Callable[[str], None]
 
@@ -45,7 +47,9 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         return
     for point in points:
         check_outputs(point.config)
-    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks)
+    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
+    if launcher and config.share_gpus:
+        raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
     pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
     refused: dict[str, list[str]] = {}
     for point in points:
@@ -58,7 +62,9 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     if launcher and pending:
         _submit(pending, launcher, say)
     elif pending:
-        Sweep(pending, slots, say, config.report_every_seconds).run()
+        threads = threads_of(config.jobs)
+        slots = [threads | slot for slot in slots]
+        Sweep(pending, slots, say, config.report_every_seconds, share_gpus=config.share_gpus).run()
     _judge(points, say)
 
 
@@ -68,6 +74,8 @@ class Sweep:
     Args:
         slots: for each slot, environment variables for its processes.
         command: the command of a point's process; None: train.py.
+        share_gpus: whether several slots share a GPU. The first point of each model and loss then starts alone: it
+            compiles the kernels of all others.
     """
 
     def __init__(
@@ -77,12 +85,16 @@ class Sweep:
         say: Say,
         report_every_seconds: float,
         command: Callable[[Point], Sequence[str]] | None = None,
+        *,
+        share_gpus: bool = False,
     ) -> None:
         self._waiting, self._free = deque(points), deque(slots)
         self._total = len(points)
         self._say, self._every, self._command = say, report_every_seconds, command
         self._running: list[tuple[Process, dict[str, str], float]] = []
         self._clock = TimeLeft(len(slots))
+        self._share_gpus = share_gpus
+        self._compiled: set[str] = set()  # what needs_kernels_of names, if a point has taken a step with it
 
     def run(self) -> None:
         """Run all points.
@@ -112,6 +124,9 @@ class Sweep:
             if not self._free:
                 return
             point = self._waiting.popleft()
+            if self._waits_for_kernels(point):
+                self._waiting.append(point)
+                continue
             try:
                 claim = point.claim()
             except PointTakenError:
@@ -130,6 +145,15 @@ class Sweep:
             self._running.append((process, self._free.popleft(), time.monotonic()))
             self._say(f"{self._place(point)}: started{self._left()}")
 
+    def _waits_for_kernels(self, point: Point) -> bool:
+        """Whether a running point is compiling the kernels that `point` needs."""
+        if not self._share_gpus:
+            return False
+        running = [process.point for process, _, _ in self._running]
+        self._compiled |= {needs_kernels_of(one) for one in running if one.has_trained()}
+        needed = needs_kernels_of(point)
+        return needed not in self._compiled and needed in map(needs_kernels_of, running)
+
     def _collect(self) -> None:
         for entry in [entry for entry in self._running if entry[0].ended()]:
             process, slot, began = entry
@@ -139,6 +163,7 @@ class Sweep:
             summary = process.conclude()
             if summary["status"] == "finished":
                 self._clock.add(process.point, seconds)
+                self._compiled.add(needs_kernels_of(process.point))
             self._finish(process.point, f"{outcome(summary)} ({duration(seconds)})")
 
     def _finish(self, point: Point, words: str) -> None:
@@ -248,6 +273,8 @@ def outcome(summary: dict[str, Any]) -> str:
     ]
     if host_decides(summary):
         words.append(f"the host decides: {summary['host_step_ms']:.1f} of {summary['wall_step_ms']:.1f} ms a step")
+    if summary.get("gpu_shared"):
+        words.append("times not measured")
     return f"finished: {', '.join(word for word in words if word)}"
 
 
@@ -267,12 +294,30 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def slots_of(jobs: int, gpus: Sequence[str], ranks: int = 1) -> list[dict[str, str]]:
+def needs_kernels_of(point: Point) -> str:
+    """The model and the loss of a point, with all their options: points that share them need the same kernels."""
+    return f"{point.config.model} {point.config.loss}"
+
+
+def threads_of(jobs: int) -> dict[str, str]:
+    """OMP_NUM_THREADS for each of several points: its share of the cores, unless the user has set the variable."""
+    if jobs == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores() // jobs))}
+
+
+def slots_of(jobs: int, gpus: Sequence[str], ranks: int = 1, *, share: bool = False) -> list[dict[str, str]]:
     """Environment variables for each of `jobs` points: a GPU of its own for each of its ranks, if there are GPUs.
 
+    Args:
+        share: give each point one GPU, in turn, and tell it that others compute there too.
+
     Raises:
-        ConfigError: there are fewer GPUs than ranks, or than the ranks of all jobs.
+        ConfigError: there are fewer GPUs than ranks, or than the ranks of all jobs; or nothing can be shared.
     """
+    if share:
+        _check_sharing(jobs, len(gpus), ranks)
+        return [{"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)], SHARED_GPU: "1"} for job in range(jobs)]
     if not gpus:
         return [{} for _ in range(jobs)]
     check_gpus(ranks, len(gpus))
@@ -281,9 +326,30 @@ def slots_of(jobs: int, gpus: Sequence[str], ranks: int = 1) -> list[dict[str, s
         raise ConfigError(
             f"jobs={jobs}{of_ranks}: there are {len(gpus)} GPUs, and two points on one would disturb each other's "
             "measurements",
-            f"use jobs={len(gpus) // ranks}",
+            f"use jobs={len(gpus) // ranks}{'' if ranks > 1 else SHARING}",
         )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[job * ranks : (job + 1) * ranks])} for job in range(jobs)]
+
+
+def _check_sharing(jobs: int, gpus: int, ranks: int) -> None:
+    """Check that points can share GPUs.
+
+    Raises:
+        ConfigError: there is no GPU, points have several ranks, or each job has a GPU of its own.
+    """
+    if not gpus:
+        raise ConfigError(
+            f"share_gpus=true: no GPU is used here, and jobs={jobs} needs no sharing on a CPU", "leave share_gpus out"
+        )
+    if ranks > 1:
+        raise ConfigError(
+            f"share_gpus=true: points of {ranks} ranks cannot share GPUs", "use sweep.ranks=1, or leave share_gpus out"
+        )
+    if jobs <= gpus:
+        raise ConfigError(
+            f"share_gpus=true: each of {jobs} jobs has one of {gpus} GPUs of its own, and its times can be measured",
+            f"leave share_gpus out, or use jobs={gpus + 1} or more",
+        )
 
 
 def check_gpus(ranks: int, gpus: int) -> None:

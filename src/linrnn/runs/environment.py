@@ -21,6 +21,7 @@ import torch
 from linrnn.config import CONFIG_DIR, settings
 from linrnn.config.schema import Config
 from linrnn.core.dates import utc_now
+from linrnn.core.machine import cores
 from linrnn.models import tuning
 from linrnn.runs.provenance import Process
 
@@ -119,7 +120,7 @@ def describe_environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "gpu_driver": _driver(),
         "cpu": _cpu_model(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": cores(),
         "torch_threads": torch.get_num_threads(),
         "git": _git_state(Path(__file__)),
         "kernel_choices": tuning.used(),

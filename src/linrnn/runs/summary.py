@@ -13,7 +13,7 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import horizon
 from linrnn.core.dates import utc_now
 from linrnn.runs.directory import LOG, METRICS, SUMMARY
-from linrnn.runs.figures import host_decides
+from linrnn.runs.figures import NOT_MEASURED, host_decides
 
 GIB = 2**30
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
@@ -37,6 +37,7 @@ MEASURED = (
     "peak_memory_bytes",
     "peak_memory_is",
     "memory_bytes",
+    "gpu_shared",
     "tokens_per_second",
     "tokens_per_second_is",
     "wall_step_ms",
@@ -181,7 +182,9 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         "entropy floor": show(summary["entropy_floor_nats"], ".4f", " nats"),
         "perplexity": show(summary["valid_perplexity"], ".3f"),
         "bits per byte": show(summary["valid_bits_per_byte"], ".4f"),
-        "speed": show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
+        "speed": NOT_MEASURED
+        if summary["gpu_shared"]
+        else show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
         + (f", {summary['wall_step_ms']:.1f} ms from step to step" if summary["wall_step_ms"] else ""),
         "step time": show(summary["step_time_ms_median"], ".1f", " ms on the device (median)")
         + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),

@@ -126,7 +126,7 @@ def _cell(value: Any, form: str) -> str:
 
 def show_plot(draw: Callable[..., Any], runs: Sequence[Run], *arguments: Any) -> None:
     """Draw and display a plot of :mod:`linrnn.study.plots`, or say that there are no measured runs."""
-    if not any(run.finished and run.summary["tokens_per_second"] for run in runs):
+    if draw is not loss_curves and not any(run.finished and run.summary["tokens_per_second"] for run in runs):
         print("open: nothing to draw")
         return
     if draw is loss_curves and not any(run.losses for run in runs):

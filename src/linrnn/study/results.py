@@ -96,6 +96,11 @@ class Run:
         return "peak" in (self.summary.get("memory_bytes") or {})
 
     @property
+    def gpu_shared(self) -> bool:
+        """Whether other runs computed on its GPU. Its times are then no measurements."""
+        return bool(self.summary.get("gpu_shared"))
+
+    @property
     def horizon(self) -> int | None:
         """The step at which its schedule ends; None for an unfinished run that did not record it."""
         return older_rows.horizon(self.summary)

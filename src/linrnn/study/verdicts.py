@@ -40,6 +40,7 @@ from linrnn.study.results import (
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
 FILTERS = ("cce_filter", "cce_apple")  # in other losses the forward pass may do part of the backward pass's work
+SHARED = "not measured: the GPU was shared"
 DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
 
 # Two searches for the largest batch must share these.
@@ -148,9 +149,9 @@ def _learnt(run: Run, base: Run) -> bool:
 
 
 def _timed(run: Run, base: Run) -> bool:
-    """Whether times can be compared. A median of a step or two says nothing, and a CPU shares its time with others."""
+    """Whether times can be compared. A median of a step or two says nothing. A CPU or GPU may be shared with others."""
     measured = min(one.summary["measured_steps"] or 0 for one in (run, base))
-    return measured >= LEAST_MEASURED and run.on_gpu and base.on_gpu
+    return measured >= LEAST_MEASURED and all(one.on_gpu and not one.gpu_shared for one in (run, base))
 
 
 PAIRED: tuple[tuple[Criterion, Compare], ...] = (
@@ -160,6 +161,7 @@ PAIRED: tuple[tuple[Criterion, Compare], ...] = (
     (CURVES, curve_difference),
 )
 PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
+OF_TIMES: tuple[Compare, ...] = (speed_ratio, speed_ratio_across_batches, backward_speed_up)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
     (MVE_MEMORY, memory_ratio),
     (MVE_SPEED, speed_ratio),
@@ -251,11 +253,20 @@ def _paired(
             limits += [one.limits for one in found if one.limits]
             doubts += [one.doubt for one in found if one.doubt]
             notes += [one.note for one in found if one.note]
+    notes += _shared([*own, *base] if compare in OF_TIMES else [])
     if values and limits:
         least, most = (median(bounds) for bounds in zip(*limits, strict=True))
         doubts += _noise(median(values), least, most)
     words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
     return judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
+
+
+def _shared(runs: Sequence[Run]) -> list[str]:
+    """What is said of runs whose times are left out."""
+    count = sum(run.gpu_shared for run in runs)
+    if not count:
+        return []
+    return [SHARED if count == len(runs) else f"{count} of {len(runs)} runs left out: their GPU was shared"]
 
 
 def _noise(ratio: float, least: float, most: float) -> list[str]:
@@ -281,8 +292,8 @@ def _fastest_batches(run: Run, backend: str, against: str, by_setting: Settings)
         if surplus
     ]
     if len(common) < 2:
-        needs = f"not measured: needs {MVE_LARGER.source}"
-        return judge(MVE_LARGER, *names, [], remark="; ".join([needs, *alone]))
+        needs = _shared([run]) or [f"not measured: needs {MVE_LARGER.source}"]
+        return judge(MVE_LARGER, *names, [], remark="; ".join([*needs, *alone]))
     fastest, other = (_fastest(side, common) for side in (own, base))
     words = "; ".join([f"B = {fastest} against {other}, of {', '.join(map(str, common))}", *alone])
     return _paired(MVE_LARGER, speed_ratio_across_batches, names, own[fastest], base[other], "", words)

@@ -5,7 +5,7 @@ from typing import Any
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
-from linrnn.core.errors import OutOfMemoryError, first_line, ran_out_of_memory
+from linrnn.core.errors import first_line, out_of_memory, ran_out_of_memory
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.losses import build_loss
@@ -72,7 +72,7 @@ class BuiltRun:
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(
+            raise out_of_memory(
                 f"out of memory while the model was built: {first_line(error)}",
                 "use a smaller size, a smaller size.vocab_size or a larger memory_budget_gib",
             ) from error

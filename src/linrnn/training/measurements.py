@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from linrnn import costs
+from linrnn.core.machine import gpu_is_shared
 from linrnn.distributed import Ranks
 from linrnn.models import LanguageModel
 from linrnn.models.architecture import Architecture
@@ -24,6 +25,7 @@ class Measurements:
     Attributes:
         speed: time of the steps and of the loss layer.
         memory: bytes by component.
+        gpu_shared: whether other runs compute on this process's GPU. Its speed is then not recorded.
         gpu_state: clocks, power and temperature at the last steps; None on a CPU and before that.
     """
 
@@ -38,6 +40,7 @@ class Measurements:
         self._plan, self._architecture, self._ranks = plan, architecture, ranks
         self.speed = SpeedMeter(plan.device, plan.unmeasured_steps, plan.tokens_per_step)
         self.memory = MemoryByComponent(model, optimizer, plan.device)
+        self.gpu_shared = gpu_is_shared()
         self.gpu_state: dict[str, Any] | None = None
         self._memory_recorded = False
 
@@ -49,7 +52,8 @@ class Measurements:
         """The metrics of the steps since the last call: speed and MFU; the first time also memory."""
         metrics = self.speed.record()
         if wall_ms := metrics.get("speed/wall_step_ms"):
-            metrics |= {f"speed/{name}": share for name, share in self.mfu(wall_ms / 1e3).items()}
+            utilisation = {f"speed/{name}": share for name, share in self.mfu(wall_ms / 1e3).items()}
+            metrics = {} if self.gpu_shared else metrics | utilisation
             if not self._memory_recorded:
                 metrics |= self.of_memory(state)
         return metrics

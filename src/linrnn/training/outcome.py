@@ -9,13 +9,15 @@ from linrnn.core.errors import (
     InterruptedRun,
     OutOfMemoryError,
     RankFailedError,
+    SharedGpuFullError,
     StorageError,
     first_line,
+    out_of_memory,
     ran_out_of_memory,
 )
 from linrnn.models import explain_refusal
 from linrnn.runs.environment import command_line
-from linrnn.runs.figures import memory_of_run, speed_of_run
+from linrnn.runs.figures import NOT_MEASURED, memory_of_run, speed_of_run
 from linrnn.runs.summary import memory_lines, names_of_run, status_of
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation
@@ -41,13 +43,14 @@ def explained(run: BuiltRun, error: BaseException, where: str) -> tuple[str, Bas
     if isinstance(failure, RankFailedError):
         return status_of(failure.exit_code), failure
     if ran_out_of_memory(error):
-        return "out_of_memory", explain_out_of_memory(run, error, where)
+        explanation = explain_out_of_memory(run, error, where)
+        return status_of(explanation.exit_code), explanation
     if unsupported := explain_refusal(error, run.config.model):
         return "unsupported", unsupported
     return "failed", failure
 
 
-def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> OutOfMemoryError:
+def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> OutOfMemoryError | SharedGpuFullError:
     """Print the measured components and the formulas' estimate. Return the error that names what to lower."""
     measured, say = run.measurements.memory.report(), run.session.console.line
     say("memory by component when it ran out:")
@@ -68,7 +71,7 @@ def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> Ou
         "loss=cce_kahan" if not config.loss.name.startswith("cce") else None,
         "parallel=fsdp" if config.parallel.name == "ddp" and config.optimizer.name != "muon" else None,
     ]
-    return OutOfMemoryError(
+    return out_of_memory(
         f"out of memory {where}: {first_line(error)}",
         "try " + ", or ".join(option for option in options if option),
     )
@@ -103,7 +106,10 @@ def summary_of_run(
     memory = memory_of_run(records)
     if measurements.began(state) or not memory:
         memory = {name: max(size, memory.get(name, 0)) for name, size in (memory | here).items()}
-    speed = speed_of_run(records, plan.tokens_per_step)
+    shared = measurements.gpu_shared
+    speed = speed_of_run([] if shared else records, plan.tokens_per_step)
+    if shared:
+        speed["tokens_per_second_is"] = NOT_MEASURED
     return {
         "status": status,
         "reason": failure and first_line(failure),
@@ -125,6 +131,7 @@ def summary_of_run(
         "peak_memory_bytes": memory.get("peak", memory.get("resident_peak")),
         "peak_memory_is": "allocated on the GPU" if "peak" in memory else "the process's resident set",
         "memory_bytes": memory,
+        "gpu_shared": shared,
         **speed,
         **measurements.mfu(speed["wall_step_ms"] and speed["wall_step_ms"] / 1e3),
         "wall_seconds": session.wall_seconds(),

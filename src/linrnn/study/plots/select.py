@@ -7,7 +7,7 @@ from typing import Any
 
 from linrnn.bench.loss.rows import crossovers
 from linrnn.models.facts import model_in_words
-from linrnn.runs.figures import host_decides
+from linrnn.runs.figures import NOT_MEASURED, host_decides
 from linrnn.runs.intervals import LEAST_PAIRS
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock, checkpointing_of
 from linrnn.study.results import SETTING, Run, alike, backend_names
@@ -19,6 +19,8 @@ DEVICE_TIME = "device time"  # earlier tokens/s come from the device time of a s
 def clock_of(runs: Sequence[Run]) -> str:
     """How the runs' tokens/s were measured, in words."""
     kinds = {by_wall_clock(run.summary) for run in measured(runs)}
+    if not kinds and any(run.gpu_shared for run in runs):
+        return NOT_MEASURED
     if kinds == {True}:
         return WALL_CLOCK
     return DEVICE_TIME if kinds <= {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"

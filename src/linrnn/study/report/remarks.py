@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.runs.figures import host_decides
+from linrnn.runs.figures import NOT_MEASURED, host_decides
 from linrnn.runs.mixtures import same_origin
 from linrnn.study import plots
 from linrnn.study.criteria import MVE_CHANGED, OPEN, RULES, RULES_CHANGED, Verdict
@@ -38,6 +38,8 @@ def _on_speed(runs: Sequence[Run]) -> str:
     clock = plots.clock_of(runs)
     if clock == WALL_CLOCK:
         return "Tokens/s are by wall clock, over all steps after the warm-up."
+    if clock == NOT_MEASURED:
+        return "Tokens/s, step times and MFU are not measured, because the runs shared their GPUs."
     device = (
         "come from a step's median device time. They leave out what the host does between steps and are to be measured "
         "again by wall clock."
@@ -68,7 +70,19 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if host_decides(run.summary)
     ]
-    return [*failures, *mixtures, *slowed]
+    return [*failures, *mixtures, *slowed, *_on_sharing(runs)]
+
+
+def _on_sharing(runs: Sequence[Run]) -> list[str]:
+    """How many runs shared their GPUs with others."""
+    count = sum(run.gpu_shared for run in runs)
+    if not count:
+        return []
+    which = "every run" if count == len(runs) else f"{count} of {len(runs)} runs"
+    return [
+        f"{which} shared its GPU with other runs (`share_gpus=true`): its speed, step time and MFU are not measured. "
+        "Its losses and its peak of allocated memory are its own"
+    ]
 
 
 def on_origin(runs: Sequence[Run]) -> list[str]:
@@ -101,7 +115,8 @@ def _on_kernels(environment: dict[str, Any]) -> list[str]:
 
 def _on_gpus(runs: Sequence[Run]) -> list[str]:
     """The clocks of the runs' GPUs, and other processes on them."""
-    states = [(run.summary["run_name"], state) for run in runs if (state := run.summary.get("gpu_state"))]
+    alone = [run for run in runs if not run.gpu_shared]
+    states = [(run.summary["run_name"], state) for run in alone if (state := run.summary.get("gpu_state"))]
     clocks = [state["sm_mhz"] for _, state in states if state["sm_mhz"] is not None]
     lines = [f"SM clock at the end of training: {min(clocks):,.0f} to {max(clocks):,.0f} MHz"] if clocks else []
     return lines + [

@@ -118,7 +118,14 @@ def of_runs(runs: Sequence[Run]) -> Table:
         *("B", "T", "V", "seed"),
         *(["steps"] if horizons else []),
         *("status", "train loss, nats", "valid loss, nats", "bits per byte", "peak memory, GiB", "ratio"),
-        *(f"tokens/s, {plots.clock_of(runs)}", "ratio", "step, device ms", "of it loss", "MFU", "MFU by 6N"),
+        *(
+            f"tokens/s, {plots.clock_of(runs).split(':')[0]}",
+            "ratio",
+            "step, device ms",
+            "of it loss",
+            "MFU",
+            "MFU by 6N",
+        ),
     )
     baseline = plots.baseline_of(runs)
     bases = {
