@@ -223,6 +223,13 @@ def _out_of_memory(rank: int, nats: torch.Tensor) -> torch.Tensor:
     return nats
 
 
+def _out_of_memory_and_waited_for(rank: int, nats: torch.Tensor) -> torch.Tensor:
+    """A rank runs out of memory and all others wait as GPUs do: no exception reaches them."""
+    _out_of_memory(rank, nats)
+    time.sleep(1000)
+    return nats
+
+
 def _stuck(rank: int, nats: torch.Tensor) -> torch.Tensor:
     if rank == 1:
         time.sleep(1000)
@@ -253,6 +260,7 @@ FAULTS = {
     "killed": _killed,
     "killed_and_waited_for": _killed_and_waited_for,
     "out_of_memory": _out_of_memory,
+    "out_of_memory_and_waited_for": _out_of_memory_and_waited_for,
     "stopped": _stopped,
     "stuck": _stuck,
 }

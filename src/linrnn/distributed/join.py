@@ -41,7 +41,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
     backend = _claim_device(launch, device)
     timeout = timedelta(seconds=parallel.timeout_seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    watch = Watch(launch, store.clone())
+    watch = Watch(launch, store.clone(), timeout)
     try:
         with _signals(watch):
             dist.init_process_group(

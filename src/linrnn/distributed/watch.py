@@ -1,8 +1,9 @@
 """How a rank learns that another rank has failed.
 
 A rank that fails leaves the cause in the store that all ranks share. Every rank watches this store and the processes of
-its own machine. A rank that waits for a lost rank ends with the lost rank's cause. If a rank of another machine
-vanishes without a cause, closed connections or `parallel.timeout_seconds` end all remaining ranks.
+its own machine. A rank that waits for a lost rank ends with the lost rank's cause. Every rank also counts up a number in
+the store as a sign of life. A rank whose number stays the same for `parallel.timeout_seconds` stands still: its process
+was stopped, or its machine has vanished. The other ranks then end.
 """
 
 import json
@@ -10,8 +11,10 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +24,8 @@ from linrnn.core.output import say
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 
-_FAILURE, _PROCESS = "failure", "process"
+_FAILURE, _PROCESS, _ALIVE = "failure", "process", "alive"
+_SIGNS = 10  # signs of life that a rank gives within parallel.timeout_seconds
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,14 @@ class Watch:
         patient: whether this rank is known not to hang.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store) -> None:
+    def __init__(self, launch: Launch, store: dist.Store, timeout: timedelta) -> None:
         self.failure: Failure | None = None
         self.when_lost: Callable[[LinrnnError], None] | None = None
         self.patient = False
         self._launch, self._store = launch, store
         self._machine = _machine()
         self._neighbours: dict[int, int] = {}  # process ids of the other ranks on this machine
+        self._signs = SignsOfLife(launch, store, timeout.total_seconds())
         self._noticed, self._ended = threading.Event(), threading.Event()
         store.set(f"{_PROCESS}/{launch.rank}", json.dumps([self._machine, os.getpid()]))
         self._thread = threading.Thread(target=self._run, name="linrnn-ranks", daemon=True)
@@ -96,6 +101,9 @@ class Watch:
                 self._neighbours[rank] = process if machine == self._machine else 0
         for rank in self.dead():
             self.record(Failure(rank, "its process has died", "see its output and the system's log", 1))
+        for rank in self._signs.still():
+            cause = f"its process stands still: no sign of life for {self._signs.patience:g} s"
+            self.record(Failure(rank, cause, "see whether it was stopped, and whether its machine answers", 1))
 
     def dead(self) -> list[int]:
         """Ranks of this machine whose processes are gone."""
@@ -105,6 +113,43 @@ class Watch:
         self.failure = self.failure or failure
         self._noticed.set()
         return self.failure
+
+
+class SignsOfLife:
+    """Counts up this rank's number in the store, and tells which ranks' numbers stay the same.
+
+    A rank that has not given its first sign yet may still be starting. If this process itself stood still, the ages of
+    all signs begin anew: a scheduler may have stopped all ranks at once.
+
+    Args:
+        patience: seconds without a new sign after which a rank stands still.
+        clock: gives the time in seconds.
+    """
+
+    def __init__(
+        self, launch: Launch, store: dist.Store, patience: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.patience = patience
+        self._launch, self._store, self._clock = launch, store, clock
+        self._latest: dict[int, tuple[bytes, float]] = {}  # rank → its number, and when this process first read it
+        self._looked = clock() - patience
+
+    def still(self) -> list[int]:
+        """Ranks without a new sign for `patience` seconds. Signs are given and read ten times in that time."""
+        now, since = self._clock(), self._clock() - self._looked
+        if since < self.patience / _SIGNS:
+            return []
+        self._looked = now
+        if since > self.patience / 2:
+            self._latest.clear()
+        self._store.add(f"{_ALIVE}/{self._launch.rank}", 1)
+        for rank in range(self._launch.world_size):
+            key = f"{_ALIVE}/{rank}"
+            if rank != self._launch.rank and self._store.check([key]):
+                number = self._store.get(key)
+                if self._latest.get(rank, (b"", 0.0))[0] != number:
+                    self._latest[rank] = number, now
+        return [rank for rank, (_, read) in self._latest.items() if now - read >= self.patience]
 
 
 def _machine() -> str:

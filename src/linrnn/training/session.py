@@ -18,7 +18,7 @@ from linrnn.runs.environment import command_line, describe_process
 from linrnn.runs.figures import wall_seconds_of_run
 from linrnn.runs.loggers import Console, Silence, WandbMirror
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
-from linrnn.runs.summary import final_lines, finished_lines, progress_line, summary_without_figures
+from linrnn.runs.summary import final_lines, finished_lines, progress_line, status_of, summary_without_figures
 from linrnn.training import checkpoint
 from linrnn.training.plan import Plan
 from linrnn.training.starting import RunState, check_not_beyond
@@ -125,7 +125,9 @@ class Session:
 
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
-        summary = summary_without_figures(self._config, self.name, "failed", failure.cause, command_line())
+        summary = summary_without_figures(
+            self._config, self.name, status_of(failure.exit_code), failure.cause, command_line()
+        )
         tokens = step * self._plan.tokens_per_step
         self.write_summary(step, summary | {"steps": step, "tokens": tokens, "started": self.started})
 
