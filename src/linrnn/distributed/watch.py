@@ -1,9 +1,10 @@
 """How a rank learns that another rank has failed.
 
 A rank that fails leaves the cause in the store that all ranks share. Every rank watches this store and the processes of
-its own machine. A rank that waits for a lost rank ends with the lost rank's cause. Every rank also counts up a number in
-the store as a sign of life. A rank whose number stays the same for `parallel.timeout_seconds` stands still: its process
-was stopped, or its machine has vanished. The other ranks then end.
+its own machine. A rank that waits for a lost rank ends with the lost rank's cause.
+
+Every rank also counts up a number in the store as a sign of life. A rank whose number stays the same for
+`parallel.timeout_seconds` stands still: its process was stopped, or its machine has vanished. The other ranks then end.
 """
 
 import json
