@@ -16,6 +16,7 @@ from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.mixtures import differing, read_origin
 from linrnn.study import curves, older_rows
 from linrnn.study.curves import Comparison
+from linrnn.study.steps import LOSS, STEPS, check_steps, read_steps, times_of, write_steps
 
 if TYPE_CHECKING:
     import pandas
@@ -66,6 +67,7 @@ class Run:
         summary: summary.json.
         environment: software, hardware and commit; empty for a run that could not start.
         losses: (step, nats per token) of every logged step, or of a committed report's thinned curve.
+        times: (step, milliseconds) of every logged step, by the names of :data:`linrnn.study.steps.TIMES`.
         statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
         validations: (step, perplexity) of every validation.
         mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
@@ -79,6 +81,7 @@ class Run:
     statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     validations: list[tuple[int, float]] = field(default_factory=list)
     mixture: tuple[str, ...] = ()
+    times: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     thinned: bool = False
     comparisons: dict[str, Comparison] = field(default_factory=dict)
 
@@ -175,14 +178,39 @@ def read_runs(group: Path) -> list[Run]:
 
 
 def read_committed(directory: Path) -> list[Run]:
-    """The runs of a committed report in `directory`.
+    """The runs of a committed report in `directory`, with every logged step if the report has a file of them.
 
     Raises:
-        DataError: it holds no report.
+        DataError: it holds no report, or the logged steps of a run do not give the figures of its summary.
     """
     path = directory / COMMITTED
     content = read_object(path, ("runs", "environment"), "name a directory that scripts/report.py wrote")
-    return [_read_committed(content, summary) for summary in content["runs"]]
+    runs = [_read_committed(content, summary) for summary in content["runs"]]
+    if not (directory / STEPS).exists():
+        return runs
+    steps = read_steps(directory / STEPS)
+    for run in runs:
+        check_steps(run.summary, steps.get(run.name, {}), directory / STEPS)
+    return [_with_steps(run, steps[run.name]) if run.name in steps else run for run in runs]
+
+
+def _with_steps(run: Run, series: dict[str, list[tuple[int, float]]]) -> Run:
+    """A committed run with its whole curve in place of the thinned one."""
+    times = {name: points for name, points in series.items() if name != LOSS}
+    return dataclasses.replace(run, losses=series[LOSS], times=times, thinned=False)
+
+
+def write_every_step(runs: Sequence[Run], directory: Path) -> Path | None:
+    """Write the losses and times of all logged steps beside the rows. None if no run has its whole curve.
+
+    Times of runs that shared their GPU are left out.
+    """
+    whole = [run for run in runs if run.losses and not run.thinned]
+    if not whole:
+        return None
+    path = directory / STEPS
+    write_steps({run.name: (run.losses, {} if run.gpu_shared else run.times) for run in whole}, path)
+    return path
 
 
 def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
@@ -209,7 +237,7 @@ def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
 def write_committed(runs: Sequence[Run], path: Path) -> None:
     """Write summaries, the shared environment, thinned curves (about `CURVE_POINTS` points) and curve comparisons.
 
-    This file alone is enough to compute the verdicts: the comparisons are of the raw curves.
+    This file alone is enough to compute the verdicts: the comparisons are of the raw curves. Those are in STEPS.
     """
     every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
     content = {
@@ -360,4 +388,5 @@ def _read(directory: Path) -> Run:
         statistics=statistics,
         validations=[(r["step"], r["valid/perplexity"]) for r in records if r.get("valid/perplexity") is not None],
         mixture=origin.mixture,
+        times=times_of(records),
     )

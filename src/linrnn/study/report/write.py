@@ -26,7 +26,9 @@ from linrnn.study.results import (
     read_list,
     read_max_batches,
     write_committed,
+    write_every_step,
 )
+from linrnn.study.steps import STEPS
 from linrnn.study.verdicts import verdicts
 
 
@@ -53,6 +55,8 @@ def make_report(config: ReportConfig) -> list[Path]:
         title, runs, committed = directory.resolve().name, read_committed(directory), True
     source = f"{len(runs)} {'committed runs' if committed else 'runs'} of {directory}"
     print(f"read {source}")
+    if committed and (directory / STEPS).exists():
+        print(f"read all their logged steps from {directory / STEPS}: they give the rows' final losses and times")
     again = f"python scripts/report.py {shlex.quote(f'group={title}' if config.group else f'summary={directory}')}"
     if committed:
         lists = (read_list(directory / name) for name in (MAX_BATCHES, BREAKDOWNS))
@@ -73,7 +77,8 @@ def write_report(
 ) -> list[Path]:
     """Write the pages of :func:`write_pages`, and the rows from which they can be written again.
 
-    The rows are runs.json (summaries and curves), and the largest batches and breakdowns of the same models and sizes.
+    The rows are runs.json (summaries and thinned curves), steps.json.xz (the loss and the times of every logged step),
+    and the largest batches and breakdowns of the same models and sizes.
 
     Raises:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
@@ -89,6 +94,8 @@ def write_report(
         if content:
             (directory / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             others.append(directory / name)
+    if steps := write_every_step(runs, directory):
+        others.append(steps)
     return [*paths, committed, *others]
 
 
