@@ -552,7 +552,8 @@ def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path:
         killed = {} if steps == 80 else {"status": "failed", "reason": "killed", "data_fingerprint": None}
         curve = [(step, nats + 1 / step) for step in range(1, steps + 1)]
         valid = [(step, 100 * nats + step) for step in (40, 80) if step <= steps]
-        return replace(run(loss, seed=seed, steps=steps, **killed), losses=curve, validations=valid)
+        last = {"train_loss_nats": curves.mean_of_last(curve)}
+        return replace(run(loss, seed=seed, steps=steps, **killed, **last), losses=curve, validations=valid)
 
     runs = [course("cce_kahan", 70, 4.998), course("compiled", 80, 5.0), course("cce_kahan", 80, 4.9, seed=1)]
     text = write_report(runs, tmp_path, "g")[0].read_text()
