@@ -1,1 +1,1 @@
-"""Benchmarks of the loss layer: alone (`loss`) and over several GPUs (`parallel`)."""
+"""Benchmarks: the loss layer alone (`loss`), on several GPUs (`parallel`), in training steps (`steps`, `models`)."""

@@ -515,6 +515,23 @@ class BenchModelsConfig:
 
 
 @dataclass
+class BenchStepsConfig:
+    """scripts/bench_steps.py: keys are explained in configs/bench_steps.yaml."""
+
+    measure: bool
+    models: list[str]
+    losses: list[str]
+    rounds: int = at_least(2)
+    steps: int = at_least(1)
+    settle: int = at_least(0)
+    warmup: int = at_least(1)
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", "cuda")
+    results_dir: str = input_path()
+    output_dir: str | None = output_path()
+
+
+@dataclass
 class BenchParallelConfig:
     """scripts/bench_parallel.py: keys are explained in configs/bench_parallel.yaml."""
 
@@ -549,6 +566,7 @@ COMMANDS: dict[str, type] = {
     "report": ReportConfig,
     "bench_loss": BenchLossConfig,
     "bench_models": BenchModelsConfig,
+    "bench_steps": BenchStepsConfig,
     "bench_parallel": BenchParallelConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,

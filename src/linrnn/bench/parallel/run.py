@@ -31,10 +31,10 @@ from linrnn.bench.parallel.rows import (
     parallel_overrides,
     write,
 )
+from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
 from linrnn.core.errors import ConfigError
-from linrnn.data import Batch
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
@@ -42,8 +42,8 @@ from linrnn.models import build_model
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.summary import GIB
-from linrnn.training.optimizer import build_optimizer, clip_gradients
-from linrnn.training.runtime import compute_dtype, loss_inputs, parameter_dtype, resolve_device, resolve_precision
+from linrnn.training.optimizer import build_optimizer
+from linrnn.training.runtime import compute_dtype, parameter_dtype, resolve_device, resolve_precision
 
 MIB = 2**20
 FP32 = 4
@@ -198,18 +198,14 @@ def _measure_mode(
     replica = spread.spread(model, compute_dtype(precision))
     loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
     optimizer = build_optimizer(model, run.optimizer, device)
-    random = torch.Generator().manual_seed(config.seed + ranks.rank)
-    ids = torch.randint(arch.vocab_size, (sequences, config.seq_len + 1), generator=random)
-    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, sequences * config.seq_len)
+    batch = random_batch(sequences, config.seq_len, arch.vocab_size, config.seed + ranks.rank)
     world = ranks.world_size if mode != "none" else 1
     tokens = sequences * config.seq_len * world
-
-    def train_step() -> None:  # as Trainer.train_step
-        nats = loss(*loss_inputs(replica, batch, precision, device)).sum_nats
-        (nats / tokens * spread.loss_scale).backward()
-        clip_gradients(model.parameters(), run.optimizer.max_grad_norm)
-        optimizer.step()
-        spread.zero_gradients(optimizer)
+    step_of = TrainingStep(
+        model, optimizer, batch, tokens=tokens, precision=precision, device=device,
+        max_grad_norm=run.optimizer.max_grad_norm, replica=replica, ranks=spread,
+    )  # fmt: skip
+    train_step = partial(step_of, loss)
 
     for _ in range(config.warmup):
         train_step()

@@ -1,0 +1,1 @@
+"""Training steps of our models where the loss alone differs, interleaved in one process."""

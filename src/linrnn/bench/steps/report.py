@@ -1,0 +1,144 @@
+"""The page of the benchmark of steps: a table for each model line, and a plot of all ratios."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from linrnn.bench.loss.report import runs_section
+from linrnn.bench.loss.rows import read_runs
+from linrnn.bench.steps.lines import title_of
+from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, read_rows
+from linrnn.core.plot_style import GREY, WIDTH, looks, save, subplots
+from linrnn.core.tables import Table, show
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "loss": lambda row: f"`{row.loss}`",
+    "n": lambda row: str(row.rounds),
+    "step, ms": lambda row: show(row.step_ms, ".1f"),
+    f"/ {BASELINE}": lambda row: show(row.ratio, ".4f"),
+    "90 %": lambda row: "-" if row.ratio_low is None else f"{row.ratio_low:.4f}-{row.ratio_high:.4f}",
+    "tokens/s": lambda row: show(row.tokens_per_second, ",.0f"),
+    "device, ms": lambda row: show(median(row.device_ms) if row.device_ms else None, ".1f"),
+    "host, ms": lambda row: show(median(row.host_ms) if row.host_ms else None, ".1f"),
+    "loss layer, ms": lambda row: show(row.loss_layer_ms, ".1f"),
+    "share": lambda row: "-" if row.loss_layer_share is None else f"{row.loss_layer_share:.1%}".replace("%", " %"),
+    "peak, GiB": lambda row: show(row.peak_gib, ".2f"),
+    "loss, nats": lambda row: show(row.loss_nats, ".5f"),
+    "gradient's norm": lambda row: show(row.gradient_norm, ".5g"),
+}
+_MEANINGS = (
+    (f"`{AGAIN}`", "the same loss, built a second time: its ratio shows the noise"),
+    ("n", "rounds, each with a turn of every loss; times and ratios are medians over them"),
+    ("step, ms", "forward, loss, backward, clipping and optimizer, by the wall clock, from an idle to an idle device"),
+    (f"/ {BASELINE}", f"time divided by that of `{BASELINE}` in the same round"),
+    ("90 %", "Student's interval of that ratio, of its logarithms; the study's verdicts use the same rule"),
+    ("device, ms", "the same steps between two CUDA events"),
+    ("host, ms", "until the host had given the device all work of the step; close to *step, ms* the host may decide"),
+    ("loss layer, ms; share", "both passes of the loss layer, in steps of their own, and their share of the step"),
+    ("peak, GiB", "the most that the process had allocated during a step"),
+    ("loss, gradient's norm", "before the first step of the optimizer: all losses have the same weights"),
+)
+
+
+def write_report(directory: Path) -> list[Path]:
+    """Write steps.md, and steps.png and steps.svg where there are ratios; returns the paths of page and PNG.
+
+    Raises:
+        DataError: nothing was measured, or a file is damaged.
+    """
+    rows, paths = read_rows(directory), [directory / "steps.md"]
+    if any(_drawn(row) for row in rows):
+        paths.append(save(plot(rows), directory / "steps.png"))
+    runs = read_runs(directory)
+    ids = sorted({row.run for row in rows if row.run in runs})
+    text = markdown(rows, directory.name, ids, pictured=len(paths) > 1)
+    paths[0].write_text(text + "\n".join(runs_section([runs[run] for run in ids])), encoding="utf-8")
+    return paths
+
+
+def _by_line(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each model line, in the order of its first row."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.line, []).append(row)
+    return list(groups.values())
+
+
+def _title(row: Row) -> str:
+    return title_of(row.line, row.model, row.size, row.batch, row.seq, row.v)
+
+
+def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = False) -> str:
+    """The page without its list of runs.
+
+    Args:
+        device: its directory's name.
+        runs: the ids of the list, in its order.
+        pictured: whether there is a plot.
+    """
+    lines = [f"# Training steps, the loss alone exchanged: {device}", ""]
+    if pictured:
+        lines += ["![Time of a step relative to torch.compile](steps.png)", ""]
+    lines += [
+        "One model and one optimizer serve all losses of a table. Weights and tokens are random. In a round every loss "
+        "has a turn of a few consecutive steps, in shuffled order. `rows.jsonl` holds the times of every round.", "",
+        *Table(("name", "meaning"), _MEANINGS, words=("name", "meaning")).markdown(), "",
+    ]  # fmt: skip
+    for own in _by_line(rows):
+        first = own[0]
+        turns = {(row.run, row.steps) for row in own}
+        numbers = [f"{runs.index(run) + 1} ({steps} steps a turn)" for run, steps in sorted(turns) if run in runs]
+        lines += [
+            f"## {_title(first)}", "",
+            f"`{first.line}`: {first.parameters / 1e6:,.0f} M parameters, {first.d:,} hidden dimensions, "
+            f"{first.precision}. Runs: {', '.join(numbers)}.", "",
+        ]  # fmt: skip
+        cells = [[cell(row) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
+        lines += [*Table(list(_COLUMNS), cells, words=("loss",)).markdown(), ""]
+        remarks = [f"* `{row.loss}`: {row.status}. {row.reason}" for row in own if row.status != "ok"]
+        remarks += [
+            f"* `{row.loss}`: the allocator called cudaMalloc {row.allocations} times within timed steps."
+            for row in own
+            if row.allocations
+        ]
+        lines += [*remarks, *([""] if remarks else [])]
+    return "\n".join(lines) + "\n"
+
+
+def _drawn(row: Row) -> bool:
+    return row.ratio is not None and row.ratio_low is not None and row.loss != BASELINE
+
+
+def plot(rows: list[Row]) -> Any:
+    """Ratio of a step's time to the baseline's, with intervals: a row for each loss of each model line."""
+    groups = [own for own in ([row for row in line if _drawn(row)] for line in _by_line(rows)) if own]
+    found = looks(label for own in groups for row in own for label in (BASELINE, row.loss.replace(",", "")))
+    height = 1.1 + sum(0.34 + 0.26 * len(own) for own in groups)
+    figure, panel = subplots(figsize=(WIDTH, height))
+    places: list[float] = []
+    names: list[str] = []
+    y = 0.0
+    for own in groups:
+        y -= 1.3
+        panel.text(0, y, _title(own[0]), transform=panel.get_yaxis_transform(), va="center", weight="bold", size=9)
+        for row in own:
+            y -= 1
+            look = found[row.loss.replace(",", "")]
+            panel.plot([row.ratio_low, row.ratio_high], [y, y], color=look.colour, linewidth=1.5)
+            panel.plot([row.ratio], [y], **look.point)
+            places.append(y)
+            names.append(row.loss)
+            peak = "" if row.peak_gib is None else f", {row.peak_gib:.1f} GiB"
+            panel.text(
+                1.01, y, f"{row.step_ms:,.1f} ms{peak}", transform=panel.get_yaxis_transform(), va="center", size=8.5
+            )
+    panel.axvline(1, color=GREY, linewidth=0.8, zorder=1)
+    panel.set_yticks(places, names)
+    panel.set_ylim(y - 0.8, -0.4)
+    panel.grid(axis="y", visible=False)
+    panel.margins(x=0.08)
+    panel.set_xlabel(f"step, time / {BASELINE} in the same round (better: left); bars: 90 % intervals")
+    figure.suptitle("Training steps, the loss alone exchanged")
+    figure.tight_layout()
+    return figure

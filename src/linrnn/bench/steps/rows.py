@@ -1,0 +1,99 @@
+"""Rows of the benchmark of steps: a line of JSON each in rows.jsonl, beside the commands in runs.jsonl."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from linrnn.core.errors import DataError
+
+BASELINE = "compiled"
+AGAIN = f"{BASELINE}, again"  # the baseline once more, as a backend of its own: its ratio shows the noise
+
+
+@dataclass
+class Row:
+    """Training steps of one model with one loss.
+
+    Times are in ms. Lists hold one entry for each round: the mean over the `steps` consecutive steps of a turn.
+    """
+
+    line: str  # of the configuration: overrides of train.py
+    model: str
+    size: str
+    parameters: int
+    batch: int
+    seq: int
+    d: int  # hidden dimensions
+    v: int  # vocabulary entries
+    precision: str
+    loss: str  # as in the configuration, or AGAIN
+    run: str  # id in runs.jsonl
+    steps: int  # of a turn
+    status: str = "ok"  # ok | unsupported | out_of_memory | failed
+    reason: str = ""
+    wall_ms: list[float] = field(default_factory=list)  # from an idle device to an idle device
+    device_ms: list[float] = field(default_factory=list)  # between CUDA events; empty on a CPU
+    host_ms: list[float] = field(default_factory=list)  # until the host has given the device all work of the turn
+    ratio: float | None = None  # median of the rounds' ratios of wall_ms to BASELINE's
+    ratio_low: float | None = None  # Student's interval of 90 %, of the ratios' logarithms
+    ratio_high: float | None = None
+    allocations: int | None = None  # cudaMalloc calls within the timed steps; null on a CPU
+    peak_gib: float | None = None  # the most that the process had allocated during a step; null on a CPU
+    loss_forward_ms: float | None = None  # the loss layer's passes, medians over `steps` steps of their own
+    loss_backward_ms: float | None = None
+    loss_nats: float | None = None  # with the weights that all losses begin with
+    gradient_norm: float | None = None  # likewise, all parameters, before clipping
+    first_s: float | None = None  # of the first passes, in which the loss's kernels are compiled and tuned
+
+    @property
+    def rounds(self) -> int:
+        return len(self.wall_ms)
+
+    @property
+    def step_ms(self) -> float | None:
+        """The median over the rounds."""
+        return median(self.wall_ms) if self.wall_ms else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.step_ms is None else self.batch * self.seq / self.step_ms * 1e3
+
+    @property
+    def loss_layer_ms(self) -> float | None:
+        """Both passes of the loss layer."""
+        if self.loss_forward_ms is None or self.loss_backward_ms is None:
+            return None
+        return self.loss_forward_ms + self.loss_backward_ms
+
+    @property
+    def loss_layer_share(self) -> float | None:
+        """Of the step's time."""
+        if self.loss_layer_ms is None or self.step_ms is None:
+            return None
+        return self.loss_layer_ms / self.step_ms
+
+
+def append_rows(directory: Path, rows: list[Row]) -> None:
+    """Add rows to rows.jsonl."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The last row of every model line and loss, in the order of their first rows.
+
+    Raises:
+        DataError: nothing was measured, or the file is damaged.
+    """
+    path = directory / "rows.jsonl"
+    if not path.exists():
+        raise DataError(f"no rows under {directory}", "measure them first: measure=true")
+    try:
+        rows = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} has a line that is no row ({error})", "mend the line, or move the file away"
+        ) from error
+    return list({(row.line, row.loss): row for row in rows}.values())

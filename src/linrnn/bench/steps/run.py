@@ -1,0 +1,332 @@
+"""Training steps of a model, with each loss in turn, in one process and on the same weights.
+
+One model and one optimizer serve all losses, so that nothing but the loss differs. In a round each loss has a turn, in
+shuffled order: a few consecutive steps, from an idle device to an idle device by the wall clock, so that the host
+counts. In each round a loss's time is divided by that of the baseline. Values, memory and the loss layer's own time are
+measured in steps of their own.
+"""
+
+import contextlib
+import datetime
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrnn.bench.loss.rows import append_run, slug
+from linrnn.bench.loss.sets import parse_loss
+from linrnn.bench.loss.timing import synchronize
+from linrnn.bench.steps.lines import parse_line
+from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, append_rows
+from linrnn.bench.training_step import TrainingStep, random_batch
+from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
+from linrnn.core.errors import LinrnnError, UnsupportedError, first_line, ran_out_of_memory
+from linrnn.core.errors import OutOfMemoryError as NoMemoryError
+from linrnn.core.garbage import collect_after, collected_at_known_points
+from linrnn.core.machine import GIB
+from linrnn.losses import LossBackend, build_loss, check_loss
+from linrnn.models import LanguageModel, build_model, tuning
+from linrnn.models.architecture import Architecture
+from linrnn.profiling import LossTimer
+from linrnn.runs.environment import describe_environment
+from linrnn.runs.intervals import estimate
+from linrnn.training.compilation import rehearse, rehearses
+from linrnn.training.float8 import use_float8
+from linrnn.training.optimizer import build_optimizer
+from linrnn.training.plan import check_step_fits, make_training_plan
+from linrnn.training.runtime import (
+    compute_dtype,
+    parameter_dtype,
+    prepare_process,
+    resolve_device,
+    resolve_precision,
+)
+
+# So small that the weights, and with them the logits, stay about what they are at first. No time depends on it.
+LEARNING_RATE = 1e-6
+Say = Callable[[str], None]
+
+
+def results_directory(config: BenchStepsConfig) -> Path:
+    """Where this device's rows lie: results/bench_steps/<gpu>, or what `output_dir` names."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    device = resolve_device(config.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Path(config.results_dir) / "bench_steps" / slug(name)
+
+
+def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]:
+    """Measure every loss in every model. A model's rows are written as soon as it is done.
+
+    Args:
+        config: see configs/bench_steps.yaml.
+        command: the command line, for the record.
+        say: shows text to the user.
+
+    Raises:
+        ConfigError: a line, loss or option is not known, or has no meaning here. Nothing is measured then.
+    """
+    directory, device = results_directory(config), resolve_device(config.device)
+    losses = {" ".join(text.split()): parse_loss(text) for text in [BASELINE, *config.losses]}
+    losses = {BASELINE: losses.pop(BASELINE), AGAIN: parse_loss(BASELINE), **losses}
+    lines = {" ".join(text.split()): parse_line(text, config) for text in config.models}
+    for run in lines.values():
+        with contextlib.suppress(UnsupportedError):  # it becomes a row
+            make_training_plan(run)
+    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
+    append_run(directory, {
+        "id": run_id, "command": command, "config": asdict(config), "environment": describe_environment(),
+    })  # fmt: skip
+    measured: list[Row] = []
+    with tuning.show_progress(say):
+        for number, (line, run) in enumerate(lines.items(), start=1):
+            say(f"[{number}/{len(lines)}] {line}")
+            rows = measure_line(config, line, run, losses, device, run_id, say)
+            append_rows(directory, rows)
+            measured += rows
+    return measured
+
+
+def measure_line(
+    config: BenchStepsConfig,
+    line: str,
+    run: Config,
+    losses: dict[str, LossConfig],
+    device: torch.device,
+    run_id: str,
+    say: Say,
+) -> list[Row]:
+    """The rows of one model. What cannot run is a row with the reason."""
+    torch._dynamo.reset()  # the graphs of the line before, which also hold its model
+    _free(device)
+    precision = resolve_precision(run.trainer.precision, device)
+    assert run.size.vocab_size is not None
+    rows = {
+        text: Row(
+            line, run.model.label, run.size.name, 0, run.trainer.batch_size, run.trainer.seq_len, run.size.hidden_size,
+            run.size.vocab_size, precision, text, run_id, config.steps,
+        )
+        for text in losses
+    }  # fmt: skip
+    began = time.perf_counter()
+    built: list[Bench] = []
+    for text, row in rows.items():
+        _attempt(row, device, lambda loss=losses[text], row=row: _check(run, loss, row))  # type: ignore[misc]
+    first = next((row for row in rows.values() if row.status == "ok"), None)
+    if first is not None:
+        _attempt(first, device, lambda: built.append(Bench(config, run, device)))
+    if built:
+        say(f"  built in {time.perf_counter() - began:.0f} s: {first and first.parameters:,} parameters")
+        built.pop().measure({text: row for text, row in rows.items() if row.status == "ok"}, losses, say)
+    elif first is not None:  # without a model no loss can run
+        for row in rows.values():
+            if row.status == "ok":
+                row.status, row.reason = first.status, first.reason
+    for row in rows.values():
+        _compare(row, rows[BASELINE])
+        say(f"  {row.loss}: {(row.reason and f'{row.status}. {row.reason}') or _in_words(row)}")
+    return list(rows.values())
+
+
+def _check(run: Config, loss: LossConfig, row: Row) -> None:
+    """Reject what cannot run here, before a model is built."""
+    plan = make_training_plan(run)
+    arch = plan.architecture(row.v)
+    row.parameters, row.d = arch.n_parameters, arch.hidden_size
+    check_loss(loss, plan.device, compute_dtype(plan.precision))
+    check_step_fits(replace(plan, config=replace(run, loss=loss)), arch)
+
+
+class Bench:
+    """One model, its optimizer and its batch. Kernels of the model are compiled."""
+
+    def __init__(self, config: BenchStepsConfig, run: Config, device: torch.device) -> None:
+        self.config, self.device = config, device
+        plan = make_training_plan(run)
+        assert run.size.vocab_size is not None
+        arch, trainer = plan.architecture(run.size.vocab_size), run.trainer
+        self.dtype = compute_dtype(plan.precision)
+        prepare_process(run, device)
+        model = _build_model(arch, run, device, parameter_dtype(plan.precision))
+        if trainer.float8 == "blocks":
+            use_float8(model, device)
+        model.set_activation_checkpointing(trainer.activation_checkpointing)
+        if trainer.compile != "none":
+            model.set_compile(trainer.compile)
+        batch = random_batch(trainer.batch_size, trainer.seq_len, arch.vocab_size, config.seed)
+        self.step = TrainingStep(
+            model, build_optimizer(model, run.optimizer, device), batch, tokens=batch.n_tokens,
+            precision=plan.precision, device=device, max_grad_norm=run.optimizer.max_grad_norm,
+        )  # fmt: skip
+        if rehearses(run, device):
+            with tuning.compile_ahead():
+                rehearse(model, batch, plan.precision, device)
+            self.step.drop_gradients()
+            _free(device)
+        self._allocate_moments()
+
+    def _allocate_moments(self) -> None:
+        """Let the optimizer allocate its state, at a rate of 0. A loss that fails cannot leave half of it."""
+        optimizer = self.step.optimizer
+        self._set_rate(0.0)
+        for parameter in self.step.parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+        self.step.drop_gradients()
+        self._set_rate(LEARNING_RATE)
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.step.optimizer.param_groups:
+            group["lr"] = rate
+
+    # ---------------------------------------------------------------------------------------------- what is measured
+    def measure(self, rows: dict[str, Row], losses: dict[str, LossConfig], say: Say) -> None:
+        """Fill the rows: values with the same weights first, then warm-up and memory, the rounds, the loss layer."""
+        backends: dict[str, LossBackend] = {}
+
+        def build(text: str, row: Row) -> None:
+            backends[text] = build_loss(losses[text], device=self.device, dtype=self.dtype)
+
+        def with_loss(action: Callable[[LossBackend, Row], None]) -> Callable[[str, Row], None]:
+            return lambda text, row: action(backends[text], row)
+
+        def warm_up(loss: LossBackend, row: Row) -> None:
+            self._warm_up(loss, row)
+            memory = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
+            say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{memory}")
+
+        self._each(rows, build)
+        self._each(rows, with_loss(self._first_values))
+        self._each(rows, with_loss(warm_up))
+        if remark := tuning.remark():
+            say(f"  {remark}")
+        shuffle = random.Random(self.config.seed).shuffle
+        with collected_at_known_points():
+            for _ in range(self.config.rounds):
+                order = list(rows)
+                shuffle(order)
+                self._each({text: rows[text] for text in order}, with_loss(self._turn))
+        self._each(rows, with_loss(self._time_loss_layer))
+
+    def _each(self, rows: dict[str, Row], action: Callable[[str, Row], None]) -> None:
+        """Call `action` with each loss that still runs."""
+        for text, row in rows.items():
+            if row.status == "ok" and not _attempt(row, self.device, lambda text=text, row=row: action(text, row)):  # type: ignore[misc]
+                self.step.drop_gradients()
+                _free(self.device)
+
+    def _first_values(self, loss: LossBackend, row: Row) -> None:
+        """The loss and its gradient's norm, before the first step of the optimizer."""
+        began = time.perf_counter()
+        row.loss_nats = self.step.gradients(loss).item()
+        row.gradient_norm = self.step.clip().item()
+        row.first_s = time.perf_counter() - began
+        self.step.drop_gradients()
+
+    def _warm_up(self, loss: LossBackend, row: Row) -> None:
+        for _ in range(self.config.warmup):
+            self.step(loss)
+        if self.device.type == "cuda":
+            synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.step(loss)
+            synchronize(self.device)
+            row.peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
+
+    def _turn(self, loss: LossBackend, row: Row) -> None:
+        """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
+        for _ in range(self.config.settle):
+            self.step(loss)
+        collect_after(1)
+        synchronize(self.device)
+        cuda, n = self.device.type == "cuda", self.config.steps
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
+        allocations = _allocations(self.device)
+        began = time.perf_counter()
+        for event in events[:1]:
+            event.record()
+        for _ in range(n):
+            self.step(loss)
+        for event in events[1:]:
+            event.record()
+        given = time.perf_counter()
+        synchronize(self.device)
+        ended = time.perf_counter()
+        row.wall_ms.append(1e3 * (ended - began) / n)
+        row.host_ms.append(1e3 * (given - began) / n)
+        if allocations is not None:
+            row.device_ms.append(events[0].elapsed_time(events[1]) / n)
+            row.allocations = (row.allocations or 0) + (_allocations(self.device) or 0) - allocations
+
+    def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
+        """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
+        for _ in range(self.config.settle):
+            self.step(loss)
+        timer = LossTimer(self.device, skip=0)
+        for _ in range(self.config.steps):
+            self.step(loss, timer)
+            timer.step_ended()
+        synchronize(self.device)
+        row.loss_forward_ms, row.loss_backward_ms = (
+            1e3 * statistics.median(seconds[name] for seconds in timer.seconds) for name in ("forward", "backward")
+        )
+
+
+def _build_model(arch: Architecture, run: Config, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """The model with random weights. A GPU draws those of the matched models, which is faster than a CPU."""
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "seed": run.seed}
+    if isinstance(run.model, FlaModelConfig):
+        return build_model(arch, **how)
+    with device:
+        return build_model(arch, **how)
+
+
+def _attempt(row: Row, device: torch.device, action: Callable[[], None]) -> bool:
+    """Whether an action succeeded. A failure is a result, and stands in the row."""
+    try:
+        action()
+        return True
+    except Exception as error:
+        row.status = "failed"
+        if isinstance(error, UnsupportedError):
+            row.status = "unsupported"
+        elif isinstance(error, NoMemoryError) or ran_out_of_memory(error):
+            row.status = "out_of_memory"
+        cause = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {first_line(error)}"
+        row.reason = cause.strip().splitlines()[0]
+    _free(device)  # the error held the tensors of its frames
+    return False
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _allocations(device: torch.device) -> int | None:
+    """Calls of cudaMalloc by this process's allocator; None on a CPU."""
+    return torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else None
+
+
+def _compare(row: Row, base: Row) -> None:
+    """The ratio to the baseline. A loss that failed in a later round keeps its times, and has no ratio."""
+    if row.status == base.status == "ok":
+        ratios = [ms / of_base for ms, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+        found = estimate(ratios, ratios=True)
+        row.ratio, row.ratio_low, row.ratio_high = found.value, found.low, found.high
+
+
+def _in_words(row: Row) -> str:
+    if row.status != "ok":
+        return f"{row.status}. {row.reason}"
+    if row.ratio is None or row.ratio_low is None:
+        return f"{row.step_ms:.1f} ms"
+    return f"{row.step_ms:.1f} ms, {row.ratio:.4f} of {BASELINE} ({row.ratio_low:.4f} to {row.ratio_high:.4f})"

@@ -1,0 +1,79 @@
+"""A training step on a fixed batch, without a run: no data, no directory, no schedule."""
+
+from typing import Any
+
+import torch
+
+from linrnn.data import Batch
+from linrnn.distributed import Ranks
+from linrnn.losses import LossBackend
+from linrnn.models import LanguageModel
+from linrnn.profiling import LossObserver, watched_loss
+from linrnn.training.optimizer import clip_gradients
+from linrnn.training.runtime import loss_inputs
+
+
+def random_batch(sequences: int, seq_len: int, vocab_size: int, seed: int) -> Batch:
+    """Uniform tokens and their successors as labels, each (sequences, seq_len), on the CPU."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (sequences, seq_len + 1), generator=random)
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, sequences * seq_len)
+
+
+class TrainingStep:
+    """The steps of one model and one optimizer on one batch, with any loss.
+
+    A step does what `linrnn.training.trainer.Trainer.train_step` does: forward, loss, backward, clipping, optimizer.
+
+    Args:
+        model: it trains. With several ranks it was spread already.
+        replica: the model as the ranks share it; None: `model` itself.
+        optimizer: of the model.
+        batch: on the CPU. It is sent to the device in every step.
+        tokens: labels of a step on all ranks.
+        precision: `trainer.precision` without `auto`.
+        max_grad_norm: `optimizer.max_grad_norm`.
+        ranks: that share the step; None: this process alone.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+        *,
+        tokens: int,
+        precision: str,
+        device: torch.device,
+        max_grad_norm: float | None,
+        replica: Any = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.batch, self.tokens = model, optimizer, batch, tokens
+        self.replica = model if replica is None else replica
+        self.precision, self.device, self.max_grad_norm = precision, device, max_grad_norm
+        self.ranks = ranks or Ranks()
+        self.parameters = list(model.parameters())
+
+    def __call__(self, loss: LossBackend, *observers: LossObserver) -> None:
+        """One step. The host does not wait for the device, unless the loss does."""
+        self.gradients(loss, *observers)
+        self.clip()
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def gradients(self, loss: LossBackend, *observers: LossObserver) -> torch.Tensor:
+        """Forward and backward pass. Returns this rank's share of the step's mean loss, in nats, on the device."""
+        # The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
+        inputs = (self.replica, self.batch, self.precision, self.device)
+        mean_nats = watched_loss(loss, *loss_inputs(*inputs), *observers).sum_nats / self.tokens
+        (mean_nats * self.ranks.loss_scale).backward()
+        return mean_nats.detach()
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradients. Returns their norm before, on the device."""
+        return clip_gradients(self.parameters, self.max_grad_norm)
+
+    def drop_gradients(self) -> None:
+        """As between two steps."""
+        self.ranks.zero_gradients(self.optimizer)

@@ -1,0 +1,202 @@
+"""scripts/bench_steps.py on tiny models: real steps on a CPU, ratios from the rows' raw times, what is refused."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from linrnn.bench.steps import report, run
+from linrnn.bench.steps.lines import parse_line
+from linrnn.bench.steps.rows import AGAIN, Row, append_rows, read_rows
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.losses import build_loss
+from linrnn.runs.intervals import estimate
+
+SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
+GLA = f"model=gla {SMALL}"
+MUON = f"model=transformer {SMALL} optimizer=muon trainer.activation_checkpointing=full"
+ROW = Row("model=gla size=1b3", "gla", "1b3", 10**9, 8, 2048, 2048, 128256, "bf16_autocast", "compiled", "a", 3)
+
+
+def config_of(folder: Path, *overrides: str, models: str = f'["{GLA}"]') -> run.BenchStepsConfig:
+    small = ["rounds=3", "steps=2", "warmup=1", "device=cpu", f"output_dir={folder}", *overrides]
+    return load_config([f"models={models}", *small], "bench_steps")
+
+
+def measured(folder: Path, *overrides: str, models: str = f'["{GLA}"]') -> list[Row]:
+    return run.run_benchmark(
+        config_of(folder, *overrides, models=models), "python scripts/bench_steps.py", lambda _: None
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    measured(folder, "losses=['cce_kahan  accumulate=fp32',liger]", models=f'["{GLA}","{MUON}"]')
+    return folder
+
+
+def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder: Path) -> None:
+    rows = read_rows(folder)
+    assert [row.loss for row in rows] == 2 * ["compiled", AGAIN, "cce_kahan accumulate=fp32", "liger"]
+    for own in (rows[:3], rows[4:7]):
+        for row in own:
+            assert (row.status, row.rounds, len(row.host_ms), row.steps) == ("ok", 3, 3, 2)
+            assert row.loss_nats == pytest.approx(math.log(96), rel=0.1)
+            assert row.loss_nats == pytest.approx(own[0].loss_nats, rel=1e-5)
+            assert row.gradient_norm == pytest.approx(own[0].gradient_norm, rel=1e-4)
+            assert all(host <= wall for host, wall in zip(row.host_ms, row.wall_ms, strict=True))
+            assert 0 < row.loss_layer_share < 1
+            assert (row.device_ms, row.peak_gib, row.allocations) == ([], None, None), "figures of a GPU"
+
+
+def test_ratios_follow_from_the_raw_times(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for number, own in enumerate(lines[:3]):
+        pairs = [ms / base for ms, base in zip(own["wall_ms"], lines[0]["wall_ms"], strict=True)]
+        found = estimate(pairs, ratios=True)
+        assert [own["ratio"], own["ratio_low"], own["ratio_high"]] == [found.value, found.low, found.high]
+        assert (own["ratio"] == 1) == (number == 0)
+    row = read_rows(folder)[1]
+    assert row.step_ms == median(row.wall_ms)
+    assert row.tokens_per_second == pytest.approx(2 * 16 / row.step_ms * 1e3)
+
+
+def test_a_loss_that_cannot_run_here_is_a_row(folder: Path) -> None:
+    liger = read_rows(folder)[3]
+    assert (liger.status, liger.rounds, liger.ratio) == ("unsupported", 0, None)
+    assert "NVIDIA GPU" in liger.reason
+    assert report.write_report(folder) == [folder / "steps.md", folder / "steps.png"]
+    text = (folder / "steps.md").read_text()
+    assert text.count("\n## ") == 3
+    assert "## gla smoke, 2 x 16 tokens, V = 96, precision=fp32\n" in text
+    assert text.count("* `liger`: unsupported. ") == 2
+    assert text.count("| `compiled, again` | 3 |") == 2
+    assert "1. `python scripts/bench_steps.py`: commit" in text
+
+
+def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = run.Bench._turn
+
+    def fails(bench: run.Bench, loss: object, row: Row) -> None:
+        if row.loss == "cce_kahan" and row.model == "gla" and row.rounds == 1:
+            raise torch.OutOfMemoryError("no memory\nfor this")
+        turn(bench, loss, row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.Bench, "_turn", fails)
+    rows = measured(tmp_path, "losses=[cce_kahan]", models=f'["{GLA}","{MUON}"]')
+    assert [(row.status, row.rounds) for row in rows] == [
+        *(("ok", 3), ("ok", 3), ("out_of_memory", 1)), *3 * [("ok", 3)],
+    ]  # fmt: skip
+    assert (rows[2].reason, rows[2].ratio) == ("OutOfMemoryError: no memory", None)
+
+
+def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(run, "build_model", fails)
+    rows = measured(tmp_path, "losses=[liger]")
+    assert [row.status for row in rows] == ["out_of_memory", "out_of_memory", "unsupported"]
+    assert read_rows(tmp_path) == rows
+
+
+def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
+    """No step of the optimizer comes before them, and allocating its state moves no weight."""
+    config = config_of(tmp_path)
+    bench = run.Bench(config, parse_line(GLA, config), torch.device("cpu"))
+    again = run.Bench(config, parse_line(GLA, config), torch.device("cpu"))
+    loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
+    again._warm_up(loss, replace(ROW))
+    fresh = run._build_model(bench.step.model.arch, parse_line(GLA, config), torch.device("cpu"), torch.float32)
+    for weight, own, stepped in zip(
+        fresh.parameters(), bench.step.model.parameters(), again.step.model.parameters(), strict=True
+    ):
+        assert torch.equal(weight, own)
+        assert (weight - stepped).abs().max() < 1e-5
+    assert any(not torch.equal(a, b) for a, b in zip(fresh.parameters(), again.step.model.parameters(), strict=True)), (
+        "steps train"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{GLA} loss=liger", "'loss=liger' has no meaning"),
+        (f"{GLA} data=text", "'data=text' has no meaning"),
+        (f"{GLA} data.vocab_size=8", "'data.vocab_size=8' has no meaning"),
+        (f"{GLA} init_from=results/x", "has no meaning"),
+        (f"{GLA} logger.wandb.mode=online", "has no meaning"),
+        (f"{GLA} parallel=ddp", "scripts/bench_parallel.py"),
+        (f"{GLA} trainer.accumulation_steps=2", "has no meaning"),
+        (f"{GLA} trainer.max_steps=2", "has no meaning"),
+        (f"{GLA} optimizer.lr=1", "the rate is so small"),
+        (f"{GLA} memory_budget_gib=40", "has no meaning"),
+        ("gla", "'gla' has no meaning"),
+        ("model=gla size=smoke", "has no vocabulary"),
+        (f"{GLA} trainer.batchsize=2", "has no meaning"),
+        (f"{GLA} size.hiden_size=2", "there is no such key"),
+        (f"{GLA} trainer.compile=blocks trainer.activation_checkpointing=selective", "a compiled block shows none"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_anything_is_measured(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measured(tmp_path, models=f'["{MUON}","{line}"]')
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_one_process_and_one_micro_step_may_be_written_down(tmp_path: Path) -> None:
+    line = f"{GLA} parallel=none trainer.accumulation_steps=1"
+    assert parse_line(line, config_of(tmp_path)).size.vocab_size == 96
+
+
+def test_an_unknown_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such loss"):
+        measured(tmp_path, "losses=[cce_kahn]")
+
+
+def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:
+    append_rows(tmp_path, [replace(ROW, wall_ms=[2.0]), replace(ROW, loss="liger", wall_ms=[3.0])])
+    append_rows(tmp_path, [replace(ROW, run="b", wall_ms=[1.0])])
+    assert [(row.loss, row.run, row.step_ms) for row in read_rows(tmp_path)] == [
+        ("compiled", "b", 1.0),
+        ("liger", "a", 3.0),
+    ]
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="has a line that is no row"):
+        read_rows(tmp_path)
+    with pytest.raises(DataError, match="no rows under"):
+        read_rows(tmp_path / "none")
+
+
+def test_the_plot_names_every_loss_but_the_baseline(tmp_path: Path) -> None:
+    pair = {"wall_ms": [2.0, 2.0], "ratio": 0.9, "ratio_low": 0.89, "ratio_high": 0.91, "peak_gib": 11.0}
+    for line in (ROW.line, f"{ROW.line} trainer.float8=blocks"):
+        append_rows(tmp_path, [replace(ROW, line=line, loss=loss, **pair) for loss in ("compiled", AGAIN, "cce_kahan")])
+    figure = report.plot(read_rows(tmp_path))
+    [panel] = figure.axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == 2 * [AGAIN, "cce_kahan"]
+    texts = [text.get_text() for text in panel.texts]
+    assert texts[0] == "gla 1b3, 8 x 2,048 tokens, V = 128,256"
+    assert texts[3] == f"{texts[0]}, float8=blocks"
+    assert texts[1] == "2.0 ms, 11.0 GiB"
+
+
+@pytest.mark.gpu
+def test_memory_and_device_times_on_a_gpu(tmp_path: Path) -> None:
+    line = GLA.replace("fp32", "auto")
+    rows = measured(tmp_path, "device=cuda", "losses=[standard,cce_kahan,liger]", models=f'["{line}"]')
+    assert [row.status for row in rows] == 5 * ["ok"]
+    for row in rows:
+        assert row.loss_nats == pytest.approx(rows[0].loss_nats, rel=1e-2)
+        assert row.peak_gib > 0
+        assert all(device <= 1.01 * wall for device, wall in zip(row.device_ms, row.wall_ms, strict=True))
