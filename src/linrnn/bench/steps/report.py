@@ -17,7 +17,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "n": lambda row: str(row.rounds),
     "step, ms": lambda row: show(row.step_ms, ".1f"),
     f"/ {BASELINE}": lambda row: show(row.ratio, ".4f"),
-    "90 %": lambda row: "-" if row.ratio_low is None else f"{row.ratio_low:.4f}-{row.ratio_high:.4f}",
+    "90 %": lambda row: f"{row.ratio_low:.4f}-{row.ratio_high:.4f}" if _drawn(row) else "-",
     "tokens/s": lambda row: show(row.tokens_per_second, ",.0f"),
     "device, ms": lambda row: show(median(row.device_ms) if row.device_ms else None, ".1f"),
     "host, ms": lambda row: show(median(row.host_ms) if row.host_ms else None, ".1f"),
@@ -32,7 +32,7 @@ _MEANINGS = (
     ("n", "rounds, each with a turn of every loss; times and ratios are medians over them"),
     ("step, ms", "forward, loss, backward, clipping and optimizer, by the wall clock, from an idle to an idle device"),
     (f"/ {BASELINE}", f"time divided by that of `{BASELINE}` in the same round"),
-    ("90 %", "Student's interval of that ratio, of its logarithms; the study's verdicts use the same rule"),
+    ("90 %", "Student's interval of that ratio, as in the study's verdicts; it holds the noise within one process"),
     ("device, ms", "the same steps between two CUDA events"),
     ("host, ms", "until the host had given the device all work of the step; close to *step, ms* the host may decide"),
     ("loss layer, ms; share", "both passes of the loss layer, in steps of their own, and their share of the step"),
@@ -87,12 +87,10 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
     ]  # fmt: skip
     for own in _by_line(rows):
         first = own[0]
-        turns = {(row.run, row.steps) for row in own}
-        numbers = [f"{runs.index(run) + 1} ({steps} steps a turn)" for run, steps in sorted(turns) if run in runs]
         lines += [
             f"## {_title(first)}", "",
             f"`{first.line}`: {first.parameters / 1e6:,.0f} M parameters, {first.d:,} hidden dimensions, "
-            f"{first.precision}. Runs: {', '.join(numbers)}.", "",
+            f"{first.precision}; {', '.join(_turns(own, runs))}.", "",
         ]  # fmt: skip
         cells = [[cell(row) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
         lines += [*Table(list(_COLUMNS), cells, words=("loss",)).markdown(), ""]
@@ -106,7 +104,20 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
     return "\n".join(lines) + "\n"
 
 
+def _turns(rows: list[Row], runs: list[str]) -> list[str]:
+    """Which runs of the list measured the rows, and the steps of a turn. Times of different runs cannot be compared."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        found.setdefault((row.run, row.steps), []).append(f"`{row.loss}`")
+    texts = []
+    for (run, steps), losses in found.items():
+        number = f"run {runs.index(run) + 1}" if run in runs else "a run that is not listed"
+        texts.append(f"{number}, {steps} steps a turn" + (f" ({' '.join(losses)})" if len(found) > 1 else ""))
+    return texts
+
+
 def _drawn(row: Row) -> bool:
+    """Whether a row has an interval that says something."""
     return row.ratio is not None and row.ratio_low is not None and row.loss != BASELINE
 
 

@@ -202,18 +202,18 @@ class Bench:
             memory = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
             say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{memory}")
 
-        self._each(rows, build)
-        self._each(rows, with_loss(self._first_values))
-        self._each(rows, with_loss(warm_up))
-        if remark := tuning.remark():
-            say(f"  {remark}")
         shuffle = random.Random(self.config.seed).shuffle
         with collected_at_known_points():
+            self._each(rows, build)
+            self._each(rows, with_loss(self._first_values))
+            self._each(rows, with_loss(warm_up))
+            if remark := tuning.remark():
+                say(f"  {remark}")
             for _ in range(self.config.rounds):
                 order = list(rows)
                 shuffle(order)
                 self._each({text: rows[text] for text in order}, with_loss(self._turn))
-        self._each(rows, with_loss(self._time_loss_layer))
+            self._each(rows, with_loss(self._time_loss_layer))
 
     def _each(self, rows: dict[str, Row], action: Callable[[str, Row], None]) -> None:
         """Call `action` with each loss that still runs."""
@@ -221,6 +221,12 @@ class Bench:
             if row.status == "ok" and not _attempt(row, self.device, lambda text=text, row=row: action(text, row)):  # type: ignore[misc]
                 self.step.drop_gradients()
                 _free(self.device)
+
+    def _steps(self, loss: LossBackend, count: int) -> None:
+        """Consecutive steps, with Python's garbage collected after each, as in a run."""
+        for _ in range(count):
+            self.step(loss)
+            collect_after(1)
 
     def _first_values(self, loss: LossBackend, row: Row) -> None:
         """The loss and its gradient's norm, before the first step of the optimizer."""
@@ -231,20 +237,17 @@ class Bench:
         self.step.drop_gradients()
 
     def _warm_up(self, loss: LossBackend, row: Row) -> None:
-        for _ in range(self.config.warmup):
-            self.step(loss)
+        self._steps(loss, self.config.warmup)
         if self.device.type == "cuda":
             synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.step(loss)
+            self._steps(loss, 1)
             synchronize(self.device)
             row.peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
-        for _ in range(self.config.settle):
-            self.step(loss)
-        collect_after(1)
+        self._steps(loss, self.config.settle)
         synchronize(self.device)
         cuda, n = self.device.type == "cuda", self.config.steps
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -252,8 +255,7 @@ class Bench:
         began = time.perf_counter()
         for event in events[:1]:
             event.record()
-        for _ in range(n):
-            self.step(loss)
+        self._steps(loss, n)
         for event in events[1:]:
             event.record()
         given = time.perf_counter()
@@ -267,12 +269,12 @@ class Bench:
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
         """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
-        for _ in range(self.config.settle):
-            self.step(loss)
+        self._steps(loss, self.config.settle)
         timer = LossTimer(self.device, skip=0)
         for _ in range(self.config.steps):
             self.step(loss, timer)
             timer.step_ended()
+            collect_after(1)
         synchronize(self.device)
         row.loss_forward_ms, row.loss_backward_ms = (
             1e3 * statistics.median(seconds[name] for seconds in timer.seconds) for name in ("forward", "backward")
