@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,10 +13,14 @@ import torch
 from linrnn.bench.steps import report, run
 from linrnn.bench.steps.lines import parse_line
 from linrnn.bench.steps.rows import AGAIN, Row, append_rows, read_rows
+from linrnn.bench.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
+from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
+from linrnn.training.optimizer import build_optimizer
+from linrnn.training.trainer import Trainer
 
 SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
 GLA = f"model=gla {SMALL}"
@@ -126,6 +131,28 @@ def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> No
     assert any(not torch.equal(a, b) for a, b in zip(fresh.parameters(), again.step.model.parameters(), strict=True)), (
         "steps train"
     )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[str]]) -> None:
+    """The same weights after two steps on the same batch: nothing of a step is missing here."""
+    options = (f"optimizer={optimizer}", "optimizer.max_grad_norm=0.1", "schedule=constant", "schedule.warmup_steps=0")
+    trainer = Trainer(load_config(small(*options)))
+    config, position = trainer.config, trainer.loader.state_dict()
+    batch = next(trainer.loader)
+    model = build_model(trainer.architecture, device="cpu", seed=config.seed)
+    own = TrainingStep(
+        model, build_optimizer(model, config.optimizer, trainer.device), batch, tokens=batch.n_tokens,
+        precision="fp32", device=trainer.device, max_grad_norm=config.optimizer.max_grad_norm,
+    )  # fmt: skip
+    trainer.model.train()
+    for _ in range(2):
+        trainer.loader.load_state_dict(position)
+        trainer.train_step()
+        own(trainer.loss)
+    for ours, theirs in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.grad is None
 
 
 @pytest.mark.parametrize(

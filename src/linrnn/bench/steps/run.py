@@ -48,8 +48,8 @@ from linrnn.training.runtime import (
     resolve_precision,
 )
 
-# So small that the weights, and with them the logits, stay about what they are at first. No time depends on it.
-LEARNING_RATE = 1e-6
+# So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.
+LEARNING_RATE = 1e-8
 Say = Callable[[str], None]
 
 
