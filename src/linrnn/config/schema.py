@@ -239,6 +239,7 @@ class TrainerConfig:
     activation_checkpointing: str = one_of("none", "selective", "full")
     compile: str = one_of("none", "blocks", "model")
     float8: str = one_of("none", "blocks")
+    cuda_graph: bool
     deterministic: bool
     log_every: int = at_least(1)
     valid_every: int | None = at_least(1)

@@ -94,6 +94,7 @@ def _training(config: Config, world_size: int) -> str:
         "trainer.valid_tokens": config.trainer.valid_tokens,
         "trainer.compile": config.trainer.compile,
         "trainer.float8": config.trainer.float8,
+        "trainer.cuda_graph": config.trainer.cuda_graph,
         "trainer.deterministic": config.trainer.deterministic,
     }
     return " ".join(f"{key}={value}" for key, value in values.items())

@@ -63,6 +63,8 @@ def _training(recorded: str | None) -> str | None:
         return recorded
     if "trainer.float8=" not in recorded:
         recorded = recorded.replace("trainer.deterministic=", "trainer.float8=none trainer.deterministic=")
+    if "trainer.cuda_graph=" not in recorded:
+        recorded = recorded.replace("trainer.deterministic=", "trainer.cuda_graph=False trainer.deterministic=")
     if not any(f"{key}=" in recorded for key in NEW_NAMES):
         return recorded
     words = with_new_names(dict(re.findall(r"(\S+?)=(.*?)(?= [\w.]+=|$)", recorded)))

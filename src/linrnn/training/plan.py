@@ -23,6 +23,7 @@ from linrnn.losses import check_loss, check_vocabulary_parallel
 from linrnn.models import check_supported
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.loggers import check_wandb
+from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.float8 import check_float8
 from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
 
@@ -72,6 +73,20 @@ class Plan:
         """
         trainer = self.config.trainer
         return min(trainer.warmup_measurement_steps + trainer.profile_steps, self.total_steps - 1)
+
+    @property
+    def graphed_from(self) -> int | None:
+        """Steps of a process before the one that captures a CUDA graph, the last of the warm-up; None: no graph."""
+        trainer = self.config.trainer
+        return min(trainer.warmup_measurement_steps, self.total_steps - 1) - 1 if trainer.cuda_graph else None
+
+    @property
+    def memory_begins(self) -> int:
+        """Steps of a process before its memory is measured.
+
+        A CUDA graph's memory is measured in the step that captures the graph. Replays allocate nothing.
+        """
+        return self.unmeasured_steps if self.graphed_from is None else self.graphed_from
 
     def architecture(self, data_vocab_size: int) -> Architecture:
         """The architecture with a vocabulary of `size.vocab_size` entries, or the data's number if that is null.
@@ -167,6 +182,8 @@ def make_training_plan(config: Config) -> Plan:
         )
     if trainer.float8 != "none":
         check_float8(config, plan.device, plan.precision, plan.sequences_of_rank * trainer.seq_len)
+    if trainer.cuda_graph:
+        check_cuda_graph(config, plan.device, world_size, plan.total_steps)
     _check_parallel(plan)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
     if config.init_from and config.continue_from:

@@ -18,12 +18,13 @@ from linrnn.core.interrupts import StopRequest
 from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
 from linrnn.models import tuning
-from linrnn.profiling import watched_loss
+from linrnn.profiling import LossObserver, watched_loss
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training.build import BuiltRun
 from linrnn.training.compilation import compile_kernels
 from linrnn.training.evaluation import Evaluation, evaluate
+from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.outcome import conclude, explained
 from linrnn.training.runtime import loss_inputs
@@ -37,6 +38,7 @@ class Trainer(BuiltRun):
         super().__init__(config, ranks)
         self.stop = StopRequest()
         self._step_log = StepLog(self)
+        self._graphed: GraphedPasses | None = None
         self._validating = False
 
     def fit(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class Trainer(BuiltRun):
             self.measurements.speed.clock.start()
             wishes = self.ranks.largest_later(self._wishes)
             while state.step < self.plan.total_steps:
-                if state.steps_here == self.plan.unmeasured_steps:
+                if state.steps_here == self.plan.memory_begins:
                     self.measurements.memory.start()
                 record = self.train_step() if state.steps_here else self._first_step()
                 end_of_step()
@@ -166,12 +168,29 @@ class Trainer(BuiltRun):
         return StepRecord(self.state, lr, scalars)
 
     def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics.
+        """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics."""
+        graphed_from = self.plan.graphed_from
+        if graphed_from is None or self.state.steps_here < graphed_from:
+            return self._passes(batch, n_tokens, self.measurements.memory, self.measurements.speed.loss)
+        if self._graphed is None:
+            self._graphed = self._graph_of(batch, n_tokens)
+        return self._graphed(batch)
 
-        The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
-        """
+    def _graph_of(self, batch: Batch, n_tokens: int) -> GraphedPasses:
+        """The passes as a CUDA graph. All steps have `n_tokens` labels. Nobody can time the loss layer in a replay."""
+        self.session.console.line(f"from step {self.step + 1} on a CUDA graph replays the forward and backward pass")
+
+        def passes(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return self._passes(batch, n_tokens, self.measurements.memory)
+
+        return GraphedPasses(passes, self.parameters, batch, self.device)
+
+    def _passes(
+        self, batch: Batch, n_tokens: int, *observers: LossObserver
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss's inputs have no name here, so that they are freed before the blocks' backward pass."""
         inputs = (self.replica, batch, self.precision, self.device)
-        output = watched_loss(self.loss, *loss_inputs(*inputs), self.measurements.memory, self.measurements.speed.loss)
+        output = watched_loss(self.loss, *loss_inputs(*inputs), *observers)
         mean_nats = output.sum_nats / n_tokens
         (mean_nats * self.ranks.loss_scale).backward()
         return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}

@@ -1,0 +1,1 @@
+"""How a step's passes are executed: replayed from a CUDA graph."""

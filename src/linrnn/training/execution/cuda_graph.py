@@ -1,0 +1,107 @@
+"""`trainer.cuda_graph=true`: a step's forward and backward pass, captured once and then replayed by one launch.
+
+A small model's step is many short kernels, and the GPU waits for the host to launch them. A replay launches the same
+kernels with the same arguments, so losses stay the same bit for bit. The pass is captured in the last step of the
+warm-up (`trainer.warmup_measurement_steps`), when all its kernels are compiled. Gradient clipping and the optimizer run
+as always.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from linrnn.config.schema import Config
+from linrnn.core.errors import ConfigError, UnsupportedError, first_line, ran_out_of_memory
+from linrnn.data import Batch
+
+Passes = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
+WHAT = "trainer.cuda_graph=true"
+OFF = "use trainer.cuda_graph=false"
+
+
+def check_cuda_graph(config: Config, device: torch.device, world_size: int, total_steps: int) -> None:
+    """Reject what cannot be captured.
+
+    Raises:
+        UnsupportedError: the device is a CPU.
+        ConfigError: a key of the configuration changes the passes from step to step, or was not tried with a graph.
+    """
+    trainer, alone = config.trainer, "parallel=none with one process"
+    hindrances = {
+        f"{world_size} ranks launch collectives between kernels": (world_size > 1, alone),
+        "a replay overwrites the gradients of the micro-step before": (
+            trainer.accumulation_steps > 1,
+            "trainer.accumulation_steps=1",
+        ),
+        "data.reset_at_document=true gives every batch other sequences": (
+            config.data.reset_at_document,
+            "data.reset_at_document=false",
+        ),
+        "activation checkpointing reads the state of the random numbers, which a capture forbids": (
+            trainer.activation_checkpointing != "none",
+            "trainer.activation_checkpointing=none",
+        ),
+        f"trainer.compile={trainer.compile} was not tried with it": (
+            trainer.compile != "none",
+            "trainer.compile=none",
+        ),
+        "the last step of the warm-up is captured, and the first one compiles kernels": (
+            min(trainer.warmup_measurement_steps, total_steps - 1) < 2,
+            "trainer.warmup_measurement_steps=2 or more and at least three steps",
+        ),
+    }
+    for cause, (found, remedy) in hindrances.items():
+        if found:
+            raise ConfigError(f"{WHAT}: {cause}", f"use {remedy}, or trainer.cuda_graph=false")
+    if device.type != "cuda":
+        raise UnsupportedError(f"{WHAT} needs a GPU, and this run is on the CPU", OFF)
+
+
+class GraphedPasses:
+    """The passes of a micro-step on tensors at fixed addresses.
+
+    Args:
+        passes: forward and backward pass of one batch on the GPU: leaves gradients, returns the loss and statistics.
+        parameters: of the model. Their gradients are the same tensors after every replay.
+        batch: one of this run's batches; all others have its shape.
+    """
+
+    def __init__(self, passes: Passes, parameters: Sequence[nn.Parameter], batch: Batch, device: torch.device) -> None:
+        self._passes, self._parameters = passes, parameters
+        self._ids, self._labels = (tensor.to(device) for tensor in (batch.input_ids, batch.labels))
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `passes`. The first call captures them. The results are overwritten by the next call.
+
+        Raises:
+            UnsupportedError: an operation cannot be captured, for example because the host waits for its result.
+        """
+        for there, tensor in ((self._ids, batch.input_ids), (self._labels, batch.labels)):
+            there.copy_(tensor.pin_memory() if there.is_cuda else tensor, non_blocking=True)
+        if self._graph is None:
+            self._graph = self._captured(batch)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._results
+
+    def _captured(self, batch: Batch) -> torch.cuda.CUDAGraph:
+        """Nothing is computed here: kernels are recorded. Other threads may go on with their own work."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._results = self._passes(Batch(self._ids, self._labels, None, batch.n_tokens))
+        except RuntimeError as error:
+            if ran_out_of_memory(error):
+                raise
+            raise UnsupportedError(
+                f"{WHAT}: the model or the loss does what a CUDA graph cannot hold ({first_line(error)})", OFF
+            ) from error
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        return graph

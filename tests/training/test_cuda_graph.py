@@ -1,0 +1,155 @@
+"""`trainer.cuda_graph=true`: which step is captured, the same losses bit for bit, and what is refused."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fitting import fitted, losses
+
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.training import plan as training_plan
+from linrnn.training.execution.cuda_graph import GraphedPasses, check_cuda_graph
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+GRAPH = "trainer.cuda_graph=true"
+RUN = (
+    "trainer.max_steps=9",
+    "trainer.warmup_measurement_steps=3",
+    "trainer.valid_every=5",
+    "trainer.checkpoint_every=4",
+)
+MODELS = ("gla", "kda", "transformer")
+LOSSES = ("cce_kahan", "cce_filter", "compiled", "standard", "fla")
+
+
+# --------------------------------------------------------------------------------------------------------- refused
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.accumulation_steps=2", "overwrites the gradients of the micro-step before"),
+        ("data.reset_at_document=true", "gives every batch other sequences"),
+        ("trainer.activation_checkpointing=full", "reads the state of the random numbers"),
+        ("trainer.compile=blocks", "trainer.compile=blocks was not tried with it"),
+        ("trainer.warmup_measurement_steps=1", "the last step of the warm-up is captured"),
+        ("trainer.max_steps=2", "the last step of the warm-up is captured"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(override: str, words: str, small: Small) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        Trainer(load_config(small(GRAPH, override)))
+    assert "trainer.cuda_graph=false" in caught.value.remedy
+
+
+def test_several_ranks_and_a_cpu_are_refused(small: Small) -> None:
+    config = load_config(small(GRAPH))
+    with pytest.raises(ConfigError, match="2 ranks launch collectives"):
+        check_cuda_graph(config, torch.device("cuda"), 2, 9)
+    with pytest.raises(UnsupportedError, match="needs a GPU"):
+        Trainer(config)
+
+
+# ------------------------------------------------------------------------------------------- which step is captured
+class Graphs:
+    """In place of CUDA graphs on a CPU: a capture computes, and a replay computes again into the same tensors."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.captured_at: list[int] = []
+        self.replays = 0
+        self.graphed: Any = None
+        self.fresh = False
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        patch.setattr(torch.cuda, "graph", self.capture)
+        patch.setattr(training_plan, "check_cuda_graph", lambda *_: None)
+        call = GraphedPasses.__call__
+
+        def remember(graphed: GraphedPasses, *arguments: Any) -> Any:
+            self.graphed = graphed
+            return call(graphed, *arguments)
+
+        patch.setattr(GraphedPasses, "__call__", remember)
+
+    @contextlib.contextmanager
+    def capture(self, graph: object, **_: object) -> Iterator[None]:
+        self.fresh = True
+        yield
+
+    def replay(self) -> None:
+        self.replays += 1
+        if self.fresh:
+            self.fresh = False
+            return
+        graphed = self.graphed
+        for parameter in graphed._parameters:
+            assert parameter.grad is None, "the optimizer's step forgets gradients"
+        nats, stats = graphed._passes(training_plan_batch(graphed))
+        graphed._results[0].copy_(nats)
+        for name, value in stats.items():
+            graphed._results[1][name].copy_(value)
+        for parameter, gradient in zip(graphed._parameters, graphed._gradients, strict=True):
+            if gradient is not None:
+                gradient.copy_(parameter.grad)
+
+
+def training_plan_batch(graphed: GraphedPasses) -> Any:
+    from linrnn.data import Batch
+
+    return Batch(graphed._ids, graphed._labels, None, graphed._ids.numel())
+
+
+def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replayed(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = fitted(small(*RUN))
+    graphs = Graphs(monkeypatch)
+    graphed = fitted(small(*RUN, GRAPH))
+    assert graphs.replays == 9 - 2
+    assert losses(graphed) == losses(plain)
+    assert "from step 3 on a CUDA graph replays the forward and backward pass" in capsys.readouterr().out
+    summary = graphed.directory.read_summary()
+    assert summary is not None
+    assert summary["loss_layer_ms"] is None
+    assert summary["measured_steps"] == 9 - 3
+    assert "trainer.cuda_graph=True" in summary["training"]
+    assert graphed.plan.memory_begins == 2
+    assert plain.plan.memory_begins == 3
+
+
+def test_what_the_device_refuses_to_capture_is_unsupported(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+
+    @contextlib.contextmanager
+    def capture(graph: object, **_: object) -> Iterator[None]:
+        yield
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with pytest.raises(UnsupportedError, match=r"a CUDA graph cannot hold .*not permitted when stream is capturing"):
+        fitted(small(*RUN, GRAPH))
+    assert graphs.replays == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- on a GPU
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu_losses_are_those_without_a_graph_bit_for_bit(model: str, loss: str, small: Small) -> None:
+    run = (*RUN, f"model={model}", f"loss={loss}", "device=cuda")
+    plain, graphed = fitted(small(*run)), fitted(small(*run, GRAPH))
+    assert losses(graphed) == losses(plain)
+    assert len(losses(plain)) == 9
+    plain_peak, peak = ((run.directory.read_summary() or {})["memory_bytes"]["peak"] for run in (plain, graphed))
+    assert peak == pytest.approx(plain_peak, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
+def test_on_a_gpu_a_stopped_run_goes_on_with_a_graph_of_its_own(small: Small) -> None:
+    run = (*RUN, GRAPH, "device=cuda", "schedule.steps=9")
+    whole = losses(fitted(small(*run, "group=whole")))
+    fitted(small(*run, "group=parts", "trainer.max_steps=5"))
+    assert losses(fitted(small(*run, "group=parts"))) == whole
