@@ -44,6 +44,7 @@ class Row:
     loss_backward_ms: float | None = None
     loss_nats: float | None = None  # with the weights that all losses begin with
     gradient_norm: float | None = None  # likewise, all parameters, before clipping
+    kernel_choices: str | None = None  # fingerprint of those of the model's kernels; null where none has any
     first_s: float | None = None  # of the first passes, in which the loss's kernels are compiled and tuned
 
     @property

@@ -209,11 +209,15 @@ class Bench:
             self._each(rows, with_loss(warm_up))
             if remark := tuning.remark():
                 say(f"  {remark}")
-            for _ in range(self.config.rounds):
-                order = list(rows)
+            for number in range(1, self.config.rounds + 1):
+                began, order = time.perf_counter(), list(rows)
                 shuffle(order)
                 self._each({text: rows[text] for text in order}, with_loss(self._turn))
+                if number == 1:
+                    say(f"  round 1 of {self.config.rounds} took {time.perf_counter() - began:.1f} s")
             self._each(rows, with_loss(self._time_loss_layer))
+        for row in rows.values():
+            row.kernel_choices = (tuning.used() or {}).get("fingerprint")
 
     def _each(self, rows: dict[str, Row], action: Callable[[str, Row], None]) -> None:
         """Call `action` with each loss that still runs."""
