@@ -89,11 +89,11 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         first = own[0]
         lines += [
             f"## {_title(first)}", "",
-            f"`{first.line}`: {first.parameters / 1e6:,.0f} M parameters, {first.d:,} hidden dimensions, "
-            f"{first.precision}; {', '.join(_turns(own, runs))}.", "",
+            f"`{first.line}`: {_sizes(own)}{'; '.join(_turns(own, runs))}.", "",
         ]  # fmt: skip
         cells = [[cell(row) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
-        lines += [*Table(list(_COLUMNS), cells, words=("loss",)).markdown(), ""]
+        if cells:
+            lines += [*Table(list(_COLUMNS), cells, words=("loss",)).markdown(), ""]
         remarks = [f"* `{row.loss}`: {row.status}. {row.reason}" for row in own if row.status != "ok"]
         remarks += [
             f"* `{row.loss}`: the allocator called cudaMalloc {row.allocations} times within timed steps."
@@ -102,6 +102,14 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         ]
         lines += [*remarks, *([""] if remarks else [])]
     return "\n".join(lines) + "\n"
+
+
+def _sizes(rows: list[Row]) -> str:
+    """Of the model; empty if it could not be built."""
+    built = next((row for row in rows if row.parameters), None)
+    if built is None:
+        return ""
+    return f"{built.parameters / 1e6:,.1f} M parameters, {built.d:,} hidden dimensions, {built.precision}; "
 
 
 def _turns(rows: list[Row], runs: list[str]) -> list[str]:
