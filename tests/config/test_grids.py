@@ -1,5 +1,6 @@
 """A sweep's points: each once, in order. The command line overrides the sweep's own values."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,22 @@ def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) 
         configs = [load_config(points[i * (len(points) - 1) // max(longest - 1, 1)]) for i in range(longest)]
         assert {config.group for config in configs} == {name}
         assert len(set(map(run_name, configs))) == len(configs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("same_loss", {"compiled", "compiled_nudged", "standard", "liger", "fla", "cce_kahan"}),
+        ("summation", {"compiled", "compiled_nudged", "kahan", "fp32", "bf16"}),
+    ],
+)
+def test_a_question_about_losses_has_its_baseline_its_control_and_twelve_seeds(name: str, kinds: set[str]) -> None:
+    sweep = load_config([f"sweep={name}"], "run_sweep").sweep
+    found = [dict(word.split("=", 1) for word in point) for point in sweep_points(sweep, [])]
+    seeds = Counter((point.get("loss.accumulate", point["loss"]), point["seed"]) for point in found)
+    assert set(seeds) == {(kind, str(seed)) for kind in kinds for seed in range(12)}
+    assert len(found) == len(seeds)
+    assert {(point["experiment"], point["model"]) for point in found} == {("mve", "gla")}
 
 
 def test_overrides_are_told_apart_by_their_first_word() -> None:

@@ -651,6 +651,52 @@ def test_the_crossover_is_drawn_from_pairs_of_a_seed() -> None:
     pyplot.close(figure)
 
 
+@pytest.mark.usefixtures("text_alone")
+def test_the_control_stands_beside_every_loss_and_is_judged_on_losses_alone(tmp_path: Path) -> None:
+    """cce_kahan meets the MVE's bound, liger misses it, and the control is undecided."""
+    drifts = {"compiled_nudged": (0.02, -0.01, 0.0, 0.02, -0.02), "cce_kahan": (0.001,) * 5, "liger": (0.05,) * 5}
+    runs = [*five("compiled"), *five("standard")]
+    runs += [run(loss, seed=s, nats=5 + d) for loss, nats in drifts.items() for s, d in enumerate(nats)]
+    found = [v for v in verdicts.verdicts(runs) if v.backend == "compiled_nudged"]
+    assert {v.criterion for v in found} == {criteria.PERPLEXITY, criteria.CURVES, criteria.MVE_LOSS}
+    assert {v.against for v in found} == {"compiled"}
+    write_report(runs, tmp_path, "g")
+    for name in ("report.md", "verdicts.md"):
+        text = (tmp_path / name).read_text()
+        assert "### Undecided" not in text, "no loss is undecided"
+        asked = [line.split(" | ") for line in text.splitlines() if "| MVE: final training loss" in line]
+        losses = ["cce_kahan"] if name == "report.md" else ["standard", "cce_kahan", "liger"]
+        judged = [cells[7] for cells in asked if cells[8].startswith("compiled")]
+        assert set(judged) >= {"compiled_nudged", *losses}, "in one table, although the control is undecided"
+        assert [cells[0] for cells in asked if cells[7] == "compiled_nudged"] == ["| **undecided**"]
+        assert "`compiled_nudged` is the control of loss curves" in text
+    alone = [*five("compiled"), *five("compiled_nudged")]
+    write_report(alone, tmp_path, "g")
+    assert "| compiled_nudged | compiled |" in (tmp_path / "verdicts.md").read_text()
+    assert "is the control" not in write_report(FIVE_SEEDS, tmp_path, "g")[0].read_text()
+
+
+def test_ways_of_summing_are_compared_with_compensated_sums_and_with_compiled() -> None:
+    def way(accumulate: str, nats: float) -> list[Run]:
+        options = {"accumulate": accumulate, "workspace_mib": 128}
+        return [
+            run("cce_kahan", seed=seed, nats=nats, loss_options=options, run_name=f"{accumulate}-{seed}")
+            for seed in range(5)
+        ]
+
+    runs = [*five("compiled"), *way("kahan", 5.001), *way("fp32", 5.002), *way("bf16", 5.03)]
+    found = [v for v in verdicts.verdicts(runs) if v.criterion is criteria.MVE_LOSS and v.value is not None]
+    kahan = "cce_kahan accumulate=kahan"
+    assert {(v.backend, v.against): (v.verdict, v.n) for v in found} == {
+        (kahan, "compiled"): ("met", 5),
+        ("cce_kahan accumulate=fp32", "compiled"): ("met", 5),
+        ("cce_kahan accumulate=bf16", "compiled"): ("missed", 5),
+        ("cce_kahan accumulate=fp32", kahan): ("met", 5),
+        ("cce_kahan accumulate=bf16", kahan): ("missed", 5),
+    }
+    assert verdicts.compensated("liger accumulate=fp32") is None, "Liger's other way is no compensated sum"
+
+
 NO_TIMES = {
     **dict.fromkeys(("tokens_per_second", "step_time_ms_median", "wall_step_ms", "mfu", "mfu_6n")),
     "tokens_per_second_is": "not measured: other runs shared the GPU",

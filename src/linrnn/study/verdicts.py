@@ -1,5 +1,6 @@
 """Answer the study's criteria from runs paired by seed: met, missed, undecided or open."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from linrnn.study.results import (
 )
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
+CONTROL = "compiled_nudged"  # judged against compiled, on losses alone: how far rounding drives equal losses apart
+OURS = ("cce_kahan", "cce_filter")
 FILTERS = ("cce_filter", "cce_apple")  # in other losses the forward pass may do part of the backward pass's work
 SHARED = "not measured: the GPU was shared"
 DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
@@ -161,6 +164,7 @@ PAIRED: tuple[tuple[Criterion, Compare], ...] = (
     (CURVES, curve_difference),
 )
 PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
+OF_LOSSES = (PERPLEXITY, CURVES, MVE_LOSS)
 OF_TIMES: tuple[Compare, ...] = (speed_ratio, speed_ratio_across_batches, backward_speed_up)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
     (MVE_MEMORY, memory_ratio),
@@ -200,11 +204,25 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
             words.append(f"checkpointing {checkpointing}")
         where = ", ".join(filter(None, words))
         for backend, own in by_setting[setting].items():
+            if backend == CONTROL:
+                found += _against(own, backend, BASELINES[0], by_setting, setting, where)
+                continue
+            if (sums := compensated(backend)) in by_setting[setting]:
+                found += _against(own, backend, str(sums), by_setting, setting, where)
             for against in (name for name in BASELINES if name != backend):
                 found += _against(own, backend, against, by_setting, setting, where)
                 found += _largest_batches(own[0], backend, against, max_batches, environment)
             found += _shares(model, backend, own, where)
     return found
+
+
+def compensated(backend: str) -> str | None:
+    """The same loss with compensated sums: another way of summing is also judged against it, on losses alone.
+
+    None for losses that do not sum in another way.
+    """
+    found = re.sub(r"\baccumulate=(fp32|bf16)\b", "accumulate=kahan", backend)
+    return found if found != backend and backend.split()[0] in OURS else None
 
 
 def _against(
@@ -214,13 +232,17 @@ def _against(
     first = own[0].summary
     criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
     criteria += PAIRED_MVE if first["size"] == "mve" else ()
+    if of_losses := backend == CONTROL or against == compensated(backend):
+        criteria = [(criterion, compare) for criterion, compare in criteria if criterion in OF_LOSSES]
     base = by_setting[setting].get(against, [])
     remark = "" if base else f"{against} has no finished run in this setting"
     found = [
         _paired(criterion, compare, (first["model"], backend, against), own, base, where, remark)
         for criterion, compare in criteria
     ]
-    return [*found, _fastest_batches(own[0], backend, against, by_setting)] if first["size"] == "mve" else found
+    if of_losses or first["size"] != "mve":
+        return found
+    return [*found, _fastest_batches(own[0], backend, against, by_setting)]
 
 
 def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:

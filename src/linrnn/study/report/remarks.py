@@ -11,8 +11,14 @@ from linrnn.study.curves import LAST
 from linrnn.study.hypotheses import branches
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
 from linrnn.study.results import Run, backend_names
+from linrnn.study.verdicts import CONTROL
 
 SATURATED = 0.9  # above this share of the device's peak a larger batch cannot help
+ON_CONTROL = (
+    f"`{CONTROL}` is the control of loss curves: `compiled`, whose gradient of the hidden states moves by one unit in "
+    "the last place in every step. Its difference from `compiled` is what rounding alone makes of equal losses. A loss "
+    "that differs no more than the control shows no difference of its own."
+)
 FREE_LOSS = "The last column is the most that a faster loss could give: a step as fast as if the loss took no time."
 NO_BOTTLENECK = f"The next bottleneck: {OPEN}; scripts/breakdown.py finds it."
 FOLLOW_UPS = (
@@ -128,7 +134,8 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------- the verdicts
 def on_count(found: Sequence[Verdict]) -> str:
-    """The number of verdicts of each kind."""
+    """The number of verdicts of each kind. The control's are not counted: it is no loss that is judged."""
+    found = [verdict for verdict in found if verdict.backend != CONTROL]
     counts = {word: sum(v.verdict == word for v in found) for word in ("met", "missed", "undecided")}
     missing = sum(v.verdict == OPEN for v in found)
     words = [f"{count} {word}" for word, count in counts.items()]
@@ -138,6 +145,8 @@ def on_count(found: Sequence[Verdict]) -> str:
 def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     """How verdicts are reached, and which rules changed after results were seen."""
     lines = [RULES]
+    if any(verdict.backend == CONTROL for verdict in found):
+        lines.append(ON_CONTROL)
     if any(verdict.criterion.name.startswith("MVE") for verdict in found):
         lines.append(MVE_CHANGED)
     if any(run.summary["tokens_per_second"] and not by_wall_clock(run.summary) for run in runs):

@@ -10,6 +10,7 @@ from linrnn.study.curves import LAST
 from linrnn.study.report import remarks, tables
 from linrnn.study.report.page import Block, Bullets, Commands, Pictures, Section
 from linrnn.study.results import Run
+from linrnn.study.verdicts import CONTROL, OURS
 
 
 def sections(
@@ -26,8 +27,10 @@ def sections(
         every_loss: whether to include verdicts on other losses than ours. The HTML page does; report.md links to
             verdicts.md instead.
     """
-    own = [verdict for verdict in found if verdict.backend.split()[0] in tables.OURS]
-    others = [verdict for verdict in found if verdict not in own]
+    controls = [verdict for verdict in found if verdict.backend == CONTROL]
+    own = [verdict for verdict in found if verdict.backend.split()[0] in OURS]
+    others = [verdict for verdict in found if verdict not in own and verdict not in controls]
+    own, others = (one and [*one, *controls] for one in (own, others))
     made = [Section("Verdicts", [remarks.on_count(own)]), *of_verdicts(own)] if own else []
     if own:
         rules = remarks.on_rules(runs, own)
@@ -68,8 +71,10 @@ def _next(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[Blo
 
 def of_verdicts(found: Sequence[Verdict]) -> list[Section]:
     """Verdicts in up to three sections: answered, undecided, and not measured."""
-    answered = [verdict for verdict in found if verdict.verdict in tables.ANSWERED]
-    undecided = [verdict for verdict in found if verdict.verdict == UNDECIDED]
+    answered, undecided = (
+        tables.with_control([verdict for verdict in found if verdict.verdict in words], found)
+        for words in (tables.ANSWERED, (UNDECIDED,))
+    )
     blocks: list[tuple[str, Table | None]] = [
         ("Met or missed", tables.of_verdicts(answered) if answered else None),
         ("Undecided", tables.of_verdicts(undecided) if undecided else None),

@@ -11,7 +11,7 @@ from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Ver
 from linrnn.study.curves import LAST, SMOOTHED_STEPS, mean_of_last
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, alike, backend_names, comparison, loss_time_share
-from linrnn.study.verdicts import free_loss_speed_up
+from linrnn.study.verdicts import CONTROL, OURS, free_loss_speed_up
 
 GIB = 2**30
 FILTER_COLUMNS = {
@@ -22,7 +22,6 @@ FILTER_COLUMNS = {
     "steps computed exactly": ("exact", ".2%"),
 }
 ANSWERED = (MET, MISSED)
-OURS = ("cce_kahan", "cce_filter")  # report.md itself has the verdicts on these backends
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,19 @@ class Answer:
 
 
 # --------------------------------------------------------------------------------------------------------- verdicts
+def with_control(shown: Sequence[Verdict], every: Sequence[Verdict]) -> list[Verdict]:
+    """Verdicts of one table, and the control's on the same criteria and models, whatever they came to.
+
+    The control's row says how far rounding alone drives equal losses apart. So it stands in every table of losses.
+    """
+    if all(verdict.backend == CONTROL for verdict in every):
+        return list(shown)
+    losses = [verdict for verdict in shown if verdict.backend != CONTROL]
+    asked = {(verdict.criterion, verdict.model) for verdict in losses}
+    controls = [v for v in every if v.backend == CONTROL and v.verdict != OPEN and (v.criterion, v.model) in asked]
+    return [*losses, *controls]
+
+
 def of_verdicts(found: Sequence[Verdict]) -> Table:
     """One row for each verdict with a value: answered ones first, then by criterion, compiled before eager.
 
@@ -49,9 +61,13 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
         *(["setting and remarks"] if remarks else []),
     )
     rows = []
-    for v in sorted(
-        measured, key=lambda v: (v.verdict == UNDECIDED, criteria.index(v.criterion.name), v.against == "standard")
-    ):
+    answered = {v.criterion for v in measured if v.verdict != UNDECIDED and v.backend != CONTROL}
+
+    def place(v: Verdict) -> tuple[bool, int, bool]:
+        below = v.criterion not in answered if v.backend == CONTROL else v.verdict == UNDECIDED
+        return below, criteria.index(v.criterion.name), v.against == "standard"
+
+    for v in sorted(measured, key=place):
         form = v.criterion.form
         interval = "-" if v.low is None or v.high is None else f"{v.low:{form}} to {v.high:{form}}"
         rows.append(
