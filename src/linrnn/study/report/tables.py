@@ -40,12 +40,15 @@ def with_control(shown: Sequence[Verdict], every: Sequence[Verdict]) -> list[Ver
 
     The control's row says how far rounding alone drives equal losses apart. So it stands in every table of losses.
     """
-    if all(verdict.backend == CONTROL for verdict in every):
-        return list(shown)
+    measured = [verdict for verdict in every if verdict.verdict != OPEN]
     losses = [verdict for verdict in shown if verdict.backend != CONTROL]
-    asked = {(verdict.criterion, verdict.model) for verdict in losses}
-    controls = [v for v in every if v.backend == CONTROL and v.verdict != OPEN and (v.criterion, v.model) in asked]
-    return [*losses, *controls]
+    here, anywhere = (
+        {(verdict.criterion, verdict.model) for verdict in some if verdict.backend != CONTROL}
+        for some in (losses, measured)
+    )
+    controls = [v for v in measured if v.backend == CONTROL]
+    alone = [v for v in controls if v in shown and (v.criterion, v.model) not in anywhere]
+    return [*losses, *(v for v in controls if (v.criterion, v.model) in here or v in alone)]
 
 
 def of_verdicts(found: Sequence[Verdict]) -> Table:
