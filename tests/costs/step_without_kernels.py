@@ -3,8 +3,8 @@
 Kernels only fill tensors that FLA has allocated. Without the kernels every tensor exists, with meaningless values.
 Matrix products are left out too: without bf16 units they take minutes on a CPU. No tensor has real memory.
 
-Arguments: sequences, their length, vocabulary. The cases are every model at the size mve, and other chunk sizes than
-FLA's, each with several kinds of activation checkpointing, under bf16 autocast. The figures are bytes beyond the
+Arguments: sequences, their length, vocabulary. The cases are every model at the size mve, other chunk sizes than FLA's,
+and shared projections, each with several kinds of activation checkpointing, under bf16 autocast. The figures are bytes beyond the
 parameters: when the loss begins, and the peak in the backward pass after the final norm.
 """
 
@@ -29,7 +29,12 @@ from linrnn.models.architecture import MODELS, resolve
 from linrnn.models.chunk_size import _ChunkGLA
 from linrnn.training.runtime import loss_inputs
 
-CASES = [(name, None) for name in MODELS] + [("gla", 64), ("gla", 128), ("gated_deltanet", 16), ("kda", 32)]
+OWN_SIZES = [("gla", 64), ("gla", 128), ("gated_deltanet", 16), ("kda", 32)]
+CASES = [
+    *([f"model={name}"] for name in MODELS),
+    *([f"model={name}", f"model.chunk_size={size}"] for name, size in OWN_SIZES),
+    *([f"model={name}", "model.shared_projection_rank=64"] for name in ("gla", "transformer")),
+]
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
@@ -96,10 +101,10 @@ def take_numbers_out(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def bytes_held(
-    name: str, chunk: int | None, checkpointing: str, batch_size: int, seq_len: int, vocab_size: int
+    case: list[str], checkpointing: str, batch_size: int, seq_len: int, vocab_size: int
 ) -> tuple[int, int]:
     """Bytes when the loss begins, and the peak after the final norm's backward pass."""
-    config = load_config([f"model={name}", f"model.chunk_size={chunk or 'null'}", "size=mve"])
+    config = load_config([*case, "size=mve"])
     model = build_model(resolve(config.model, config.size, vocab_size), device="cpu", seed=0)
     model.set_activation_checkpointing(checkpointing)
     without_numbers = FakeTensorMode()
@@ -125,8 +130,8 @@ if __name__ == "__main__":
     without_kernels()
     sizes = [int(size) for size in sys.argv[1:]]
     found = {
-        f"{name}/{chunk or 'null'}/{checkpointing}": bytes_held(name, chunk, checkpointing, *sizes)  # type: ignore[call-arg]
-        for name, chunk in CASES
-        for checkpointing in ("none", *(["selective"] if chunk is None else []), "full")
+        " ".join([*case, checkpointing]): bytes_held(case, checkpointing, *sizes)  # type: ignore[call-arg]
+        for case in CASES
+        for checkpointing in ("none", *([] if "chunk_size" in case[-1] else ["selective"]), "full")
     }
     print(json.dumps(found))

@@ -416,10 +416,11 @@ def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds(c
     run = command(str(script), *(str(size) for size in (batch_size, seq_len, vocab_size)))
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert {case.partition("/")[0] for case in found} == set(MODELS)
+    assert {case.split()[0] for case in found} == {f"model={name}" for name in MODELS}
     for case, (before_loss, in_blocks) in found.items():
-        model, chunk, checkpointing = case.split("/")
-        arch = architecture({"model": model, "size": "mve", "vocab_size": vocab_size, "chunk_size": json.loads(chunk)})
+        *overrides, checkpointing = case.split()
+        config = configured(*overrides, "size=mve")
+        arch = resolve(config.model, config.size, vocab_size)
         options = {"batch_size": batch_size, "seq_len": seq_len, "activation_checkpointing": checkpointing}
         memory = estimate(arch, optimizer=None, **options)
         activations = memory.components()["activations"] - memory.workspaces

@@ -54,6 +54,7 @@ _SHORT = {
     "size.vocab_size": "v",
     "size.num_layers": "l",
     "model.chunk_size": "c",
+    "model.shared_projection_rank": "r",
     "model.config": "",
 }
 _AS_BEFORE = {("trainer.compile", "blocks"): "compile_blocks_True"}  # runs keep their names

@@ -25,6 +25,10 @@ _UNUSED = {
 }
 
 
+# Models whose identities of earlier versions lack `model.shared_projection_rank`. Their runs had none.
+_PROJECTED = ("gla", "transformer")
+
+
 def refuse_old_names(overrides: Sequence[str]) -> None:
     """Reject overrides of keys that have another name today.
 
@@ -45,6 +49,8 @@ def with_new_names(flat: dict[str, Any]) -> dict[str, Any]:
     if "optimizer.schedule" in flat:
         for key in _UNUSED.get(str(flat["optimizer.schedule"]), ()):
             renamed.pop(key, None)
+    if flat.get("model.name") in _PROJECTED:
+        renamed.setdefault("model.shared_projection_rank", None)
     return renamed
 
 

@@ -68,6 +68,19 @@ class ModelConfig:
 
 
 @dataclass
+class ProjectedModelConfig(ModelConfig):
+    """A model whose queries, keys and values may come from one projection of low rank."""
+
+    # Runs of earlier versions lack the key.
+    shared_projection_rank: int | None = field(default=None, metadata={"minimum": 1})
+
+    @property
+    def label(self) -> str:
+        rank = self.shared_projection_rank
+        return self.name if rank is None else f"{self.name} shared_projection_rank={rank}"
+
+
+@dataclass
 class FlaModelConfig(ModelConfig):
     """Any causal language model of flash-linear-attention."""
 
@@ -578,7 +591,12 @@ COMMANDS: dict[str, type] = {
 # The schema of each `group=option`. A group with one schema for all options lists it under "". Losses belong to a
 # package above this one, so each loss adds its own options (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"": ModelConfig, "fla": FlaModelConfig},
+    "model": {
+        "": ModelConfig,
+        "gla": ProjectedModelConfig,
+        "transformer": ProjectedModelConfig,
+        "fla": FlaModelConfig,
+    },
     "size": {"": SizeConfig},
     "loss": {},
     "data": {

@@ -39,12 +39,15 @@ def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, a
 
     Under autocast the residual stream is fp32 (embeddings are not cast). Each linear layer of the mixer then saves its
     own cast of the norm's output; otherwise they share one. The second norm's output has the dtype of the mixer's
-    output, and the MLP's two projections share it.
+    output, and the MLP's two projections share it. With a shared projection it stands for the three of queries, keys and
+    values, whose one input is its result.
     """
     if (mixer := facts_of(arch.model).memory) is None:
         return None
     d, values, width = arch.hidden_size, arch.value_dim, arch.intermediate_size
-    inputs = compute * d * (mixer.linears if autocast else 1)
+    rank = arch.shared_projection_rank
+    linears = mixer.linears if rank is None else mixer.linears - 2
+    inputs = compute * (d * (linears if autocast else 1) + (rank or 0))
     # Attention's output is o_proj's input; a gated norm saves its two inputs and its output.
     outputs = compute * values * 3 + FP32 * arch.num_heads if mixer.gated else compute * values
     scan, scan_backward = mixer.scan(arch, seq_len, compute)

@@ -8,7 +8,7 @@ and cuBLAS's workspaces. They describe the GPU kernels; the torch fallbacks on C
 * The savings of torch.compile'd blocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.communication import ID, gathered_bytes
@@ -121,10 +121,11 @@ def memory_of_drawing(arch: Architecture, *, sharded: bool) -> int:
     """Bytes of the CPU's memory that the initial weights need while they are drawn, in fp32.
 
     The whole model; of a model that ranks share only its largest parameter, because each rank draws one parameter after
-    the other and keeps its part (:class:`linrnn.models.BlankModel`). A part that a rank keeps is not counted.
+    the other and keeps its part (:class:`linrnn.models.BlankModel`). A part that a rank keeps is not counted. A model
+    with shared projections is built with full ones first.
     """
     if not sharded:
-        return FP32 * arch.n_parameters
+        return FP32 * replace(arch, shared_projection_rank=None).n_parameters
     matrices = layer_matrices(arch) or []
     return FP32 * max(arch.embedding_parameters, *(rows * columns for rows, columns in matrices))
 

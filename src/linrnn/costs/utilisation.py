@@ -47,9 +47,14 @@ def architecture_of(row: Mapping[str, Any]) -> Architecture | None:
 
 @lru_cache
 def _candidates(model: str, size: str, vocab_size: int) -> tuple[Architecture, ...]:
-    """The architectures with tied and untied embeddings; the size's own choice comes first."""
+    """The architectures with tied and untied embeddings; the size's own choice comes first.
+
+    Args:
+        model: the label in a summary: a name, and options as `shared_projection_rank=256`.
+    """
+    name, *options = model.split()
     try:
-        config = load_config([f"model={model}", f"size={size}"])
+        config = load_config([f"model={name}", *(f"model.{option}" for option in options), f"size={size}"])
         other = replace(config.size, tie_embeddings=not config.size.tie_embeddings)
         return tuple(resolve(config.model, dimensions, vocab_size) for dimensions in (config.size, other))
     except ConfigError:

@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError
 
 from linrnn.config import to_yaml
+from linrnn.config.schema import ProjectedModelConfig
 from linrnn.core.checksums import write_checksums
-from linrnn.core.errors import ConfigError, DataError, StorageError
+from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError
 from linrnn.inference.load import Trained
 from linrnn.models import open_pretrained
 
@@ -28,11 +29,19 @@ def export(trained: Trained, output: Path) -> None:
 
     Raises:
         ConfigError: `trained` is not from a run, or `output` exists already.
+        UnsupportedError: its projections are shared.
         StorageError: `output` cannot be written.
         DataError: the written model differs from `trained`.
     """
     if trained.config is None:
         raise ConfigError(f"{trained.source} is a Hugging Face directory already", "name a run or a checkpoint")
+    model = trained.config.model
+    if isinstance(model, ProjectedModelConfig) and model.shared_projection_rank is not None:
+        raise UnsupportedError(
+            f"{trained.source} has model.shared_projection_rank={model.shared_projection_rank}, which FLA's "
+            "configuration cannot express",
+            "use the run itself: scripts/evaluate.py and scripts/generate.py take it",
+        )
     if output.exists():
         raise ConfigError(f"output={output} is there already", "choose another output, or move it away")
     partial = output.with_name(f".{output.name}.partial")

@@ -12,6 +12,7 @@ from linrnn.models.attention import install_sdpa
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, build_hf
 from linrnn.models.fla_import import fla_classes
+from linrnn.models.layers.shared_projection import share_projections
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
 
 
@@ -64,7 +65,10 @@ def initialised(arch: Architecture) -> Any:
     """FLA's model on the CPU in fp32, with the weights that FLA draws from the CPU generator."""
     if isinstance(arch, FlaArchitecture):
         return build_hf(arch.fla, arch.settings, "cpu")
-    return fla_classes(arch.model)[0](fla_config(arch))
+    hf = fla_classes(arch.model)[0](fla_config(arch))
+    if arch.shared_projection_rank is not None:
+        share_projections(hf, arch.shared_projection_rank)
+    return hf
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

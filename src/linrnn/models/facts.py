@@ -5,7 +5,7 @@ of another one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from linrnn.core.errors import ConfigError
@@ -27,6 +27,7 @@ class Architecture:
         head_k_dim, head_v_dim: dimensions per head of keys (and queries) and of values.
         intermediate_size: width of the SwiGLU MLP.
         chunk_size: tokens per chunk of the recurrent kernel; None: the kernel's own default.
+        shared_projection_rank: of the projection that queries, keys and values share; None: each has its own.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Architecture:
     vocab_size: int
     tie_embeddings: bool
     chunk_size: int | None
+    shared_projection_rank: int | None = field(default=None, kw_only=True)
 
     @property
     def kind(self) -> str:
@@ -243,8 +245,13 @@ def facts_of(model: str) -> ModelFacts:
 
 
 def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -> str:
-    """A model's name as people write it, with the name of its size and the number of its parameters."""
-    words = f"{facts_of(name).title} {size}".strip()
+    """A model's name as people write it, with the name of its size and the number of its parameters.
+
+    Args:
+        name: a model's label: its name, and options that change what it computes.
+    """
+    name, *options = name.split()
+    words = " ".join([facts_of(name).title, *options, *size.split()])
     if not n_parameters:
         return words
     millions = n_parameters / 1e6

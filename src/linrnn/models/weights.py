@@ -159,6 +159,12 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
     if isinstance(arch, FlaArchitecture):
         _compare_all(theirs, ours, source)
         return
+    if arch.shared_projection_rank is not None:
+        raise ConfigError(
+            f"init_from={source}: FLA's format has no shared projections, and this run has "
+            f"model.shared_projection_rank={arch.shared_projection_rank}",
+            "use model.shared_projection_rank=null, or init_from= a run of this rank",
+        )
     if overrides := _overrides(theirs, arch):
         raise ConfigError(
             f"init_from={source}: the dimensions differ from size={arch.size}", f"add {' '.join(overrides)}"

@@ -1,0 +1,1 @@
+"""Layers of linrnn's own, which replace parts of FLA's models."""
