@@ -100,9 +100,7 @@ def take_numbers_out(model: nn.Module, mode: FakeTensorMode) -> None:
             setattr(module, name, made.setdefault(buffer, mode.from_tensor(buffer)))
 
 
-def bytes_held(
-    case: list[str], checkpointing: str, batch_size: int, seq_len: int, vocab_size: int
-) -> tuple[int, int]:
+def bytes_held(case: list[str], checkpointing: str, batch_size: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
     """Bytes when the loss begins, and the peak after the final norm's backward pass."""
     config = load_config([*case, "size=mve"])
     model = build_model(resolve(config.model, config.size, vocab_size), device="cpu", seed=0)

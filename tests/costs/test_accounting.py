@@ -139,9 +139,9 @@ def test_a_linear_scan_is_linear_in_length():
         assert long == 2 * short
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_products_equal_those_that_torch_counts_in_the_real_model(model):
-    arch = tiny(model, num_layers=1)
+@pytest.mark.parametrize(("model", "rank"), [*((name, None) for name in MODELS), ("gla", 24), ("transformer", 24)])
+def test_products_equal_those_that_torch_counts_in_the_real_model(model, rank):
+    arch = tiny(model, num_layers=1, shared_projection_rank=rank)
     language_model = build_model(arch, device="cpu", seed=0)
     linears = {
         name: module for name, module in language_model.blocks[0].attn.named_modules() if isinstance(module, nn.Linear)
@@ -389,6 +389,16 @@ def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
             expected, name = mfu_of_summary(run), f"{path.parent.name}/{run['run_name']}"
             assert (expected["mfu"] is None) == (run["tokens_per_second"] is None), name
             assert {key: run[key] for key in expected} == pytest.approx(expected), name
+
+
+def test_a_row_of_shared_projections_has_the_mfu_of_its_own_dimensions():
+    config = configured("model=gla", "model.shared_projection_rank=256", "size=350m")
+    arch = resolve(config.model, config.size, 32000)
+    run = json.loads((COMMITTED / "phase2" / "runs.json").read_text())["runs"][0]
+    run |= {"model": config.model.label, "size": "350m", "vocab_size": 32000, "n_parameters": arch.n_parameters}
+    figures = {"seq_len": run["seq_len"], "tokens_per_second": run["tokens_per_second"]}
+    assert mfu_of_summary(run) == mfu(arch, **figures, device_name=run["device"], precision=run["precision"])
+    assert mfu_of_summary(run)["mfu"] is not None
 
 
 def test_a_row_whose_parameters_are_of_other_dimensions_has_no_mfu():

@@ -57,7 +57,7 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
         (
             4,
             (*FSDP, "trainer.batch_size=1", "trainer.accumulation_steps=2", "parallel.shard_ranks=2"),
-            ("model=transformer", "loss=standard"),
+            ("model=transformer", "loss=standard", "model.shared_projection_rank=32"),
         ),
         (
             2,

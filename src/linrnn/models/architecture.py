@@ -15,9 +15,10 @@ from linrnn.core.tables import Table
 from linrnn.models.facts import Architecture, matched, matched_models
 from linrnn.models.fla_any import resolve_fla
 
-__all__ = ["MODELS", "Architecture", "parameter_table", "resolve"]
+__all__ = ["MODELS", "Architecture", "parameter_table", "resolve", "shared_projection_table"]
 
 MODELS = matched_models()
+SHARING = ("gla", "transformer")  # those that take `model.shared_projection_rank`
 RANK_MULTIPLE = 8  # of `model.shared_projection_rank`: tensor cores take bf16 matrices of such sizes
 
 
@@ -114,6 +115,22 @@ def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], 
                 *totals,
             )
             rows.append(row)
+    return "\n".join(Table(columns, rows, words=("size", "model")).markdown())
+
+
+def shared_projection_table(sizes: Iterable[SizeConfig]) -> str:
+    """The table of shared projections in docs/models.md: Markdown, parameters of one layer with and without them."""
+    columns = ("size", "model", "rank", "mixer", "MLP", "layer", "MLP width")
+    rows = []
+    for size in sizes:
+        d = size.hidden_size
+        for name in SHARING:
+            for rank in (None, d // 2, d // 4):
+                model = ProjectedModelConfig(name, chunk_size=None, shared_projection_rank=rank)
+                arch = resolve(model, size, size.vocab_size or d)  # a layer does not depend on the vocabulary
+                parts = arch.mixer_parameters, arch.mlp_parameters
+                figures = map(_millions, (*parts, sum(parts)))
+                rows.append((size.name, name, rank or "none", *figures, arch.intermediate_size))
     return "\n".join(Table(columns, rows, words=("size", "model")).markdown())
 
 

@@ -137,7 +137,7 @@ class MixerMemory:
     """GPU memory of one mixer.
 
     Attributes:
-        linears: number of linear layers that take the first norm's output.
+        linears: number of linear layers that take the first norm's output, with full projections.
         gated: whether a gated norm follows the scan.
         scan: (architecture, sequence length, bytes per element in products) -> (bytes per token that the recurrent
             kernel or attention saves, bytes per token that its backward pass holds in addition).

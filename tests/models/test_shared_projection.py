@@ -1,0 +1,323 @@
+"""`model.shared_projection_rank`: what the model computes and counts, that it trains and resumes, and what is refused."""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fitting import fitted, losses
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from linrnn.config import load_config, run_name
+from linrnn.config.schema import Config
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.inference.export import export
+from linrnn.inference.generate import samples
+from linrnn.inference.load import load_trained
+from linrnn.models import BlankModel, LanguageModel, build_model, load_weights
+from linrnn.models.architecture import Architecture, resolve, shared_projection_table
+from linrnn.models.build import initialised
+from linrnn.models.deferred import WHOLE, allocate
+from linrnn.training.trainer import Trainer
+
+Small = Callable[..., list[str]]
+MODELS = ("gla", "transformer")
+CPU = torch.device("cpu")
+RANK = 32
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+def configured(model: str, rank: int | None = RANK, *more: str) -> Config:
+    config = load_config([f"model={model}", f"model.shared_projection_rank={rank or 'null'}", *more])
+    assert isinstance(config, Config)
+    return config
+
+
+def architecture(model: str, rank: int | None = RANK, *more: str) -> Architecture:
+    config = configured(model, rank, *more)
+    return resolve(config.model, config.size, config.size.vocab_size or 96)
+
+
+def build(model: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    return build_model(architecture(model), device="cpu", dtype=dtype, seed=0)
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(0, 96, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(network: LanguageModel, ids: Tensor) -> dict[str, Tensor]:
+    network.zero_grad()
+    (network(ids) @ network.head_weight.T).square().mean().backward()
+    return {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
+
+
+def counted(network: LanguageModel) -> Counter[str]:
+    """How often each linear layer of a shared projection is called from now on, over all mixers."""
+    calls: Counter[str] = Counter()
+    for mixer in network.mixers:
+        for name, layer in mixer.qkv.named_children():  # type: ignore[union-attr]
+            layer.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    return calls
+
+
+# ------------------------------------------------------------------------------------------ what they compute
+@pytest.mark.parametrize("model", MODELS)
+def test_hidden_states_and_gradients_are_those_of_full_projections_that_are_the_product(model: str) -> None:
+    """FLA's own model gets W_q W_down and so on as its projections, at lengths of the short and the long kernel."""
+    network = build(model)
+    full = build_model(dataclasses.replace(network.arch, shared_projection_rank=None), device="cpu", seed=1)
+    named = dict(network.hf.named_parameters())
+
+    def as_full() -> dict[str, Tensor]:
+        weights = {name: tensor for name, tensor in named.items() if ".qkv." not in name}
+        for down in (name for name in named if name.endswith(".qkv.down.weight")):
+            mixer = down.removesuffix("qkv.down.weight")
+            for one in "qkv":
+                weights[f"{mixer}{one}_proj.weight"] = named[f"{mixer}qkv.{one}.weight"] @ named[down]
+        return weights
+
+    assert as_full().keys() == dict(full.hf.named_parameters()).keys()
+    for length in (20, 90):
+        ids = tokens(2, length)
+        ours = network.hf(ids, use_cache=False).logits
+        theirs = functional_call(full.hf, as_full(), (ids,), {"use_cache": False}, strict=False).logits
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        weights = torch.randn_like(ours)
+        of_ours, of_theirs = (torch.autograd.grad((x * weights).sum(), list(named.values())) for x in (ours, theirs))
+        for name, x, y in zip(named, of_ours, of_theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4 * float(y.abs().max()), msg=name)
+            assert x.any(), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_projection_is_the_product_of_two_matrices(model: str) -> None:
+    mixer = build(model).mixers[0]
+    seen: dict[str, Tensor] = {}
+    shared = mixer.qkv
+    assert isinstance(shared, nn.Module)
+    for name, layer in shared.named_children():
+        layer.register_forward_hook(lambda _, given, result, name=name: seen.update({name: result}))
+    x = torch.randn(2, 70, 128)
+    mixer(x)
+    weights = {name.partition(".")[0]: weight for name, weight in shared.named_parameters()}
+    assert weights["down"].shape == (RANK, 128)
+    torch.testing.assert_close(seen["down"], x @ weights["down"].T)
+    for name in "qkv":
+        torch.testing.assert_close(seen[name], x @ weights["down"].T @ weights[name].T)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_projection_down_is_one_product_for_each_call_of_a_mixer(model: str) -> None:
+    network = build(model)
+    layers, calls = network.arch.num_layers, counted(network)
+    gradients(network, tokens(2, 70))
+    assert calls == dict.fromkeys(("down", "q", "k", "v"), layers)
+    network.eval()
+    with torch.no_grad():
+        network(tokens(2, 70))
+        network(tokens(2, 70))
+    assert calls == dict.fromkeys(("down", "q", "k", "v"), 3 * layers), "no call takes another call's result"
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(model: str, mode: str) -> None:
+    network, ids = build(model), tokens(2, 70)
+    kept = gradients(network, ids)
+    network.set_activation_checkpointing(mode)
+    calls = counted(network)
+    again = gradients(network, ids)
+    assert kept.keys() == again.keys() == dict(network.named_parameters()).keys()
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    assert calls["down"] == calls["q"] == 2 * network.arch.num_layers
+
+
+@pytest.mark.parametrize(("mode", "checkpointing"), [("blocks", "full"), ("model", "none")])
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_models_give_the_same_gradients_and_compile_once(
+    model: str, mode: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Dynamo only (no C++ compiler needed). Attention's graphs break, so FLA's forward resumes within a call."""
+    network, ids = build(model), tokens(2, 70)
+    eager = gradients(network, ids)
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(1)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
+    network.set_activation_checkpointing(checkpointing)
+    network.set_compile(mode)
+    gradients(network, ids)
+    gradients(network, ids)
+    compiled = len(graphs)
+    for name, grad in gradients(network, ids).items():
+        torch.testing.assert_close(grad, eager[name], rtol=1e-4, atol=1e-6)
+    assert compiled == len(graphs) > 0, "a new call needs no new graph"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> None:
+    hf, ids = build(model).hf.eval(), tokens(1, 20)
+    with torch.no_grad():
+        expected = hf(ids, use_cache=False).logits
+        start = hf(ids[:, :12], use_cache=True)
+        logits, cache = [start.logits], start.past_key_values
+        for t in range(12, 20):
+            step = hf(ids[:, t : t + 1], use_cache=True, past_key_values=cache)
+            logits.append(step.logits)
+            cache = step.past_key_values
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bf16_products_stay_near_those_in_fp32(model: str) -> None:
+    network, ids = build(model), tokens(2, 70)
+    exact = gradients(network, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = gradients(network, ids)
+    for found in (under_autocast, gradients(build(model, torch.bfloat16), ids)):
+        for name in (name for name in exact if ".qkv." in name):
+            cosine = nn.functional.cosine_similarity(found[name].float().flatten(), exact[name].flatten(), dim=0)
+            assert cosine > 0.97, name
+
+
+# ----------------------------------------------------------------------------------------- how they are built
+@pytest.mark.parametrize(("size", "rank"), [("350m", 256), ("350m", 512), ("1b3", 512), ("1b3", 1024)])
+@pytest.mark.parametrize("model", MODELS)
+def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matched(
+    model: str, size: str, rank: int
+) -> None:
+    arch, full = (architecture(model, r, f"size={size}") for r in (rank, None))
+    assert arch.mixer_parameters < full.mixer_parameters
+    assert arch.intermediate_size > full.intermediate_size
+    assert arch.body_parameters == pytest.approx(full.body_parameters, rel=0.016)
+    with torch.device("meta"):
+        hf = initialised(dataclasses.replace(arch, num_layers=2))
+    hf.tie_weights()
+    layer = hf.model.layers[1]
+    assert sum(p.numel() for p in layer.attn.parameters()) == arch.mixer_parameters
+    assert sum(p.numel() for p in layer.mlp.parameters()) == arch.mlp_parameters
+    assert sum(p.numel() for p in hf.parameters()) == dataclasses.replace(arch, num_layers=2).n_parameters
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(model: str) -> None:
+    network = build(model)
+    names = [name for name in network.hf.state_dict() if ".layers.0." in name]
+    shared = {f"model.layers.0.attn.qkv.{one}.weight" for one in ("down", "q", "k", "v")}
+    assert shared == {name for name in names if ".qkv." in name}
+    assert not any(name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) for name in names)
+    everything = [id(parameter) for part in network.parts.values() for parameter in part]
+    assert sorted(everything) == sorted(id(parameter) for parameter in network.parameters())
+    assert sum(p.numel() for p in network.parameters()) == network.arch.n_parameters
+    for name, weight in network.hf.named_parameters():
+        if name in shared:
+            assert weight.std().item() == pytest.approx(0.02, rel=0.1), name
+            assert abs(weight.mean().item()) < 0.002, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> None:
+    arch = architecture(model, RANK, "size.tie_embeddings=false")
+    blank = BlankModel(arch, WHOLE, device=CPU, seed=3)
+    assert all(parameter.is_meta for parameter in blank.model.parameters())
+    allocate(blank.model, "cpu")
+    blank.draw()
+    plain = build_model(arch, device="cpu", seed=3).state_dict()
+    ours = blank.model.state_dict()
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    ids = tokens(1, 20)
+    assert torch.equal(blank.model(ids), build_model(arch, device="cpu", seed=3)(ids))
+
+
+def test_the_page_of_models_holds_the_table_that_the_command_prints() -> None:
+    table = shared_projection_table([load_config([f"size={name}"]).size for name in ("350m", "1b3")])
+    assert PAGE.read_text(encoding="utf-8").split("<!-- shared projections -->")[1].strip() == table
+
+
+# --------------------------------------------------------------------------------------------------- as a run
+def test_a_run_s_name_and_label_hold_the_rank() -> None:
+    assert run_name(configured("gla")) == "gla-smoke-cce_kahan-r32-s0"
+    assert run_name(configured("gla", None)) == "gla-smoke-cce_kahan-s0"
+    assert configured("gla").model.label == "gla shared_projection_rank=32"
+    assert configured("gla", None).model.label == "gla"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(model: str, small: Small) -> None:
+    options = (f"model={model}", f"model.shared_projection_rank={RANK}", "schedule.steps=4")
+    whole = fitted(small(*options, "trainer.max_steps=4", "group=whole"))
+    fitted(small(*options, "trainer.max_steps=2"))
+    resumed = fitted(small(*options, "trainer.max_steps=4"))
+    assert "resuming at step 2" in (resumed.directory.path / "train.log").read_text()
+    assert losses(resumed) == losses(whole)
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in resumed.model.state_dict().items())
+
+
+def test_a_run_generates_and_is_read_but_is_not_exported(small: Small, command_here: Callable, tmp_path: Path) -> None:
+    trainer = fitted(small("model=gla", f"model.shared_projection_rank={RANK}"))
+    run = load_trained(str(trainer.directory.path), CPU)
+    ids = torch.randint(0, 512, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(run.model(ids).logits, trainer.model.hf.eval()(ids).logits)
+    options = load_config(
+        ["checkpoint=unused", "temperature=0", "max_new_tokens=12", "prompt_tokens=[5,6,7]"], "generate"
+    )
+    with_state = list(samples(run, options))
+    assert with_state == list(samples(run, dataclasses.replace(options, use_state=False)))
+    assert len(with_state[0][1]) > 1
+    cache = next(o for o in small() if o.startswith("data.cache_dir="))
+    read = command_here("scripts/evaluate.py", f"checkpoint={trainer.directory.path}", "device=cpu", cache)
+    assert read.returncode == 0, read.stderr
+    with pytest.raises(UnsupportedError, match="FLA's configuration cannot express") as error:
+        export(run, tmp_path / "out")
+    assert "\n" not in error.value.cause + error.value.remedy
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("rank", "cause", "remedy"),
+    [
+        (36, "no multiple of 8", "shared_projection_rank=40"),
+        (128, "not below the width of 128", "use 32 or another multiple of 8"),
+        (4096, "not below the width of 128", "null"),
+    ],
+)
+def test_ranks_that_fit_no_matrix_unit_or_are_not_low_are_refused(rank: int, cause: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=cause) as error:
+        architecture("gla", rank)
+    assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize("rank", ["0", "-8", "8.5", "all"])
+def test_what_is_no_rank_is_refused(rank: str) -> None:
+    with pytest.raises(ConfigError, match="shared_projection_rank"):
+        load_config(["model=gla", f"model.shared_projection_rank={rank}"])
+
+
+@pytest.mark.parametrize("model", [["model=kda"], ["model=gated_deltanet"], ["model=fla", "model.config=gla"]])
+def test_other_models_refuse_the_option_and_name_those_that_have_it(model: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.shared_projection_rank: there is no such key") as error:
+        load_config([*model, "model.shared_projection_rank=32"])
+    assert "it is an option of model=gla, model=transformer" in error.value.remedy
+
+
+def test_weights_of_full_projections_are_no_start_for_shared_ones(small: Small, tmp_path: Path) -> None:
+    full = fitted(small("model=gla"))
+    full.model.hf.save_pretrained(tmp_path / "full")
+    with pytest.raises(ConfigError, match="FLA's format has no shared projections"):
+        load_weights(build_model(architecture("gla"), device="cpu", seed=0), str(tmp_path / "full"))
+    start = (f"init_from={full.directory.path}", f"model.shared_projection_rank={RANK}")
+    with pytest.raises(ConfigError, match=r"k_proj\.weight is .* absent in this model"):
+        Trainer(load_config(small("model=gla", *start)))
