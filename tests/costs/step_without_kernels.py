@@ -4,8 +4,8 @@ Kernels only fill tensors that FLA has allocated. Without the kernels every tens
 Matrix products are left out too: without bf16 units they take minutes on a CPU. No tensor has real memory.
 
 Arguments: sequences, their length, vocabulary. The cases are every model at the size mve, other chunk sizes than FLA's,
-and shared projections, each with several kinds of activation checkpointing, under bf16 autocast. The figures are bytes beyond the
-parameters: when the loss begins, and the peak in the backward pass after the final norm.
+and shared projections, each with several kinds of activation checkpointing, under bf16 autocast. The figures are bytes
+beyond the parameters: when the loss begins, and the peak in the backward pass after the final norm.
 """
 
 import json

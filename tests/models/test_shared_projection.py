@@ -1,4 +1,4 @@
-"""`model.shared_projection_rank`: what the model computes and counts, that it trains and resumes, and what is refused."""
+"""`model.shared_projection_rank`: what the model computes and counts, that a run resumes, and what is refused."""
 
 import dataclasses
 import functools

@@ -39,8 +39,8 @@ def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, a
 
     Under autocast the residual stream is fp32 (embeddings are not cast). Each linear layer of the mixer then saves its
     own cast of the norm's output; otherwise they share one. The second norm's output has the dtype of the mixer's
-    output, and the MLP's two projections share it. With a shared projection it stands for the three of queries, keys and
-    values, whose one input is its result.
+    output, and the MLP's two projections share it. A shared projection stands in place of those of queries, keys and
+    values, and its result is their one input.
     """
     if (mixer := facts_of(arch.model).memory) is None:
         return None

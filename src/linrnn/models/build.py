@@ -12,8 +12,8 @@ from linrnn.models.attention import install_sdpa
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, build_hf
 from linrnn.models.fla_import import fla_classes
-from linrnn.models.layers.shared_projection import share_projections
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
+from linrnn.models.layers.shared_projection import share_projections
 
 
 def build_model(

@@ -11,7 +11,7 @@ projections, and goes further: its heads share one key and one value. Here every
 """
 
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -58,6 +58,7 @@ class _InOneCall:
 
     def __init__(self, mixer: nn.Module) -> None:
         self._mixer = mixer
+        self._shared = cast(SharedProjection, mixer.qkv)
         self._x: Tensor | None = None
         self._z: Tensor | None = None
 
@@ -66,18 +67,18 @@ class _InOneCall:
 
     def q_proj(self, x: Tensor) -> Tensor:
         """Queries of x (…, D)."""
-        return self._mixer.qkv.q(self._down(x))
+        return self._shared.q(self._down(x))
 
     def k_proj(self, x: Tensor) -> Tensor:
         """Keys of x (…, D)."""
-        return self._mixer.qkv.k(self._down(x))
+        return self._shared.k(self._down(x))
 
     def v_proj(self, x: Tensor) -> Tensor:
         """Values of x (…, D)."""
-        return self._mixer.qkv.v(self._down(x))
+        return self._shared.v(self._down(x))
 
     def _down(self, x: Tensor) -> Tensor:
         """z (…, R). It is computed again only for another x."""
         if self._z is None or self._x is not x:
-            self._x, self._z = x, self._mixer.qkv.down(x)
+            self._x, self._z = x, self._shared.down(x)
         return self._z
