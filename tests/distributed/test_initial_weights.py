@@ -19,8 +19,10 @@ CASES = [
     ["model=gla", "parallel=fsdp"],
     ["model=gated_deltanet", "parallel=vocab", "size.tie_embeddings=false"],
     ["model=kda", "parallel=fsdp"],
-    ["model=gla", "parallel=fsdp", "model.shared_projection_rank=32"],
-    ["model=transformer", "parallel=fsdp", "size.tie_embeddings=false", "trainer.precision=bf16"],
+    [
+        *("model=transformer", "parallel=fsdp", "model.shared_projection_rank=32"),
+        *("size.tie_embeddings=false", "trainer.precision=bf16"),
+    ],
     ["model=fla", "model.config=retnet", "parallel=vocab"],
 ]
 
@@ -30,7 +32,7 @@ def arguments(*more: object, tmp_path: Path) -> list[tuple]:
     return [(rank, 2, port, *more, f"{tmp_path / 'ranks'}.{rank}") for rank in range(2)]
 
 
-@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
+@pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: overrides[0] + overrides[1])
 def test_weights_drawn_after_sharding_are_those_of_one_process(
     overrides: list[str], pool: Pool, tmp_path: Path
 ) -> None:
@@ -41,7 +43,7 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
+@pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: overrides[0] + overrides[1])
 def test_on_gpus_weights_drawn_after_sharding_are_those_of_one_process(overrides: list[str], tmp_path: Path) -> None:
     ranks = [spawn(compare, *each) for each in arguments(overrides, "cuda", tmp_path=tmp_path)]
     assert ended(ranks, seconds=240) == [0, 0], output(tmp_path / "ranks", 2)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from linrnn.models.fla_any import backbone_of, mixer_modules
 
+FULL = ("q_proj", "k_proj", "v_proj")  # FLA's names
+
 
 class SharedProjection(nn.Module):
     """The four matrices. Each is a linear layer without a bias."""
@@ -37,10 +39,11 @@ def share_projections(hf: Any, rank: int) -> None:
     """
     for block in backbone_of(hf).layers:
         for mixer in mixer_modules(block):
-            outputs = [getattr(mixer, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
-            width = mixer.q_proj.in_features
-            del mixer.q_proj, mixer.k_proj, mixer.v_proj
-            mixer.qkv = SharedProjection(width, rank, *outputs).apply(hf._init_weights)
+            full = [cast(nn.Linear, mixer.get_submodule(name)) for name in FULL]
+            for name in FULL:
+                delattr(mixer, name)
+            outputs = [layer.out_features for layer in full]
+            mixer.qkv = SharedProjection(full[0].in_features, rank, *outputs).apply(hf._init_weights)
             mixer.forward = MethodType(_forward, mixer)  # type: ignore[method-assign]
 
 
