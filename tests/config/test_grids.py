@@ -71,6 +71,7 @@ def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) 
     [
         ("same_loss", {"compiled", "compiled_nudged", "standard", "liger", "fla", "cce_kahan"}),
         ("summation", {"compiled", "compiled_nudged", "kahan", "fp32", "bf16"}),
+        ("apple", {"compiled", "compiled_nudged", "cce_kahan", "cce_filter"}),
     ],
 )
 def test_a_question_about_losses_has_its_baseline_its_control_and_twelve_seeds(name: str, kinds: set[str]) -> None:

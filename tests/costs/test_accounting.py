@@ -492,6 +492,17 @@ def test_a_filter_that_may_drop_nothing_is_none():
     assert loss_memory(nothing, n, d, v, 2) == loss_memory(KAHAN, n, d, v, 2) != loss_memory(FILTER, n, d, v, 2)
 
 
+def test_a_filter_on_one_gradient_computes_the_logits_twice_and_has_no_lists():
+    n, d, v = 16384, 256, 32000
+    one_sided = replace(FILTER, filter_unbiased=False, filter_c=False)
+    arch = tiny("gla", hidden_size=d, vocab_size=v)
+    flops = kernel_flops(arch, 8, 2048, one_sided, "none")
+    assert flops.recomputed["vocabulary"] == 2 * flops.forward["vocabulary"]
+    forward, backward = loss_memory(one_sided, n, d, v, 2)
+    assert forward == 0
+    assert 0 < backward - (n + v) * d * 2 - n * d <= 256 * 2**20
+
+
 def test_a_filter_that_need_be_faster_takes_the_memory_of_what_it_does():
     for n, d, v, like in ((16384, 2048, 128256, FILTER), (16384, 256, 32000, KAHAN)):
         assert loss_memory(IF_FASTER, n, d, v, 2) == loss_memory(like, n, d, v, 2)

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from types import ModuleType, SimpleNamespace
 
@@ -267,6 +268,29 @@ def test_a_filter_that_would_not_be_faster_is_left_out_and_the_log_says_so():
     assert build_loss(CONFIGS["cce_kahan"], device=CPU).remark(*sizes) is None
     may_drop_nothing = replace(CONFIGS["cce_filter"], filter_if_faster=True, filter_mass=0.0)
     assert build_loss(may_drop_nothing, device=CPU).remark(*sizes) is None
+
+
+def test_a_filter_with_an_exact_gradient_of_the_head_is_the_papers_cce_kahan_full_c():
+    """sweep=apple trains with these options. The preset of the kernels is compared with them, bit by bit."""
+    available("cce_filter", CPU)
+    kernels = importlib.import_module("cce_kernels")
+    case = make_case(torch.float32)
+    config = replace(CONFIGS["cce_filter"], filter_c=False)
+    preset = partial(kernels.linear_cross_entropy, ignore_index=-100, reduction="sum", preset="paper/cce_kahan_full_c")
+    found = {}
+    for name, call in (
+        ("ours", lambda *tensors: build_loss(config, device=CPU)(*tensors).sum_nats),
+        ("paper", preset),
+        ("both", lambda *tensors: build_loss(CONFIGS["cce_filter"], device=CPU)(*tensors).sum_nats),
+        ("exact", lambda *tensors: build_loss(CONFIGS["cce_kahan"], device=CPU)(*tensors).sum_nats),
+    ):
+        hidden, weight = case.leaves()
+        call(hidden, weight, case.labels).backward()
+        found[name] = hidden.grad, weight.grad
+    assert all(map(torch.equal, found["ours"], found["paper"]))
+    torch.testing.assert_close(found["ours"][1], found["exact"][1])
+    assert (found["ours"][0] - found["exact"][0]).abs().max() > 1e-5, "the hidden states' gradient is filtered"
+    assert (found["both"][1] - found["exact"][1]).abs().max() > 1e-5, "as the head's is where both are"
 
 
 @pytest.mark.parametrize(("rows", "says"), [(2048, "2,048 tokens x 1,024 dimensions x 128,256 entries"), (16384, None)])

@@ -14,6 +14,7 @@ from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
 
+LEAST_PRODUCTS = 3  # of a loss layer that computes its logits once: the logits, and the gradients of both factors
 # Components that are computed again, by activation checkpointing. Selective keeps the results of all linear layers.
 RECOMPUTED = {"none": (), "selective": ("mixer_scan",), "full": ("mixer_projections", "mixer_scan", "mlp")}
 
@@ -71,8 +72,8 @@ def kernel_flops(
     mixed = tokens * arch.num_layers * arch.num_heads
     forward["mixer_scan"] = mixed * mixer.kernel(arch, seq_len)
     again = {"mixer_scan": mixed * mixer.kernel_again(arch, seq_len)}
-    if formulas.products(loss, tokens, arch.hidden_size, arch.vocab_size, compute) == 4:
-        again["vocabulary"] = forward["vocabulary"]
+    if (more := formulas.products(loss, tokens, arch.hidden_size, arch.vocab_size, compute) - LEAST_PRODUCTS) > 0:
+        again["vocabulary"] = more * forward["vocabulary"]
     for component in RECOMPUTED[activation_checkpointing]:
         again[component] = again.get(component, 0) + forward[component]
     backward = {name: BACKWARD * flops for name, flops in forward.items()}

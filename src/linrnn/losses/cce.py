@@ -82,6 +82,11 @@ class CceFilterLossConfig(CceKahanLossConfig):
         "true: every step is exact, as with cce_kahan, where the filter would not be faster (small problems, a CPU); "
         "false: always filter",
     )
+    filter_c: bool = option(
+        True,
+        "true: the gradient of the head is filtered, too; false: it is exact, as in the CCE paper's cce_kahan_full_c, "
+        "and the logits are computed once more",
+    )
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def _planned(
     options = Options(accumulate=loss.accumulate, workspace_mib=loss.workspace_mib)
     if isinstance(loss, CceFilterLossConfig) and filters(loss):
         options = replace(
-            options, filter_eps=loss.filter_eps, filter_unbiased=loss.filter_unbiased,
+            options, filter_eps=loss.filter_eps, filter_unbiased=loss.filter_unbiased, filter_c=loss.filter_c,
             filter_if_faster=loss.filter_if_faster,
         )  # fmt: skip
     return problem, multiprocessors, options
@@ -154,7 +159,9 @@ def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
     gradients = (hidden + weight) * compute
-    if scheme.filtered and compute == BF16:  # forward: lists and exponentials; backward: lists and products
+    if (
+        scheme.filtered and compute == BF16 and not _on_one_gradient(loss)
+    ):  # forward: lists and exponentials; backward: lists and products
         budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
         return budget, gradients + budget
     if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
@@ -192,7 +199,13 @@ def _lost(loss: CceKahanLossConfig, compute: int) -> int:
 
 
 def _products(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> int:
-    return cce_scheme(loss, n_tokens, d, vocab, compute).products
+    scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
+    return scheme.products + (scheme.filtered and _on_one_gradient(loss))  # logits of either threshold
+
+
+def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
+    """Whether the gradient of the head is exact and that of the hidden states is not. Such a filter has no lists."""
+    return isinstance(loss, CceFilterLossConfig) and not loss.filter_c
 
 
 @register_loss("cce_kahan", options=CceKahanLossConfig, formulas=LossFormulas(_memory, _traffic, _products))
@@ -283,7 +296,8 @@ class CceFilter(CceKahan):
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(
             hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True,
-            filter_unbiased=self.config.filter_unbiased, filter_mass=self.config.filter_mass,
+            filter_unbiased=self.config.filter_unbiased, filter_c=self.config.filter_c,
+            filter_mass=self.config.filter_mass,
             filter_if_faster=self.config.filter_if_faster,
         )  # fmt: skip
 

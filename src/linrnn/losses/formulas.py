@@ -31,7 +31,7 @@ class LossFormulas:
     Attributes:
         memory: bytes of both passes.
         traffic: bytes of both passes; None if they depend on the data or on the tiling of other people's code.
-        products: N x D x V products of both passes: 3, or 4 if the backward pass recomputes the logits. Exact for
+        products: N x D x V products of both passes: 3, and 1 for every time that logits are computed again. Exact for
             losses that do not filter; a filter skips a share that depends on the data.
         freed: inputs that the backward pass has freed before its peak: nothing | hidden (the hidden states) | inputs
             (the head as well).

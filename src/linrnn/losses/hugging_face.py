@@ -84,6 +84,6 @@ def _options(loss: CceKahanLossConfig) -> dict[str, Any]:
     if isinstance(loss, CceFilterLossConfig) and filters(loss):
         options |= {
             "filter_eps": loss.filter_eps, "filter_unbiased": loss.filter_unbiased, "filter_mass": loss.filter_mass,
-            "filter_if_faster": loss.filter_if_faster,
+            "filter_c": loss.filter_c, "filter_if_faster": loss.filter_if_faster,
         }  # fmt: skip
     return options

@@ -1,6 +1,5 @@
 """Answer the study's criteria from runs paired by seed: met, missed, undecided or open."""
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.runs.figures import host_decides
+from linrnn.runs.intervals import LEAST_PAIRS
 from linrnn.runs.mixtures import same_origin
 from linrnn.study.criteria import (
     BACKWARD,
@@ -41,7 +41,8 @@ from linrnn.study.results import (
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
 CONTROL = "compiled_nudged"  # judged against compiled, on losses alone: how far rounding drives equal losses apart
-OURS = ("cce_kahan", "cce_filter")
+EXACT, COMPENSATED = "cce_kahan", "accumulate=kahan"
+OURS = (EXACT, "cce_filter")
 FILTERS = ("cce_filter", "cce_apple")  # in other losses the forward pass may do part of the backward pass's work
 SHARED = "not measured: the GPU was shared"
 DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
@@ -207,8 +208,9 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
             if backend == CONTROL:
                 found += _against(own, backend, BASELINES[0], by_setting, setting, where)
                 continue
-            if (sums := compensated(backend)) in by_setting[setting]:
-                found += _against(own, backend, str(sums), by_setting, setting, where)
+            for against in own_baselines(backend, by_setting[setting]):
+                if len(_seeds(own) & _seeds(by_setting[setting][against])) >= LEAST_PAIRS:
+                    found += _against(own, backend, against, by_setting, setting, where)
             for against in (name for name in BASELINES if name != backend):
                 found += _against(own, backend, against, by_setting, setting, where)
                 found += _largest_batches(own[0], backend, against, max_batches, environment)
@@ -216,13 +218,26 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
     return found
 
 
-def compensated(backend: str) -> str | None:
-    """The same loss with compensated sums: another way of summing is also judged against it, on losses alone.
+def _seeds(runs: Sequence[Run]) -> set[int]:
+    return {run.summary["seed"] for run in runs}
 
-    None for losses that do not sum in another way.
+
+def own_baselines(backend: str, backends: Iterable[str]) -> list[str]:
+    """The losses of ours against which another loss is judged, too, on losses alone, if there are enough pairs.
+
+    * A filter against the exact loss with compensated sums.
+    * Another way of summing against compensated sums, with the same other options.
+
+    Args:
+        backends: those that were run.
     """
-    found = re.sub(r"\baccumulate=(fp32|bf16)\b", "accumulate=kahan", backend)
-    return found if found != backend and backend.split()[0] in OURS else None
+    name, *options = backend.split()
+    if name in FILTERS:
+        return [one for one in backends if one in (EXACT, f"{EXACT} {COMPENSATED}")]
+    if name != EXACT or not any(option.startswith("accumulate=") for option in options):
+        return []
+    same = " ".join([name, *(COMPENSATED if option.startswith("accumulate=") else option for option in options)])
+    return [one for one in backends if one == same != backend]
 
 
 def _against(
@@ -232,7 +247,7 @@ def _against(
     first = own[0].summary
     criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
     criteria += PAIRED_MVE if first["size"] == "mve" else ()
-    if of_losses := backend == CONTROL or against == compensated(backend):
+    if of_losses := backend == CONTROL or against not in BASELINES:
         criteria = [(criterion, compare) for criterion, compare in criteria if criterion in OF_LOSSES]
     base = by_setting[setting].get(against, [])
     remark = "" if base else f"{against} has no finished run in this setting"
