@@ -174,7 +174,7 @@ def test_on_shared_gpus_the_first_point_of_a_loss_compiles_alone(small: Small, t
     go = tmp_path / "go"
     trains = "import sys, time, pathlib; d = pathlib.Path(sys.argv[1]); d.mkdir(parents=True)\n"
     trains += f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n(d / 'metrics.jsonl').write_text('x')\n"
-    trains += f"time.sleep(1)\n{FINISHES}"
+    trains += f"time.sleep(2)\n{FINISHES}"
     said: list[str] = []
     slots = slots_of(6, ["0"], share=True)
     sweep = Sweep(
