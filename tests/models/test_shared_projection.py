@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +14,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from linrnn.config import load_config, run_name
-from linrnn.config.schema import Config
+from linrnn.config.schema import SHARING, Config
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.costs import memory_of_drawing
 from linrnn.inference.export import export
 from linrnn.inference.generate import samples
 from linrnn.inference.load import load_trained
 from linrnn.models import BlankModel, LanguageModel, build_model, load_weights
 from linrnn.models.architecture import Architecture, resolve, shared_projection_table
-from linrnn.models.build import initialised
+from linrnn.models.build import fla_config, initialised
 from linrnn.models.deferred import WHOLE, allocate
+from linrnn.models.fla_import import fla_classes
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-MODELS = ("gla", "transformer")
+MODELS = SHARING
 CPU = torch.device("cpu")
 RANK = 32
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -178,6 +181,14 @@ def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> No
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_equal_separate_ones(model: str) -> None:
+    network, ids, bounds = build(model), tokens(2, 70), [0, 3, 70, 71, 140]
+    packed = network(ids, cu_seqlens=torch.tensor(bounds, dtype=torch.int32)).reshape(1, 140, -1)
+    documents = [network(ids.reshape(1, -1)[:, a:b]) for a, b in itertools.pairwise(bounds)]
+    torch.testing.assert_close(packed, torch.cat(documents, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_bf16_products_stay_near_those_in_fp32(model: str) -> None:
     network, ids = build(model), tokens(2, 70)
     exact = gradients(network, ids)
@@ -237,6 +248,15 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> No
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     ids = tokens(1, 20)
     assert torch.equal(blank.model(ids), build_model(arch, device="cpu", seed=3)(ids))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_drawing_foresees_the_full_projections_that_fla_builds_first(model: str) -> None:
+    arch = architecture(model)
+    hf = fla_classes(model)[0](fla_config(arch))
+    hf.tie_weights()
+    built = sum(parameter.numel() for parameter in hf.parameters())
+    assert memory_of_drawing(arch, sharded=False) == 4 * built > 4 * arch.n_parameters
 
 
 def test_the_page_of_models_holds_the_table_that_the_command_prints() -> None:
@@ -321,3 +341,18 @@ def test_weights_of_full_projections_are_no_start_for_shared_ones(small: Small, 
     start = (f"init_from={full.directory.path}", f"model.shared_projection_rank={RANK}")
     with pytest.raises(ConfigError, match=r"k_proj\.weight is .* absent in this model"):
         Trainer(load_config(small("model=gla", *start)))
+
+
+# ---------------------------------------------------------------------------------------------------- the GPU
+@pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
+@pytest.mark.parametrize("compiled", ["none", "blocks"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str, compiled: str) -> None:
+    ids = tokens(2, 130)
+    on_gpu = build_model(architecture(model), device="cuda", seed=0)
+    on_gpu.set_compile(compiled)
+    theirs, ours = gradients(build(model), ids), gradients(on_gpu, ids.cuda())
+    for name, grad in theirs.items():
+        error = (ours[name].cpu() - grad).norm() / grad.norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"

@@ -7,6 +7,7 @@ yes or no: `trainer.compile_blocks`.
 from collections.abc import Sequence
 from typing import Any
 
+from linrnn.config.schema import SHARING
 from linrnn.core.errors import ConfigError
 
 NEW_NAMES = {
@@ -23,10 +24,6 @@ _UNUSED = {
     "cosine": ("schedule.decay_fraction",),
     "constant": ("schedule.decay_fraction", "schedule.min_lr_ratio"),
 }
-
-
-# Models whose identities of earlier versions lack `model.shared_projection_rank`. Their runs had none.
-_PROJECTED = ("gla", "transformer")
 
 
 def refuse_old_names(overrides: Sequence[str]) -> None:
@@ -49,7 +46,7 @@ def with_new_names(flat: dict[str, Any]) -> dict[str, Any]:
     if "optimizer.schedule" in flat:
         for key in _UNUSED.get(str(flat["optimizer.schedule"]), ()):
             renamed.pop(key, None)
-    if flat.get("model.name") in _PROJECTED:
+    if flat.get("model.name") in SHARING:  # earlier versions lack the key
         renamed.setdefault("model.shared_projection_rank", None)
     return renamed
 

@@ -623,3 +623,6 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "sweep": {"": SweepConfig},
 }
+
+# The models that take `model.shared_projection_rank`.
+SHARING = tuple(name for name, schema in SCHEMAS["model"].items() if schema is ProjectedModelConfig)

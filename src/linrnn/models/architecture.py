@@ -9,7 +9,7 @@ the four are therefore within 1.6 % of each other.
 from collections.abc import Iterable
 
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
-from linrnn.config.schema import FlaModelConfig, ModelConfig, ProjectedModelConfig, SizeConfig
+from linrnn.config.schema import SHARING, FlaModelConfig, ModelConfig, ProjectedModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table
 from linrnn.models.facts import Architecture, matched, matched_models
@@ -18,7 +18,6 @@ from linrnn.models.fla_any import resolve_fla
 __all__ = ["MODELS", "Architecture", "parameter_table", "resolve", "shared_projection_table"]
 
 MODELS = matched_models()
-SHARING = ("gla", "transformer")  # those that take `model.shared_projection_rank`
 RANK_MULTIPLE = 8  # of `model.shared_projection_rank`: tensor cores take bf16 matrices of such sizes
 
 
