@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from linrnn.config import compose, data_for, load_config, overrides_of
 from linrnn.config.compose import fields_of
@@ -109,6 +111,23 @@ def test_the_data_of_a_command_that_reads_runs(key: str) -> None:
     trained = load_config(["data=text", "data.path=x"]).data
     config = load_config(["checkpoint=x", f"{key}=it's [mine], ü"], "evaluate")
     assert value_of(data_for(trained, config.data), key.removeprefix("data.")) == "it's [mine], ü"
+
+
+@given(
+    st.lists(st.sampled_from([*"aZ_9./+-", "inf", "nan", "true", "null", "1e5", "0x1", "../"]), min_size=1).map("".join)
+)
+def test_hydra_takes_every_word_of_letters_digits_and_marks_of_paths_as_it_stands(value: str) -> None:
+    assume(value.lower() != "null")
+    [override] = quoted([f"results_dir={value}"], "train")
+    found = OverridesParser.create().parse_override(override)
+    assert (found.value(), found.is_sweep_override()) == (value, False)
+
+
+@pytest.mark.parametrize("value", ["/tmp/res", "../my-data/v1.5+x", "./_", "c++", "/"])
+def test_a_path_of_plain_characters_needs_no_quotes(value: str) -> None:
+    assert quoted([f"results_dir={value}"], "train") == [f"results_dir={value}"]
+    [point] = sweep_points(SweepConfig(name="x", overrides=[], grids=[{"seed": [0]}]), [f"results_dir={value}"])
+    assert f"results_dir={value}" in point
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "\u202egnp"])

@@ -20,16 +20,15 @@ from linrnn.core.errors import ConfigError
 
 HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
 HOW_TO_WRITE = "write overrides as key=value or group=option"
-_PLAIN = re.compile(
-    r"(?!(?:true|false|null|inf|nan)$)[A-Z_a-z][\w./-]*", re.ASCII | re.IGNORECASE
-)  # Hydra reads it as a word, too
+# Hydra reads it as a word, too: /tmp/res, ../data, c++. Numbers begin otherwise.
+_PLAIN = re.compile(r"(?!(?:true|false|null|inf|nan)$)(?:\.{0,2}/|[a-z_])[\w./+-]*", re.ASCII | re.IGNORECASE)
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
 def quoted(overrides: Sequence[str], config_name: str) -> list[str]:
     """Overrides of one configuration, with every value of a string key in Hydra's quotes.
 
-    Plain words, values that the user quoted, and `null` stay as they are.
+    Plain words and paths, values that the user quoted, and `null` stay as they are.
     """
     keys = string_keys(config_name)
     return [_quote(override) if _key(override) in keys else override for override in overrides]
