@@ -1,5 +1,6 @@
 """Errors that a user can act on. Each has one line of cause, one line of remedy, and an exit code for the command."""
 
+import re
 from typing import Any
 
 from linrnn.core.machine import gpu_is_shared
@@ -8,6 +9,8 @@ EXIT_CODES = (
     "0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, "
     "6 diverged, 7 storage, 128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
 )
+
+_ASKED_FOR = re.compile(r"(out of memory\. Tried to allocate [\d.]+ \w+\.) .*")
 
 
 class LinrnnError(Exception):
@@ -32,6 +35,15 @@ class LinrnnError(Exception):
 def first_line(error: BaseException) -> str:
     """Of the error's message; the name of its class where that is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def as_reason(error: BaseException) -> str:
+    """What a benchmark's row says of an error, in one line.
+
+    Where memory ran out, what was asked for is enough: PyTorch goes on for 500 characters about this process.
+    """
+    reason = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {first_line(error)}"
+    return _ASKED_FOR.sub(r"\1", reason.strip().splitlines()[0])
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

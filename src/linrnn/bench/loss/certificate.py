@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from linrnn.bench.loss.problems import Shape, make_problem, relative_error
-from linrnn.core.errors import DataError
+from linrnn.core.errors import DataError, as_reason
 from linrnn.core.tables import Table, show
 
 BOUND = 1.05  # the largest ratio to the bar that bf16 may have
@@ -234,7 +234,7 @@ def certify(loss: LossFunction, shape: Shape, name: str, dtype: str, device: tor
         row.status, row.reason = "refused", str(error)
         return row
     except Exception as error:
-        row.status, row.reason = "failed", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        row.status, row.reason = "failed", as_reason(error)
         return row
     row.same_bits = all(torch.equal(a, b) for a, b in zip(bits, again, strict=True))
     del bits, again

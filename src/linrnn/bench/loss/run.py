@@ -39,7 +39,7 @@ from linrnn.bench.loss.sets import (
 from linrnn.bench.loss.trained import KIND as TRAINED
 from linrnn.bench.loss.trained import read_trained
 from linrnn.config.schema import BenchLossConfig, LossConfig
-from linrnn.core.errors import LinrnnError, UnsupportedError
+from linrnn.core.errors import UnsupportedError, as_reason, first_line
 from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
@@ -323,7 +323,7 @@ class Bench:
         try:
             return [timing.capture(entry.loss, problem) for problem in problems]
         except RuntimeError as error:
-            entry.row.reason = f"no CUDA graph: {_first_line(error)}"
+            entry.row.reason = f"no CUDA graph: {first_line(error)}"
             return []
 
 
@@ -335,12 +335,7 @@ def _refuse(row: Row, error: Exception) -> None:
         row.status = "unsupported"
     elif isinstance(error, torch.OutOfMemoryError):
         row.status = "out_of_memory"
-    text = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {_first_line(error)}"
-    row.reason = text.strip().splitlines()[0]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    row.reason = as_reason(error)
 
 
 def _compare(row: Row, got: Solution, truth: Solution) -> None:

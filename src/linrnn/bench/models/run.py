@@ -25,7 +25,7 @@ from linrnn.bench.loss.run import bootstrap_interval
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.models.rows import Row, append_rows
 from linrnn.config.schema import BenchModelsConfig, LossConfig
-from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError, as_reason
 from linrnn.core.machine import GIB
 from linrnn.losses.hugging_face import build_published, model_loss
 from linrnn.runs.environment import describe_environment
@@ -170,8 +170,7 @@ class Bench:
                     row.status = "unsupported"
                 elif isinstance(error, torch.OutOfMemoryError):
                     row.status = "out_of_memory"
-                cause = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {error}"
-                row.reason = cause.strip().splitlines()[0]
+                row.reason = as_reason(error)
             self.optimizer.zero_grad()
 
     def _compare(self, row: Row) -> None:

@@ -26,8 +26,8 @@ from linrnn.bench.steps.lines import parse_line
 from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, append_rows
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
-from linrnn.core.errors import LinrnnError, UnsupportedError, first_line, ran_out_of_memory
 from linrnn.core.errors import OutOfMemoryError as NoMemoryError
+from linrnn.core.errors import UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.losses import LossBackend, build_loss, check_loss
@@ -305,8 +305,7 @@ def _attempt(row: Row, device: torch.device, action: Callable[[], None]) -> bool
             row.status = "unsupported"
         elif isinstance(error, NoMemoryError) or ran_out_of_memory(error):
             row.status = "out_of_memory"
-        cause = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {first_line(error)}"
-        row.reason = cause.strip().splitlines()[0]
+        row.reason = as_reason(error)
     _free(device)  # the error held the tensors of its frames
     return False
 
