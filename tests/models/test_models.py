@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.models import LanguageModel, build_model, check_supported, load_weights, support
+from linrnn.models import build as build_module
 from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.chunk_size import leave_out_slow_configurations
 from linrnn.models.facts import FACTS
@@ -63,6 +64,22 @@ def gradients(model: LanguageModel, ids: Tensor, **options: Any) -> dict[str, Te
 
 
 # ------------------------------------------------------------------------------------------ what they compute
+@pytest.mark.parametrize("model", MODELS)
+def test_every_parameter_is_drawn_by_flas_rule(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own draws are left out: new memory, which here is filled with NaN, must be overwritten everywhere."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
+    assert torch.nn.Linear(2, 3).weight.isnan().sum() == 0, "outside of the block torch draws"
+    with build_module.without_torchs_own_draws():
+        assert torch.nn.Linear(2, 3).weight.isnan().all()
+        assert torch.nn.Embedding(2, 3).weight.isnan().all()
+    parameters = dict(build(model, tie_embeddings=False).named_parameters())
+    assert [name for name, parameter in parameters.items() if not parameter.isfinite().all()] == []
+    linear = {name: p for name, p in parameters.items() if p.ndim == 2 and p.numel() > 1000}
+    assert len(linear) > 6
+    assert all(p.detach().std() == pytest.approx(0.02, rel=0.1) for p in linear.values())
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("length", [5, 64, 90])
 def test_every_parameter_gets_a_finite_gradient_at_any_length(model: str, length: int) -> None:
