@@ -24,7 +24,13 @@ def test_no_link_is_dead(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "folders"),
     [
-        (PAGES[0], [*(RESULTS / "summaries").iterdir(), RESULTS / "bench_parallel", RESULTS / "figures"]),
+        (
+            PAGES[0],
+            [
+                *(RESULTS / "summaries").iterdir(),
+                *(RESULTS / name for name in ("bench_parallel", "bench_steps", "figures")),
+            ],
+        ),
         (PAGES[1], [path for path in (RESULTS / "superseded").iterdir() if path.is_dir()]),
     ],
 )

@@ -18,7 +18,7 @@ from linrnn.study.report.page import Pictures, inline, to_html
 from linrnn.study.report.sections import sections
 from linrnn.study.report.tables import of_verdicts
 from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, read_committed, read_list
-from linrnn.study.verdicts import verdicts
+from linrnn.study.verdicts import CONTROL, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = sorted(path.parent for path in ROOT.glob("results/*/*/runs.json"))
@@ -170,10 +170,19 @@ def test_the_page_of_every_committed_report_holds_every_run_command_and_verdict(
     read = Page(to_html(report.name, sections(runs, found, [], Pictures([]), every_loss=True), "here", "so"))
     [of_runs] = [table for table in read.tables if "status↕" in "".join(table[0]) or "status" in table[0]]
     assert len(of_runs) == 1 + len(runs)
-    rows = [row for table in read.tables if table[0][0] == "verdict" for row in table[1:]]
-    words = Counter(row[0].split()[1] for row in rows)
-    assert words == Counter(verdict.verdict for verdict in found if verdict.verdict != OPEN)
-    assert {row[0] for row in rows} <= {"✓ met", "✗ missed", "? undecided"}, "readable without colour"
+    rows = [
+        dict(zip((cell.strip("↕") for cell in table[0]), row, strict=True))
+        for table in read.tables
+        if table[0][0].startswith("verdict")
+        for row in table[1:]
+    ]
+    judged, controls = ([row for row in rows if (row["loss"] == CONTROL) == of_control] for of_control in (False, True))
+    answered = [verdict for verdict in found if verdict.verdict != OPEN]
+    words = Counter(row["verdict"].split()[1] for row in judged)
+    assert words == Counter(verdict.verdict for verdict in answered if verdict.backend != CONTROL)
+    of_control = {(verdict.criterion.name, verdict.verdict) for verdict in answered if verdict.backend == CONTROL}
+    assert {(row["criterion"], row["verdict"].split()[1]) for row in controls} == of_control, "it may stand in several"
+    assert {row["verdict"] for row in rows} <= {"✓ met", "✗ missed", "? undecided"}, "readable without colour"
     [commands] = [text for text in read.texts["pre"] if text.strip()]
     assert commands.splitlines() == [run.summary["command"] for run in runs]
     missing = [row for table in read.tables if "what is missing" in table[0][1] for row in table[1:]]

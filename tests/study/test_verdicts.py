@@ -127,13 +127,21 @@ def test_ratios_are_medians_over_paired_seeds_with_intervals() -> None:
     assert (curve.value, curve.verdict) == (pytest.approx(0.004), "met")
     perplexity = only(found, criteria.PERPLEXITY, "cce_kahan", "compiled")
     assert (perplexity.value, perplexity.verdict) == (pytest.approx(0.04), "met")
+    valid = only(found, criteria.VALID_LOSS, "cce_kahan", "compiled")
+    assert (valid.value, valid.verdict) == (pytest.approx(0.004), "met")
 
 
 @pytest.mark.parametrize("n", range(1, 5))
 def test_fewer_than_five_pairs_decide_nothing_but_memory(n: int) -> None:
     runs = [*five("compiled")[:n], *five("cce_kahan", speed=5000, gib=1)[:n]]
     found = verdicts.verdicts(runs)
-    for criterion in (criteria.SPEED, criteria.PERPLEXITY, criteria.CURVES, criteria.MVE_LOSS):
+    for criterion in (
+        criteria.SPEED,
+        criteria.PERPLEXITY,
+        criteria.VALID_LOSS,
+        criteria.CURVES,
+        criteria.MVE_LOSS,
+    ):
         verdict = only(found, criterion, "cce_kahan", "compiled")
         assert (verdict.verdict, verdict.n) == ("undecided", n)
         assert f"n = {n}, needs 5" in verdict.remark
@@ -144,8 +152,23 @@ def test_equal_within_a_margin_means_to_either_side() -> None:
     """A perplexity two below the baseline's is welcome, but it is not the same model."""
     for nats, expected in ((4.8, "missed"), (5.2, "missed"), (5.004, "met"), (4.996, "met")):
         found = verdicts.verdicts([*five("compiled"), *five("cce_kahan", nats=nats)])
-        for criterion in (criteria.PERPLEXITY, criteria.MVE_LOSS):
+        for criterion in (criteria.PERPLEXITY, criteria.VALID_LOSS, criteria.MVE_LOSS):
             assert only(found, criterion, "cce_kahan", "compiled").verdict == expected
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats(tmp_path: Path) -> None:
+    """Differences of 0.001 nats are 0.3 in perplexity: the nats are decided, the perplexity says what it would need."""
+    drifts = (0.001, -0.001, 0.001, -0.001, 0.0)
+    ours = [run("cce_kahan", seed=s, nats=5 + d, valid_perplexity=200 + 300 * d) for s, d in enumerate(drifts)]
+    base = [run("compiled", seed=s, valid_perplexity=200) for s in range(5)]
+    found = verdicts.verdicts([*base, *ours])
+    perplexity = only(found, criteria.PERPLEXITY, "cce_kahan", "compiled")
+    assert perplexity.verdict == "undecided"
+    assert perplexity.remark == "±0.1 needs about 25 pairs at this scatter", "(1.645 x 0.3 / 0.1)² = 24.4"
+    valid = only(found, criteria.VALID_LOSS, "cce_kahan", "compiled")
+    assert (valid.verdict, valid.n, valid.remark) == ("met", 5, "")
+    assert criteria.RESTATED in write_report([*base, *ours], tmp_path, "g")[0].read_text()
 
 
 def test_an_interval_on_both_sides_of_the_target_decides_nothing() -> None:
@@ -195,7 +218,7 @@ def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
 
 def test_losses_of_a_few_steps_are_not_compared() -> None:
     found = verdicts.verdicts([run("compiled", steps=49), run("cce_kahan", steps=49, nats=7.0)])
-    for criterion in (criteria.PERPLEXITY, criteria.MVE_LOSS, criteria.CURVES):
+    for criterion in (criteria.PERPLEXITY, criteria.VALID_LOSS, criteria.MVE_LOSS, criteria.CURVES):
         verdict = only(found, criterion, "cce_kahan", "compiled")
         assert verdict.verdict == "open"
         assert "50 steps" in verdict.remark
@@ -658,7 +681,8 @@ def test_the_control_stands_beside_every_loss_and_is_judged_on_losses_alone(tmp_
     runs = [*five("compiled"), *five("standard")]
     runs += [run(loss, seed=s, nats=5 + d) for loss, nats in drifts.items() for s, d in enumerate(nats)]
     found = [v for v in verdicts.verdicts(runs) if v.backend == "compiled_nudged"]
-    assert {v.criterion for v in found} == {criteria.PERPLEXITY, criteria.CURVES, criteria.MVE_LOSS}
+    of_losses = {criteria.PERPLEXITY, criteria.VALID_LOSS, criteria.CURVES, criteria.MVE_LOSS}
+    assert {v.criterion for v in found} == of_losses
     assert {v.against for v in found} == {"compiled"}
     write_report(runs, tmp_path, "g")
     for name in ("report.md", "verdicts.md"):
@@ -736,7 +760,13 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Pat
     assert len(of_times) == 2 * 4 + 1, "the backward pass is asked of the filter alone"
     assert {(v.verdict, v.value) for v in of_times} == {("open", None)}
     assert all("not measured: the GPU was shared" in v.remark for v in of_times)
-    others = (criteria.MVE_MEMORY, criteria.MVE_LOSS, criteria.CURVES, criteria.PERPLEXITY)
+    others = (
+        criteria.MVE_MEMORY,
+        criteria.MVE_LOSS,
+        criteria.CURVES,
+        criteria.PERPLEXITY,
+        criteria.VALID_LOSS,
+    )
     assert {only(found, one, "cce_kahan", "compiled").n for one in others} == {5}
     text = write_report([one for loss in losses for one in five(loss, **shared)], tmp_path, "g")[0].read_text()
     assert "every run shared its GPU with other runs" in text

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.runs.figures import host_decides
-from linrnn.runs.intervals import LEAST_PAIRS
+from linrnn.runs.intervals import LEAST_PAIRS, pairs_for
 from linrnn.runs.mixtures import same_origin
 from linrnn.study.criteria import (
     BACKWARD,
@@ -27,6 +27,7 @@ from linrnn.study.criteria import (
     SHARE_WITHOUT,
     SPEED,
     SPEED_AT_LARGEST,
+    VALID_LOSS,
     Criterion,
     Verdict,
     judge,
@@ -162,10 +163,11 @@ PAIRED: tuple[tuple[Criterion, Compare], ...] = (
     (MEMORY, memory_ratio),
     (SPEED, speed_ratio),
     (PERPLEXITY, _difference("valid_perplexity")),
+    (VALID_LOSS, _difference("valid_loss_nats")),
     (CURVES, curve_difference),
 )
 PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
-OF_LOSSES = (PERPLEXITY, CURVES, MVE_LOSS)
+OF_LOSSES = (PERPLEXITY, VALID_LOSS, CURVES, MVE_LOSS)
 OF_TIMES: tuple[Compare, ...] = (speed_ratio, speed_ratio_across_batches, backward_speed_up)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
     (MVE_MEMORY, memory_ratio),
@@ -291,11 +293,19 @@ def _paired(
             doubts += [one.doubt for one in found if one.doubt]
             notes += [one.note for one in found if one.note]
     notes += _shared([*own, *base] if compare in OF_TIMES else [])
+    if criterion == PERPLEXITY and len(values) >= LEAST_PAIRS:
+        notes += _too_narrow(values, criterion.target)
     if values and limits:
         least, most = (median(bounds) for bounds in zip(*limits, strict=True))
         doubts += _noise(median(values), least, most)
     words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
     return judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
+
+
+def _too_narrow(values: Sequence[float], margin: float) -> list[str]:
+    """What is said where a margin asks for more pairs than there are."""
+    needed = pairs_for(values, margin)
+    return [f"±{margin:g} needs about {needed:,} pairs at this scatter"] if needed > len(values) else []
 
 
 def _shared(runs: Sequence[Run]) -> list[str]:

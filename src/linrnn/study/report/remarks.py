@@ -6,7 +6,7 @@ from typing import Any
 from linrnn.runs.figures import NOT_MEASURED, host_decides
 from linrnn.runs.mixtures import same_origin
 from linrnn.study import plots
-from linrnn.study.criteria import MVE_CHANGED, OPEN, RULES, RULES_CHANGED, Verdict
+from linrnn.study.criteria import MVE_CHANGED, OPEN, RESTATED, RULES, RULES_CHANGED, VALID_LOSS, Verdict
 from linrnn.study.curves import LAST
 from linrnn.study.hypotheses import branches
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
@@ -147,6 +147,8 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     lines = [RULES]
     if any(verdict.backend == CONTROL for verdict in found):
         lines.append(ON_CONTROL)
+    if any(verdict.criterion == VALID_LOSS and verdict.value is not None for verdict in found):
+        lines.append(RESTATED)
     if any(verdict.criterion.name.startswith("MVE") for verdict in found):
         lines.append(MVE_CHANGED)
     if any(run.summary["tokens_per_second"] and not by_wall_clock(run.summary) for run in runs):
