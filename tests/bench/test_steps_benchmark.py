@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 import torch
+from graph_stand_in import Graphs
 
 from linrnn.bench.steps import report, run
 from linrnn.bench.steps.lines import parse_line
@@ -24,6 +25,7 @@ from linrnn.training.trainer import Trainer
 
 SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
 GLA = f"model=gla {SMALL}"
+GRAPH = "trainer.cuda_graph=true"
 MUON = f"model=transformer {SMALL} optimizer=muon trainer.activation_checkpointing=full"
 ROW = Row("model=gla size=1b3", "gla", "1b3", 10**9, 8, 2048, 2048, 128256, "bf16_autocast", "compiled", "a", 3)
 
@@ -136,6 +138,49 @@ def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> No
     )
 
 
+# ---------------------------------------------------------------------------------------------------- CUDA graphs
+def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs(monkeypatch)
+    rows = measured(tmp_path, "losses=['cce_kahan accumulate=fp32',torch_native]", models=f'["{GLA} {GRAPH}"]')
+    assert [row.status for row in rows] == [*3 * ["ok"], "unsupported"]
+    assert "in loss=torch_native the host may wait for the GPU" in rows[3].reason
+    assert graphs.captures == 3 * (1 + 3), "in the warm-up of each loss, and in each of three rounds"
+    assert graphs.replays == 3 * (1 + 3 * (1 + 1 + 2)), "a round: the capture, one step that settles, two timed ones"
+    assert graphs.most_alive == 1
+    for row, eager in zip(rows[:3], read_rows(folder), strict=False):
+        assert (row.loss, row.loss_nats, row.gradient_norm) == (eager.loss, eager.loss_nats, eager.gradient_norm)
+        assert (row.rounds, row.loss_layer_ms, row.loss_layer_share) == (3, None, None)
+    report.write_report(tmp_path)
+    text = (tmp_path / "steps.md").read_text()
+    assert "V = 96, precision=fp32, cuda_graph=true\n" in text
+    [line] = [line for line in text.splitlines() if line.startswith("| `cce_kahan accumulate=fp32` |")]
+    assert "| - | - |" in line
+
+
+def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Graphs(monkeypatch)
+    config = config_of(tmp_path)
+    eager, graphed = (run.Bench(config, parse_line(GLA, config), torch.device("cpu")) for _ in range(2))
+    loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
+    for bench in (eager, graphed):
+        bench._set_rate(0.1)
+    step = graphed.step.graphed(loss)
+    for _ in range(3):
+        eager.step(loss)
+        step()
+    for ours, theirs in zip(eager.step.parameters, graphed.step.parameters, strict=True):
+        assert torch.equal(ours, theirs)
+        assert theirs.grad is None
+
+
+def test_on_a_cpu_a_line_with_a_graph_is_unsupported(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "losses=[standard]", models=f'["{GLA} {GRAPH}"]')
+    assert {row.status for row in rows} == {"unsupported"}
+    assert "trainer.cuda_graph=true needs a GPU" in rows[0].reason
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[str]]) -> None:
     """The same weights after two steps on the same batch: nothing of a step is missing here."""
@@ -175,6 +220,8 @@ def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[s
         ("model=gla size=smoke", "has no vocabulary"),
         (f"{GLA} trainer.batchsize=2", "has no meaning"),
         (f"{GLA} size.hiden_size=2", "there is no such key"),
+        (f"{GLA} {GRAPH} trainer.activation_checkpointing=full", "reads the state of the random numbers"),
+        (f"{GLA} {GRAPH} trainer.compile=blocks", "trainer.compile=blocks was not tried with it"),
         (f"{GLA} trainer.compile=blocks trainer.activation_checkpointing=selective", "a compiled block shows none"),
     ],
 )
@@ -230,3 +277,18 @@ def test_memory_and_device_times_on_a_gpu(tmp_path: Path) -> None:
         assert row.loss_nats == pytest.approx(rows[0].loss_nats, rel=1e-2)
         assert row.peak_gib > 0
         assert all(device <= 1.01 * wall for device, wall in zip(row.device_ms, row.wall_ms, strict=True))
+
+
+@pytest.mark.gpu
+def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path: Path) -> None:
+    """Values are those of eager passes, and a replay allocates nothing beyond what the eager step needs."""
+    line = GLA.replace("fp32", "auto")
+    rows = measured(tmp_path, "device=cuda", "losses=[cce_kahan,liger]", models=f'["{line}","{line} {GRAPH}"]')
+    assert [row.status for row in rows] == [*7 * ["ok"], "unsupported"]
+    assert "in loss=liger the host may wait for the GPU" in rows[7].reason
+    for eager, graphed in zip(rows[:3], rows[4:7], strict=True):
+        assert (graphed.loss, graphed.loss_nats) == (eager.loss, pytest.approx(eager.loss_nats, rel=1e-4))
+        assert (graphed.rounds, len(graphed.device_ms), graphed.loss_layer_ms) == (3, 3, None)
+        assert graphed.allocations == 0
+        assert graphed.peak_gib == pytest.approx(eager.peak_gib, rel=0.05, abs=80 / 1024)  # workspaces of cuBLAS
+        assert median(graphed.host_ms) < median(eager.host_ms)

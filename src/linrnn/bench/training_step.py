@@ -1,14 +1,18 @@
 """A training step on a fixed batch, without a run: no data, no directory, no schedule."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from linrnn.core.errors import UnsupportedError
 from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
 from linrnn.models import LanguageModel
 from linrnn.profiling import LossObserver, watched_loss
+from linrnn.training.execution.cuda_graph import OFF, WHAT, GraphedPasses
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.runtime import loss_inputs
 
@@ -58,19 +62,47 @@ class TrainingStep:
     def __call__(self, loss: LossBackend, *observers: LossObserver) -> None:
         """One step. The host does not wait for the device, unless the loss does."""
         self.gradients(loss, *observers)
-        self.clip()
-        self.optimizer.step()
-        self.drop_gradients()
+        self._update()
 
-    def gradients(self, loss: LossBackend, *observers: LossObserver) -> torch.Tensor:
+    def graphed(self, loss: LossBackend) -> Callable[[], None]:
+        """A step whose passes are a CUDA graph, as with trainer.cuda_graph=true. Its first call captures them.
+
+        The graph keeps the activations and gradients of the passes until the returned function is forgotten.
+
+        Raises:
+            UnsupportedError: the loss is not `capturable`. The first call raises it where the capture fails.
+        """
+        if not loss.capturable:  # a capture that fails may leave CUDA in a state that other losses' steps meet
+            raise UnsupportedError(f"{WHAT}: in loss={loss.config.name} the host may wait for the GPU", OFF)
+
+        def passes(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            return self._passes(loss, batch), {}
+
+        replayed = GraphedPasses(passes, self.parameters, self.batch, self.device)
+
+        def step() -> None:
+            replayed(self.batch)
+            self._update()
+
+        return step
+
+    def gradients(self, loss: LossBackend, *observers: LossObserver) -> Tensor:
         """Forward and backward pass. Returns this rank's share of the step's mean loss, in nats, on the device."""
+        return self._passes(loss, self.batch, *observers)
+
+    def _passes(self, loss: LossBackend, batch: Batch, *observers: LossObserver) -> Tensor:
         # The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
-        inputs = (self.replica, self.batch, self.precision, self.device)
+        inputs = (self.replica, batch, self.precision, self.device)
         mean_nats = watched_loss(loss, *loss_inputs(*inputs), *observers).sum_nats / self.tokens
         (mean_nats * self.ranks.loss_scale).backward()
         return mean_nats.detach()
 
-    def clip(self) -> torch.Tensor:
+    def _update(self) -> None:
+        self.clip()
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def clip(self) -> Tensor:
         """Clip the gradients. Returns their norm before, on the device."""
         return clip_gradients(self.parameters, self.max_grad_norm)
 

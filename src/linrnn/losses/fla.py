@@ -55,6 +55,8 @@ class Fla(LossBackend):
     At most `num_chunks` chunks over tokens. The rows of a chunk are rounded up to a power of two.
     """
 
+    capturable = True
+
     def __init__(self, config: FlaLossConfig, device: torch.device) -> None:
         from linrnn.models.fla_import import import_fla
 

@@ -7,7 +7,10 @@ from linrnn.config.schema import BenchStepsConfig, Config, MarkovDataConfig
 from linrnn.core.errors import ConfigError
 
 GROUPS = ("model", "size", "optimizer")
-TRAINER = ("batch_size", "seq_len", "precision", "activation_checkpointing", "compile", "float8", "kernel_choices")
+TRAINER = (
+    *("batch_size", "seq_len", "precision"),
+    *("activation_checkpointing", "compile", "cuda_graph", "float8", "kernel_choices"),
+)
 WITHOUT_EFFECT = ("parallel=none", "trainer.accumulation_steps=1")
 # What to do about keys of a run that are something else here.
 _REMEDIES = {

@@ -35,7 +35,10 @@ _MEANINGS = (
     ("90 %", "Student's interval of that ratio, as in the study's verdicts; it holds the noise within one process"),
     ("device, ms", "the same steps between two CUDA events"),
     ("host, ms", "until the host had given the device all work of the step; close to *step, ms* the host may decide"),
-    ("loss layer, ms; share", "both passes of the loss layer, in steps of their own, and their share of the step"),
+    (
+        "loss layer, ms; share",
+        "both passes of the loss layer, in steps of their own, and their share of the step; - in a CUDA graph",
+    ),
     ("peak, GiB", "the most that the process had allocated during a step"),
     ("loss, gradient's norm", "before the first step of the optimizer: all losses have the same weights"),
 )

@@ -40,7 +40,7 @@ class Row:
     ratio_high: float | None = None
     allocations: int | None = None  # cudaMalloc calls within the timed steps; null on a CPU
     peak_gib: float | None = None  # the most that the process had allocated during a step; null on a CPU
-    loss_forward_ms: float | None = None  # the loss layer's passes, medians over `steps` steps of their own
+    loss_forward_ms: float | None = None  # the loss layer's passes, medians over own `steps`; null in CUDA graphs
     loss_backward_ms: float | None = None
     loss_nats: float | None = None  # with the weights that all losses begin with
     gradient_norm: float | None = None  # likewise, all parameters, before clipping

@@ -4,6 +4,11 @@ One model and one optimizer serve all losses, so that nothing but the loss diffe
 shuffled order: a few consecutive steps, from an idle device to an idle device by the wall clock, so that the host
 counts. In each round a loss's time is divided by that of the baseline. Values, memory and the loss layer's own time are
 measured in steps of their own.
+
+With trainer.cuda_graph=true every turn captures the passes of its loss anew, and their graph dies with the turn. A
+graph keeps the memory of its activations and gradients while it lives. All losses' graphs side by side would not fit,
+and each loss's peak would hold the others' gradients: a pool that graphs share frees activations alone, because
+replays hand out the same gradients again. A turn therefore begins with one more step that is not timed.
 """
 
 import contextlib
@@ -14,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +57,7 @@ from linrnn.training.runtime import (
 # So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.
 LEARNING_RATE = 1e-8
 Say = Callable[[str], None]
+Step = Callable[[], None]
 
 
 def results_directory(config: BenchStepsConfig) -> Path:
@@ -148,7 +155,7 @@ class Bench:
     """One model, its optimizer and its batch. Kernels of the model are compiled."""
 
     def __init__(self, config: BenchStepsConfig, run: Config, device: torch.device) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.graphed = config, device, run.trainer.cuda_graph
         plan = make_training_plan(run)
         assert run.size.vocab_size is not None
         arch, trainer = plan.architecture(run.size.vocab_size), run.trainer
@@ -215,7 +222,8 @@ class Bench:
                 self._each({text: rows[text] for text in order}, with_loss(self._turn))
                 if number == 1:
                     say(f"  round 1 of {self.config.rounds} took {time.perf_counter() - began:.1f} s")
-            self._each(rows, with_loss(self._time_loss_layer))
+            if not self.graphed:  # nothing marks the loss layer's begin inside a replay
+                self._each(rows, with_loss(self._time_loss_layer))
         for row in rows.values():
             row.kernel_choices = (tuning.used() or {}).get("fingerprint")
 
@@ -226,10 +234,14 @@ class Bench:
                 self.step.drop_gradients()
                 _free(self.device)
 
-    def _steps(self, loss: LossBackend, count: int) -> None:
+    def _step_of(self, loss: LossBackend) -> Step:
+        """A step with this loss. Where the line asks for a CUDA graph, the first step captures it."""
+        return self.step.graphed(loss) if self.graphed else partial(self.step, loss)
+
+    def _steps(self, step: Step, count: int) -> None:
         """Consecutive steps, with Python's garbage collected after each, as in a run."""
         for _ in range(count):
-            self.step(loss)
+            step()
             collect_after(1)
 
     def _first_values(self, loss: LossBackend, row: Row) -> None:
@@ -241,17 +253,21 @@ class Bench:
         self.step.drop_gradients()
 
     def _warm_up(self, loss: LossBackend, row: Row) -> None:
-        self._steps(loss, self.config.warmup)
+        """The first steps, and the memory of another one, which captures the graph if there is one."""
+        self._steps(partial(self.step, loss), self.config.warmup)
+        step = self._step_of(loss)
+        synchronize(self.device)
         if self.device.type == "cuda":
-            synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._steps(loss, 1)
-            synchronize(self.device)
+        self._steps(step, 1)
+        synchronize(self.device)
+        if self.device.type == "cuda":
             row.peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
-        self._steps(loss, self.config.settle)
+        step = self._step_of(loss)
+        self._steps(step, self.config.settle + self.graphed)
         synchronize(self.device)
         cuda, n = self.device.type == "cuda", self.config.steps
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -259,7 +275,7 @@ class Bench:
         began = time.perf_counter()
         for event in events[:1]:
             event.record()
-        self._steps(loss, n)
+        self._steps(step, n)
         for event in events[1:]:
             event.record()
         given = time.perf_counter()
@@ -273,7 +289,7 @@ class Bench:
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
         """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
-        self._steps(loss, self.config.settle)
+        self._steps(partial(self.step, loss), self.config.settle)
         timer = LossTimer(self.device, skip=0)
         for _ in range(self.config.steps):
             self.step(loss, timer)

@@ -77,6 +77,8 @@ class GraphedPasses:
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """As `passes`. The first call captures them. The results are overwritten by the next call.
 
+        The graph keeps the memory of its activations, gradients and results as long as this object lives.
+
         Raises:
             UnsupportedError: an operation cannot be captured, for example because the host waits for its result.
         """
@@ -94,8 +96,10 @@ class GraphedPasses:
         for parameter in self._parameters:
             parameter.grad = None
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self._ids.device) if self._ids.is_cuda else None
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # A capture that fails leaves its own stream as the current one; the outer block takes this one back.
+            with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._results = self._passes(Batch(self._ids, self._labels, None, batch.n_tokens))
         except RuntimeError as error:
             if ran_out_of_memory(error):
