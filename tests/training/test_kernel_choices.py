@@ -68,6 +68,26 @@ def test_models_that_may_index_by_results_are_not_rehearsed(overrides: list[str]
     assert rehearses(load_config(overrides), torch.device(device)) is expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["loss=cce_kahan", "loss.workspace_mib=64"], True),
+        (["loss=cce_filter"], False),  # gathers the rows that a kernel has ranked
+        (["loss=standard"], False),
+    ],
+)
+def test_losses_that_may_index_by_results_are_not_rehearsed(
+    overrides: list[str], expected: bool, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trainer(load_config(small(*overrides)))
+    assert run.loss.rehearsable is expected
+    calls: list[int] = []
+    compute = type(run.loss).compute
+    monkeypatch.setattr(type(run.loss), "compute", lambda *args: (calls.append(1), compute(*args))[1])
+    rehearse_step(run)
+    assert bool(calls) is expected
+
+
 def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(tuning, "use", modes.append)

@@ -69,6 +69,14 @@ class LossBackend(ABC):
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss (a scalar, any floating dtype) and the statistics."""
 
+    @property
+    def rehearsable(self) -> bool:
+        """Whether its kernels can be compiled ahead by a call in which no kernel runs.
+
+        Then no operation of torch, and no decision of the host, may depend on what a kernel would have written.
+        """
+        return False
+
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         """From now on the weight is this rank's `shards[rank]` rows of a matrix that the ranks of `group` share.
 

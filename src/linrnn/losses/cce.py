@@ -238,6 +238,11 @@ class CceKahan(LossBackend):
         self._loss = partial(function, group=group, shards=shards, rows="own", **self._options)
         self._spread = True
 
+    @property
+    def rehearsable(self) -> bool:
+        """Not a filter, which gathers rows by what its kernels have ranked; nor ranks, which compare their calls."""
+        return not self._spread and not filters(self.config)
+
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         require_own_kernels(device, f"loss={config.name}")

@@ -7,17 +7,18 @@ import torch
 
 from linrnn.config.schema import Config, FlaModelConfig
 from linrnn.data import Batch
+from linrnn.losses import LossBackend
 from linrnn.models import tuning
 from linrnn.models.facts import FACTS
+from linrnn.profiling import watched_loss
 from linrnn.training.build import BuiltRun
 from linrnn.training.runtime import loss_inputs
 
 
 def compile_kernels(run: BuiltRun) -> None:
-    """Rehearse the forward and backward pass of the model on a GPU, so that all its kernels are compiled at once.
+    """Rehearse the forward and backward pass of a step on a GPU, so that all its kernels are compiled at once.
 
-    The loss is left out: some losses index tensors by what their kernels have written. The ranks of a machine share its
-    cores.
+    A loss takes part if it is `rehearsable`. The ranks of a machine share its cores.
     """
     if not rehearses(run.config, run.device):
         return
@@ -38,16 +39,23 @@ def rehearses(config: Config, device: torch.device) -> bool:
 
 
 def rehearse_step(run: BuiltRun) -> None:
-    """Rehearse the model with the next batch. Nothing that the run computes later depends on it."""
+    """Rehearse a step with the next batch. Nothing that the run computes later depends on it."""
     position = run.loader.state_dict()
     batch = next(run.loader)
     run.loader.load_state_dict(position)
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        rehearse(run.replica, batch, run.precision, run.device)
+        rehearse(run.replica, batch, run.precision, run.device, run.loss)
     run.ranks.zero_gradients(run.optimizer)
 
 
-def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> None:
-    """One forward and backward pass with the sum of all hidden states and of the head in place of a loss."""
-    hidden, head, _ = loss_inputs(model, batch, precision, device)
-    (hidden.sum() + head.sum()).backward()
+def rehearse(model: Any, batch: Batch, precision: str, device: torch.device, loss: LossBackend | None = None) -> None:
+    """One forward and backward pass.
+
+    Without a `rehearsable` loss the sum of all hidden states and of the head takes its place.
+    """
+    inputs = loss_inputs(model, batch, precision, device)
+    if loss is not None and loss.rehearsable:
+        total = watched_loss(loss, *inputs).sum_nats
+    else:
+        total = inputs[0].sum() + inputs[1].sum()
+    total.backward()
