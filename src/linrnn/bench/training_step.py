@@ -1,6 +1,7 @@
 """A training step on a fixed batch, without a run: no data, no directory, no schedule."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,9 +80,13 @@ class TrainingStep:
             return self._passes(loss, batch), {}
 
         replayed = GraphedPasses(passes, self.parameters, self.batch, self.device)
+        # Pinned once: a capture empties the cache of pinned memory, and allocating it anew may wait for the GPU.
+        batch = self.batch
+        if self.device.type == "cuda":
+            batch = replace(batch, input_ids=batch.input_ids.pin_memory(), labels=batch.labels.pin_memory())
 
         def step() -> None:
-            replayed(self.batch)
+            replayed(batch)
             self._update()
 
         return step
