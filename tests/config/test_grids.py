@@ -7,6 +7,7 @@ import pytest
 
 from linrnn.config import CONFIG_DIR, load_config, run_name
 from linrnn.config.cli import split_overrides
+from linrnn.config.fla.names import fla_models
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import SweepConfig
 from linrnn.core.errors import ConfigError
@@ -81,6 +82,32 @@ def test_a_question_about_losses_has_its_baseline_its_control_and_twelve_seeds(n
     assert set(seeds) == {(kind, str(seed)) for kind in kinds for seed in range(12)}
     assert len(found) == len(seeds)
     assert {(point["experiment"], point["model"]) for point in found} == {("mve", "gla")}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("same_loss_350m", {"compiled", "compiled_nudged", "cce_kahan"}),
+        ("pretrain_filter", {"compiled", "compiled_nudged", "cce_kahan", "cce_filter"}),
+    ],
+)
+def test_a_question_at_350m_has_its_baseline_its_control_and_five_seeds(name: str, kinds: set[str]) -> None:
+    found = sweep_points(load_config([f"sweep={name}"], "run_sweep").sweep, [])
+    configs = [load_config([*point, "data=text", "data.path=any"]) for point in found]
+    assert Counter(config.loss.name for config in configs) == dict.fromkeys(kinds, 5)
+    assert {config.size.name for config in configs} == {"350m"}
+    assert {(config.trainer.max_steps, config.trainer.max_tokens) for config in configs} == {(512, None)}
+    tokens = {c.trainer.batch_size * c.trainer.accumulation_steps * c.trainer.seq_len for c in configs}
+    assert tokens == {16 * 2048}
+    filters = [config.loss.filter_if_faster for config in configs if config.loss.name == "cce_filter"]
+    assert not any(filters)
+
+
+def test_every_model_of_the_sweep_over_flas_models_is_one_of_flas() -> None:
+    sweep = load_config(["sweep=fla_models"], "run_sweep").sweep
+    models = {value for grid in sweep.grids for value in grid["model.config"]}
+    assert models <= set(fla_models())
+    assert len(models) == 23
 
 
 def test_overrides_are_told_apart_by_their_first_word() -> None:
