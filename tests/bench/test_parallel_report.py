@@ -10,7 +10,7 @@ from older_kernels import further_bytes, third_of_the_logits
 from linrnn.bench.parallel import forecast
 from linrnn.bench.parallel.forecast import Rates, measured_rates, sending_ms, step_forecasts, step_memory
 from linrnn.bench.parallel.report import markdown, two_digits
-from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, write
+from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, slug, write
 from linrnn.config.schema import Config
 from linrnn.costs.memory import WORKSPACES
 from linrnn.models.architecture import resolve
@@ -22,10 +22,10 @@ of_row = forecast._config
 RATES = Rates(link=300e9, call=20e-6, hop=4e-6)
 
 
-def test_the_committed_pages_are_what_the_script_writes() -> None:
-    runs = read(RESULTS)
-    assert {run.device for run in runs} == {"NVIDIA H200"}
-    committed = (RESULTS / "nvidia_h200.md").read_text()
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_the_committed_pages_are_what_the_script_writes(device: str) -> None:
+    runs = [run for run in read(RESULTS) if run.device == device]
+    committed = (RESULTS / f"{slug(device)}.md").read_text()
     assert committed == markdown(runs), "run python scripts/bench_parallel.py measure=false"
 
 

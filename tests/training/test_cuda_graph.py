@@ -44,6 +44,12 @@ def test_what_a_graph_cannot_hold_is_refused(override: str, words: str, small: S
     assert "trainer.cuda_graph=false" in caught.value.remedy
 
 
+def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small: Small) -> None:
+    with pytest.raises(UnsupportedError, match="loss=torch_native: its host may wait for the GPU") as caught:
+        Trainer(load_config(small(GRAPH, "loss=torch_native")))
+    assert "cce_kahan" in caught.value.remedy
+
+
 def test_several_ranks_and_a_cpu_are_refused(small: Small) -> None:
     config = load_config(small(GRAPH))
     with pytest.raises(ConfigError, match="2 ranks launch collectives"):

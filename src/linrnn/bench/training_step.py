@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrnn.core.errors import UnsupportedError
 from linrnn.data import Batch
 from linrnn.distributed import Ranks
-from linrnn.losses import LossBackend
+from linrnn.losses import LossBackend, check_capturable
 from linrnn.models import LanguageModel
 from linrnn.profiling import LossObserver, watched_loss
-from linrnn.training.execution.cuda_graph import OFF, WHAT, GraphedPasses
+from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.runtime import loss_inputs
 
@@ -73,8 +72,7 @@ class TrainingStep:
         Raises:
             UnsupportedError: the loss is not `capturable`. The first call raises it where the capture fails.
         """
-        if not loss.capturable:  # a capture that fails may leave CUDA in a state that other losses' steps meet
-            raise UnsupportedError(f"{WHAT}: in loss={loss.config.name} the host may wait for the GPU", OFF)
+        check_capturable(loss.config)  # a capture that fails may leave CUDA in a state that other losses' steps meet
 
         def passes(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             return self._passes(loss, batch), {}

@@ -7,7 +7,14 @@ backend's library, and torch itself, are imported only when a backend is checked
 from linrnn.losses import cce, cce_apple, fla, liger, standard, torch_native  # noqa: F401  each registers its losses
 from linrnn.losses.base import IGNORE_INDEX, LossBackend, LossOutput
 from linrnn.losses.cce_apple import apple_variants
-from linrnn.losses.registry import build_loss, check_loss, check_vocabulary_parallel, loss_names, register_loss
+from linrnn.losses.registry import (
+    build_loss,
+    check_capturable,
+    check_loss,
+    check_vocabulary_parallel,
+    loss_names,
+    register_loss,
+)
 
 __all__ = [
     "IGNORE_INDEX",
@@ -15,6 +22,7 @@ __all__ = [
     "LossOutput",
     "apple_variants",
     "build_loss",
+    "check_capturable",
     "check_loss",
     "check_vocabulary_parallel",
     "loss_names",

@@ -82,6 +82,20 @@ def check_vocabulary_parallel(config: LossConfig) -> None:
         )
 
 
+def check_capturable(config: LossConfig) -> None:
+    """Reject a loss whose host may wait for the GPU.
+
+    Raises:
+        UnsupportedError: the error names losses that a CUDA graph can hold.
+    """
+    if not _find(config.name).capturable:
+        able = [name for name, backend in _BACKENDS.items() if backend.capturable]
+        raise UnsupportedError(
+            f"loss={config.name}: its host may wait for the GPU, so a CUDA graph cannot hold it",
+            f"use one of {', '.join(able)}, or trainer.cuda_graph=false",
+        )
+
+
 def build_loss(
     config: LossConfig,
     *,

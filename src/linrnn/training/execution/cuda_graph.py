@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError, first_line, ran_out_of_memory
 from linrnn.data import Batch
+from linrnn.losses import check_capturable
 
 Passes = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 WHAT = "trainer.cuda_graph=true"
@@ -26,7 +27,7 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
     """Reject what cannot be captured.
 
     Raises:
-        UnsupportedError: the device is a CPU.
+        UnsupportedError: the device is a CPU, or the loss's host may wait for the GPU.
         ConfigError: a key of the configuration changes the passes from step to step, or was not tried with a graph.
     """
     trainer, alone = config.trainer, "parallel=none with one process"
@@ -56,6 +57,7 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
     for cause, (found, remedy) in hindrances.items():
         if found:
             raise ConfigError(f"{WHAT}: {cause}", f"use {remedy}, or trainer.cuda_graph=false")
+    check_capturable(config.loss)
     if device.type != "cuda":
         raise UnsupportedError(f"{WHAT} needs a GPU, and this run is on the CPU", OFF)
 
