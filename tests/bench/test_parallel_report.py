@@ -108,14 +108,26 @@ def with_the_older_default(row: StepRow) -> Config:
     return config
 
 
-def test_formulas_agree_with_the_memory_of_every_committed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formulas_agree_with_the_memory_of_every_committed_step_with_todays_kernels() -> None:
+    """The measured memory is larger by what the allocator rounds up, and by workspaces: at most 1 %."""
+    rows = [row for run in read(RESULTS) if "H100" in run.device for row in run.steps]
+    assert {row.parallel for row in rows} == {"none", "ddp", "fsdp", "vocab"}
+    for row in rows:
+        memory = step_memory(row)
+        assert memory is not None
+        assert 0 < row.gib * GIB / memory.peak - 1 < 0.01, row
+
+
+def test_formulas_agree_with_the_memory_of_every_committed_step_with_older_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The measured memory is larger by what the allocator rounds up: at most 0.7 % for a rank with 8 sequences or more.
 
     In rows of a later process the workspaces existed before, and hidden states and head outlived the loss. FSDP's rows
     lack at most all of the gradients of the DDP row before them.
     """
     monkeypatch.setattr(forecast, "_config", with_the_older_default)
-    rows = [row for run in read(RESULTS) for row in run.steps]
+    rows = [row for run in read(RESULTS) if "H200" in run.device for row in run.steps]
     assert {(row.parallel, row.ranks) for row in rows} == {("none", 1), *product(("ddp", "fsdp", "vocab"), (2, 4))}
     for row in rows:
         memory, measured = step_memory(row), row.gib * GIB
