@@ -13,7 +13,7 @@ from graph_stand_in import Graphs
 
 from linrnn.bench.steps import report, run
 from linrnn.bench.steps.lines import parse_line
-from linrnn.bench.steps.rows import AGAIN, Row, append_rows, read_rows
+from linrnn.bench.steps.rows import AGAIN, Row, append_rows, ratio_of, read_rows
 from linrnn.bench.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
@@ -266,6 +266,21 @@ def test_the_plot_names_every_loss_but_the_baseline(tmp_path: Path) -> None:
     assert texts[0] == "gla 1b3, 8 x 2,048 tokens, V = 128,256"
     assert texts[3] == f"{texts[0]}, float8=blocks"
     assert texts[1] == "2.0 ms, 11.0 GiB"
+
+
+def test_the_page_compares_with_eager_where_both_ran_in_one_process(tmp_path: Path) -> None:
+    eager = replace(ROW, loss="standard", wall_ms=[4.0, 5.0, 4.0])
+    own = replace(ROW, loss="cce_kahan", wall_ms=[2.0, 2.0, 2.0])
+    assert ratio_of(own, eager) == estimate([0.5, 0.4, 0.5], ratios=True)
+    assert ratio_of(replace(own, run="another process"), eager) is None
+    assert ratio_of(own, replace(eager, status="out_of_memory")) is None
+    assert ratio_of(own, None) is None
+    append_rows(tmp_path, [replace(ROW, wall_ms=[3.0] * 3), eager, own, replace(own, loss="liger", run="b")])
+    page = report.markdown(read_rows(tmp_path), "gpu", ["a", "b"])
+    table = [line.strip("| ").split(" | ") for line in page.split("## gla")[1].splitlines() if line.startswith("| ")]
+    head, cells = table[0], table[1:]
+    assert head[5] == "/ standard, 90 %"
+    assert [row[5] for row in cells if row[0] != "`compiled`"] == ["-", "0.5000 (0.3735-0.5768)", "-"]
 
 
 @pytest.mark.gpu

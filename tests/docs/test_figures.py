@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 from blocks import ROOT
 
+from linrnn.bench.steps.rows import Row, read_rows
+from linrnn.study.criteria import CURVES, MVE_LOSS, PERPLEXITY, VALID_LOSS, Verdict
+from linrnn.study.results import read_committed
+from linrnn.study.step_speed import host_share, names_of, step_speeds
+from linrnn.study.verdicts import verdicts
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Findings wrap; figures do not.
 FINDINGS = [
@@ -22,6 +28,7 @@ def rows(finding: str, name: str, label: str) -> Any:
     return json.loads((ROOT / page).parent.joinpath(name).read_text(encoding="utf-8"))
 
 
+STEPS = ROOT / "results" / "bench_steps" / "nvidia_h100_80gb_hbm3"
 SHAPES = {
     "8192 x 2304 x 256000": "gemma2_2b",
     "16384 x 2048 x 128256": "llama_1b3",
@@ -183,13 +190,23 @@ def test_the_largest_batches(label: str, checkpointing: str, sentence: str) -> N
 
 
 def test_the_final_losses_of_the_mve() -> None:
-    [bound] = map(float, re.findall(r"within ([\d.]+) nats", FINDINGS[2]))
-    by_seed: dict[int, dict[str, float]] = {}
-    for run in rows(FINDINGS[2], "runs.json", "rows")["runs"]:
-        if run["loss_options"].get("accumulate") in (None, "kahan", "native"):
-            by_seed.setdefault(run["seed"], {})[run["loss"]] = run["train_loss_nats"]
-    assert [len(losses) for losses in by_seed.values()] == [4, 4, 4]
-    assert all(max(losses.values()) - min(losses.values()) < bound for losses in by_seed.values())
+    [seeds] = re.findall(r"10 M parameters, (\d+) seeds", FINDINGS[2])
+    [interval] = re.findall(r"That of `cce_kahan` is (\S+) to (\S+)\.", FINDINGS[2])
+    [folder] = re.findall(r"\[rows\]\((results/[\w/]+)/report\.md\)", FINDINGS[2])
+    found = [v for v in verdicts(read_committed(ROOT / folder)) if v.criterion == MVE_LOSS and v.against == "compiled"]
+    assert [v.criterion.bound for v in found] == ["within ±0.0100"] * 5, "four losses and the control"
+    assert {(v.verdict, v.n) for v in found} == {("met", int(seeds))}
+    [ours] = [v for v in found if v.backend == "cce_kahan"]
+    assert (f"{ours.low:+.4f}", f"{ours.high:+.4f}") == interval
+
+
+def test_the_speed_of_whole_steps() -> None:
+    said = re.findall(r"([\d.]+) to ([\d.]+) of torch.compile's speed and at ([\d.]+) to ([\d.]+) of", FINDINGS[1])
+    speeds = [one.verdict for one in step_speeds(read_rows(STEPS)) if "1b3" in one.verdict.setting]
+    ours = [v for v in speeds if v.backend == "cce_kahan"]
+    values = [[v.value for v in ours if v.against == against] for against in ("compiled", "standard")]
+    assert [tuple(f"{end(both):.3f}" for both in values for end in (min, max))] == said  # type: ignore[type-var]
+    assert f"medians of {ours[0].n} rounds" in FINDINGS[1]
 
 
 def test_the_sizes_of_the_models() -> None:
@@ -202,3 +219,97 @@ def test_the_sizes_of_the_models() -> None:
     assert len(stated) == 4
     for model, *figures in stated:
         assert figures == [bold[size, model] for size in ("smoke", "mve", "350m", "1b3")]
+
+
+# ------------------------------------------------------------------------------------------------- the study's tables
+
+
+def table_of(page: str, head: str) -> list[list[str]]:
+    """The rows below the only head of a page's tables that begins so."""
+    text = (ROOT / "docs" / "study" / page).read_text(encoding="utf-8")
+    [block] = [block for block in text.split("\n\n") if block.startswith(f"| {head} |")]
+    return [line.strip("| ").split(" | ") for line in block.strip().splitlines()[2:]]
+
+
+def by_name(found: list[Row]) -> dict[str, dict[str, Row]]:
+    """The rows of each model line, by the line's name and the loss."""
+    names, lines = names_of(found), {}  # type: ignore[var-annotated]
+    for row in found:
+        lines.setdefault(names[row.line], {})[row.loss] = row
+    return lines
+
+
+def answer_of(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not measured"
+    return f"**{verdict.verdict}**: {verdict.value:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
+
+
+def tokens_per_second(row: Row) -> str:
+    return f"{row.tokens_per_second:,.0f}" if row.status == "ok" else row.status.replace("_", " ")
+
+
+def test_the_table_of_step_speeds_holds_the_h100_s_rows_and_verdicts() -> None:
+    found = read_rows(STEPS)
+    judged = {
+        (one.verdict.setting, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(found)
+    }
+    assert {verdict.n for verdict in judged.values()} == {8}
+    expected = []
+    for name, row in by_name(found).items():
+        ours = row["cce_kahan"]
+        cells = [name, *(tokens_per_second(row[loss]) for loss in ("standard", "compiled", "cce_kahan"))]
+        cells += [answer_of(judged.get((name, "cce_kahan", base))) for base in ("compiled", "standard")]
+        expected.append([*cells, f"{host_share(ours):.0%}".replace("%", " %")])
+    assert sorted(table_of("h1b_step_speed.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
+
+
+def test_the_table_of_liger_s_steps_holds_the_h100_s_rows() -> None:
+    found = read_rows(STEPS)
+    judged = {
+        (one.verdict.setting, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(found)
+    }
+    expected = []
+    for name, row in by_name(found).items():
+        if "liger" not in row or "1b3" not in name:
+            continue
+        ratios = [judged[name, loss, "compiled"] for loss in ("liger", "cce_kahan")]
+        cells = [f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f})" for one in ratios]
+        cells += [f"{row[loss].loss_layer_ms:.1f}" for loss in ("liger", "cce_kahan", "compiled")]
+        expected.append([name, *cells, *(f"{row[loss].peak_gib:.2f}" for loss in ("liger", "cce_kahan", "compiled"))])
+    assert sorted(table_of("h6_liger.md", "H100, whole steps of 8 x 2048 tokens")) == sorted(expected)
+
+
+def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:
+    expected = []
+    for name, row in by_name(read_rows(STEPS)).items():
+        if "1b3" in name:
+            peaks = [row[loss].peak_gib if row[loss].status == "ok" else None for loss in ("standard", "compiled")]
+            ours = row["cce_kahan"].peak_gib
+            assert ours is not None
+            cells = ["out of memory" if peak is None else f"{peak:.2f}" for peak in peaks]
+            ratios = ["-" if peak is None else f"{ours / peak:.3f}" for peak in reversed(peaks)]
+            expected.append([name, *cells, f"{ours:.2f}", *ratios])
+    assert sorted(table_of("h2_loss_memory.md", "H100, peak of a step, GiB")) == sorted(expected)
+
+
+def test_the_table_of_shares_of_a_step_holds_the_h100_s_rows() -> None:
+    expected = []
+    for name, row in by_name(read_rows(STEPS)).items():
+        shares = [row[loss].loss_layer_share for loss in ("compiled", "cce_kahan")]
+        expected.append([name, *(f"{share:.1%}".replace("%", " %") for share in shares if share is not None)])
+    assert sorted(table_of("h4_linear_rnn_or_transformer.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
+
+
+def test_the_table_of_equal_losses_holds_the_twelve_seeds_verdicts() -> None:
+    found = verdicts(read_committed(ROOT / "results" / "summaries" / "same_loss"))
+    judged = {(v.backend, v.criterion): v for v in found if v.against == "compiled"}
+    assert {v.n for v in judged.values() if v.value is not None} == {12}
+    expected = []
+    for loss in ("cce_kahan", "liger", "fla", "standard", "compiled_nudged"):
+        cells = []
+        for criterion, form in ((MVE_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"), (PERPLEXITY, "+.2f")):
+            v = judged[loss, criterion]
+            cells.append(f"**{v.verdict}**: {v.value:{form}} ({v.low:{form}} to {v.high:{form}})")
+        expected.append([f"`{loss}`" + (", the control" if loss == "compiled_nudged" else ""), *cells])
+    assert table_of("h5_same_loss.md", "MVE of GLA, twelve seeds, against compiled") == expected

@@ -8,24 +8,26 @@ from typing import Any
 from linrnn.bench.loss.report import runs_section
 from linrnn.bench.loss.rows import read_runs
 from linrnn.bench.steps.lines import title_of
-from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, read_rows
+from linrnn.bench.steps.rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
 from linrnn.core.plot_style import GREY, WIDTH, looks, save, subplots
 from linrnn.core.tables import Table, show
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "loss": lambda row: f"`{row.loss}`",
-    "n": lambda row: str(row.rounds),
-    "step, ms": lambda row: show(row.step_ms, ".1f"),
-    f"/ {BASELINE}": lambda row: show(row.ratio, ".4f"),
-    "90 %": lambda row: f"{row.ratio_low:.4f}-{row.ratio_high:.4f}" if _drawn(row) else "-",
-    "tokens/s": lambda row: show(row.tokens_per_second, ",.0f"),
-    "device, ms": lambda row: show(median(row.device_ms) if row.device_ms else None, ".1f"),
-    "host, ms": lambda row: show(median(row.host_ms) if row.host_ms else None, ".1f"),
-    "loss layer, ms": lambda row: show(row.loss_layer_ms, ".1f"),
-    "share": lambda row: "-" if row.loss_layer_share is None else f"{row.loss_layer_share:.1%}".replace("%", " %"),
-    "peak, GiB": lambda row: show(row.peak_gib, ".2f"),
-    "loss, nats": lambda row: show(row.loss_nats, ".5f"),
-    "gradient's norm": lambda row: show(row.gradient_norm, ".5g"),
+# Cells of a row, beside the eager loss's row of the same line.
+_COLUMNS: dict[str, Callable[[Row, Row | None], str]] = {
+    "loss": lambda row, _: f"`{row.loss}`",
+    "n": lambda row, _: str(row.rounds),
+    "step, ms": lambda row, _: show(row.step_ms, ".1f"),
+    f"/ {BASELINE}": lambda row, _: show(row.ratio, ".4f"),
+    "90 %": lambda row, _: f"{row.ratio_low:.4f}-{row.ratio_high:.4f}" if _drawn(row) else "-",
+    f"/ {EAGER}, 90 %": lambda row, eager: _to_eager(row, eager),
+    "tokens/s": lambda row, _: show(row.tokens_per_second, ",.0f"),
+    "device, ms": lambda row, _: show(median(row.device_ms) if row.device_ms else None, ".1f"),
+    "host, ms": lambda row, _: show(median(row.host_ms) if row.host_ms else None, ".1f"),
+    "loss layer, ms": lambda row, _: show(row.loss_layer_ms, ".1f"),
+    "share": lambda row, _: "-" if row.loss_layer_share is None else f"{row.loss_layer_share:.1%}".replace("%", " %"),
+    "peak, GiB": lambda row, _: show(row.peak_gib, ".2f"),
+    "loss, nats": lambda row, _: show(row.loss_nats, ".5f"),
+    "gradient's norm": lambda row, _: show(row.gradient_norm, ".5g"),
 }
 _MEANINGS = (
     (f"`{AGAIN}`", "the same loss, built a second time: its ratio shows the noise"),
@@ -33,6 +35,7 @@ _MEANINGS = (
     ("step, ms", "forward, loss, backward, clipping and optimizer, by the wall clock, from an idle to an idle device"),
     (f"/ {BASELINE}", f"time divided by that of `{BASELINE}` in the same round"),
     ("90 %", "Student's interval of that ratio, as in the study's verdicts; it holds the noise within one process"),
+    (f"/ {EAGER}, 90 %", f"the same for `{EAGER}`: eager cross-entropy"),
     ("device, ms", "the same steps between two CUDA events"),
     ("host, ms", "until the host had given the device all work of the step; close to *step, ms* the host may decide"),
     (
@@ -94,7 +97,8 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
             f"## {_title(first)}", "",
             f"`{first.line}`: {_sizes(own)}{'; '.join(_turns(own, runs))}.", "",
         ]  # fmt: skip
-        cells = [[cell(row) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
+        eager = next((row for row in own if row.loss == EAGER), None)
+        cells = [[cell(row, eager) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
         if cells:
             lines += [*Table(list(_COLUMNS), cells, words=("loss",)).markdown(), ""]
         remarks = [f"* `{row.loss}`: {row.status}. {row.reason}" for row in own if row.status != "ok"]
@@ -105,6 +109,14 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         ]
         lines += [*remarks, *([""] if remarks else [])]
     return "\n".join(lines) + "\n"
+
+
+def _to_eager(row: Row, eager: Row | None) -> str:
+    """The ratio to the eager loss, with its interval if it says something."""
+    if row.loss == EAGER or (found := ratio_of(row, eager)) is None:
+        return "-"
+    interval = "" if found.low is None else f" ({found.low:.4f}-{found.high:.4f})"
+    return f"{found.value:.4f}{interval}"
 
 
 def _sizes(rows: list[Row]) -> str:

@@ -6,8 +6,10 @@ from pathlib import Path
 from statistics import median
 
 from linrnn.core.errors import DataError
+from linrnn.runs.intervals import Estimate, estimate
 
 BASELINE = "compiled"
+EAGER = "standard"  # the study's second baseline
 AGAIN = f"{BASELINE}, again"  # the baseline once more, as a backend of its own: its ratio shows the noise
 
 
@@ -73,6 +75,14 @@ class Row:
         if self.loss_layer_ms is None or self.step_ms is None:
             return None
         return self.loss_layer_ms / self.step_ms
+
+
+def ratio_of(row: Row, base: Row | None) -> Estimate | None:
+    """Time divided by the base's in the same round; None if they have no rounds of one process in common."""
+    if base is None or row.run != base.run or not row.status == base.status == "ok" or not row.rounds:
+        return None
+    ratios = [ms / of_base for ms, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+    return estimate(ratios, ratios=True)
 
 
 def append_rows(directory: Path, rows: list[Row]) -> None:

@@ -29,7 +29,7 @@ from linrnn.bench.loss.rows import append_run, slug
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.timing import synchronize
 from linrnn.bench.steps.lines import parse_line
-from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, append_rows
+from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, append_rows, ratio_of
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
 from linrnn.core.errors import OutOfMemoryError as NoMemoryError
@@ -41,7 +41,6 @@ from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import LossTimer
 from linrnn.runs.environment import describe_environment
-from linrnn.runs.intervals import estimate
 from linrnn.training.compilation import rehearse, rehearses
 from linrnn.training.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
@@ -339,9 +338,7 @@ def _allocations(device: torch.device) -> int | None:
 
 def _compare(row: Row, base: Row) -> None:
     """The ratio to the baseline. A loss that failed in a later round keeps its times, and has no ratio."""
-    if row.status == base.status == "ok":
-        ratios = [ms / of_base for ms, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
-        found = estimate(ratios, ratios=True)
+    if found := ratio_of(row, base):
         row.ratio, row.ratio_low, row.ratio_high = found.value, found.low, found.high
 
 

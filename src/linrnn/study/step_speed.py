@@ -1,0 +1,86 @@
+"""Verdicts on the speed of whole steps, from the benchmark that measures every loss in one process.
+
+A pair is a round of the process: both losses have a turn in it. The interval holds the noise of these rounds. It does
+not hold what differs between processes, such as the kernels that were tuned, the clocks and the host.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from linrnn.bench.steps.lines import title_of
+from linrnn.bench.steps.rows import AGAIN, Row, ratio_of
+from linrnn.models.facts import model_in_words
+from linrnn.study.criteria import SPEED, Verdict, judge
+from linrnn.study.verdicts import BASELINES
+
+HOST_DECIDES = 0.97  # if the host issues kernels for so large a part of a step, it may decide the step's time
+HOST = "the host may decide the speed"
+CHECKPOINTING = "activation_checkpointing="
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """A verdict on tokens/s at the same batch, and the rows behind it.
+
+    Attributes:
+        verdict: its setting names the model line in words.
+        row, base: the judged loss, and the baseline.
+    """
+
+    verdict: Verdict
+    row: Row
+    base: Row
+
+    @property
+    def attainable(self) -> float | None:
+        """The ratio of a loss layer that takes no time; None if the baseline's was not measured."""
+        step, of_loss = self.base.step_ms, self.base.loss_layer_ms
+        return step / (step - of_loss) if step and of_loss and of_loss < step else None
+
+
+def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
+    """A verdict for every loss of every model line against compiled and eager, where both ran in one process.
+
+    It is undecided where the host may decide the time of either loss's steps.
+    """
+    names = names_of(rows)
+    by_line: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        by_line[row.line][row.loss] = row
+    found = []
+    for line, losses in by_line.items():
+        for row in (row for row in losses.values() if row.loss != AGAIN):
+            for against in (name for name in BASELINES if name != row.loss):
+                base = losses.get(against)
+                if base is None or ratio_of(row, base) is None:
+                    continue
+                ratios = [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+                doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
+                verdict = judge(SPEED, row.model, row.loss, against, ratios, setting=names[line], doubts=doubts)
+                found.append(StepSpeed(verdict, row, base))
+    return found
+
+
+def host_share(row: Row) -> float:
+    """The part of a step in which the host issues kernels; 0 if nothing was measured."""
+    return median(row.host_ms) / row.step_ms if row.host_ms and row.step_ms else 0.0
+
+
+def names_of(rows: Sequence[Row]) -> dict[str, str]:
+    """The model lines in words. The vocabulary stands in them if a size was measured with several."""
+    vocabularies: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        vocabularies[row.size].add(row.v)
+    names = {}
+    for row in rows:
+        several = [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
+        _, _, rest = title_of(row.line, row.model, row.size, row.batch, row.seq, row.v).partition(f"V = {row.v:,}")
+        options = [word for word in rest.split(", ") if word]
+        told = [
+            f"{word.removeprefix(CHECKPOINTING)} checkpointing" for word in options if word.startswith(CHECKPOINTING)
+        ]
+        others = [word for word in options if not word.startswith(CHECKPOINTING)]
+        names[row.line] = ", ".join([model_in_words(row.model, row.size), *told, *several, *others])
+    return names
