@@ -10,7 +10,7 @@ from torch import nn
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses import requirements
-from linrnn.training import float8
+from linrnn.training.execution import float8
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 

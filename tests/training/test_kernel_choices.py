@@ -13,7 +13,7 @@ from linrnn.config import load_config
 from linrnn.models import tuning
 from linrnn.runs.directory import ENVIRONMENT, LOG
 from linrnn.training import trainer as training
-from linrnn.training.compilation import rehearse_step, rehearses
+from linrnn.training.execution.compilation import rehearse_step, rehearses
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]

@@ -24,7 +24,7 @@ from linrnn.models import build_model, tuning
 from linrnn.models.architecture import resolve
 from linrnn.models.tuning.choices import chosen, gpu_name
 from linrnn.models.tuning.table import TABLES, Table, read_table
-from linrnn.training.compilation import rehearse
+from linrnn.training.execution.compilation import rehearse
 from linrnn.training.plan import make_plan
 from linrnn.training.runtime import loss_inputs, parameter_dtype
 

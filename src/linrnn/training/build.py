@@ -12,7 +12,7 @@ from linrnn.losses import build_loss
 from linrnn.models import BlankModel, build_model
 from linrnn.runs.directory import RunDirectory
 from linrnn.training import checkpoint
-from linrnn.training.float8 import use_float8
+from linrnn.training.execution.float8 import use_float8
 from linrnn.training.measurements import Measurements
 from linrnn.training.optimizer import Schedule, build_optimizer
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan

@@ -24,7 +24,7 @@ from linrnn.models import check_supported
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.loggers import check_wandb
 from linrnn.training.execution.cuda_graph import check_cuda_graph
-from linrnn.training.float8 import check_float8
+from linrnn.training.execution.float8 import check_float8
 from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
 
 FP32 = 4  # bytes

@@ -22,8 +22,8 @@ from linrnn.profiling import LossObserver, watched_loss
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training.build import BuiltRun
-from linrnn.training.compilation import compile_kernels
 from linrnn.training.evaluation import Evaluation, evaluate
+from linrnn.training.execution.compilation import compile_kernels
 from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.outcome import conclude, explained

@@ -41,8 +41,8 @@ from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import LossTimer
 from linrnn.runs.environment import describe_environment
-from linrnn.training.compilation import rehearse, rehearses
-from linrnn.training.float8 import use_float8
+from linrnn.training.execution.compilation import rehearse, rehearses
+from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.plan import check_step_fits, make_training_plan
 from linrnn.training.runtime import (

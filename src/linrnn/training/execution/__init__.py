@@ -1,1 +1,1 @@
-"""How a step's passes are executed: replayed from a CUDA graph."""
+"""How a step is executed: kernels compiled ahead on all cores, products in float8, replays of a CUDA graph."""
