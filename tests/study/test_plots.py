@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from linrnn.bench.steps.rows import read_rows
 from linrnn.core.plot_style import LOSSES, in_words, looks
 from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words
 from linrnn.study import figures, plots
 from linrnn.study.results import read_committed
+from linrnn.study.step_speed import HOST, step_speeds
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARIES = ROOT / "results" / "summaries"
@@ -79,18 +82,32 @@ def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> No
     pyplot.close(figure)
 
 
-def test_the_studys_picture_draws_undecided_points_hollow_and_bounds_that_no_loss_passes() -> None:
+def test_the_studys_picture_draws_undecided_points_hollow_and_leaves_out_steps_that_wait_for_the_host() -> None:
     figure = figures.study(ROOT / "results")
-    memory, speed, *_ = figure.axes
-    assert memory.get_title(loc="left").startswith("Peak memory, same batch: ratio ≤ 0.6 asked")
+    speed, batch, memory, loss, curves = figure.axes
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0] == "Tokens/s, same batch: ratio ≥ 1.08 asked (more is better; n = 8)"
+    assert titles[3] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (n = 12)"
 
-    def faces(axes: object) -> set[str]:
-        return {line.get_markerfacecolor() for line in axes.lines if len(line.get_xdata()) == 1}  # type: ignore[attr-defined]
+    def faces(axes: Axes) -> list[str]:
+        return [str(line.get_markerfacecolor()) for line in axes.lines if len(line.get_xdata()) == 1]
 
-    assert faces(speed) == {"white"}, "fewer than five pairs decide nothing"
-    assert "white" not in faces(memory), "memory does not scatter"
+    def names(axes: Axes) -> list[str]:
+        return [label.get_text() for label in axes.get_yticklabels()]
+
+    speeds = [one.verdict for one in step_speeds(read_rows(ROOT / "results" / "bench_steps" / figures.DEVICE))]
+    drawn = [v for v in speeds if v.backend == "cce_kahan" and HOST not in v.remark]
+    assert faces(speed).count("white") == sum(v.verdict == "undecided" for v in drawn) > 0
+    assert len(faces(speed)) == len(drawn) > faces(speed).count("white")
+    assert not any("GLA 350m" in name for name in names(speed)), "its steps wait for the host"
+    assert "white" not in faces(memory) + faces(batch), "they do not scatter"
     assert all(bar.get_width() < 0 for bar in memory.patches)
     assert all(bar.get_width() > 0 for bar in speed.patches)
+    assert names(loss)[-1] == names(curves)[-1] == "control (compiled_nudged)"
+    assert "white" not in faces(loss), "all met"
+    assert set(faces(curves)) == {"white"}, "all undecided"
+    targets = [line.get_xdata()[0] for line in loss.lines if line.get_color() == "#B2182B"]
+    assert sorted(targets) == [-0.01, 0.01], "equal within the margin, to either side"
     pyplot.close(figure)
 
 

@@ -7,15 +7,18 @@ from typing import Any
 
 from linrnn.bench.loss.plots import hero
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
+from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.plot_style import save
-from linrnn.study.plots import forest, largest_batches, memory_parts, study_rows
+from linrnn.study.plots import forest, largest_batches, loss_rows, memory_parts, speed_rows, study_rows
 from linrnn.study.results import MAX_BATCHES, read_committed, read_list
+from linrnn.study.step_speed import step_speeds
 from linrnn.study.verdicts import verdicts
 
-# Groups below results/summaries for the study's picture: the models at 1.3B, and the MVE over three seeds.
+# Groups below results/summaries for the study's picture: the MVE over twelve seeds, and the models at 1.3B.
+SEEDS = "same_loss"
 STUDY = (
-    "mve",
+    SEEDS,
     "phase2_expandable",
     "phase2_expandable_gla_full",
     "phase2_expandable_transformer",
@@ -54,12 +57,13 @@ def loss_layer(results: Path) -> Any:
 
 
 def study(results: Path) -> Any:
-    """The study's questions and its measurements, for our exact loss."""
-    rows = []
+    """The study's questions and its measurements, for our exact loss; of training losses, for all losses."""
+    rows = speed_rows(step_speeds(read_rows_of_steps(results / "bench_steps" / DEVICE)))
     for group in STUDY:
         directory = results / "summaries" / group
         runs = read_committed(directory)
-        rows += study_rows(runs, verdicts(runs, read_list(directory / MAX_BATCHES)))
+        found = verdicts(runs, read_list(directory / MAX_BATCHES))
+        rows += study_rows(runs, found) + (loss_rows(found) if group == SEEDS else [])
     kept = {}
     for row in rows:  # if two groups measured a model in a setting, the later one is kept
         kept[row.verdict.criterion, row.name, row.verdict.against] = row

@@ -1,4 +1,4 @@
-"""The study in one picture: for each criterion our loss's ratio to a baseline, the target, and the attainable ratio."""
+"""The study in one picture: for each criterion our loss beside a baseline, with intervals and the target."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,24 +6,33 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from linrnn.core.plot_style import GREY, PALE, legend_below, looks, subplots
+from linrnn.core.plot_style import GREY, PALE, in_words, legend_below, looks, subplots
 from linrnn.models.facts import model_in_words
-from linrnn.study.criteria import BATCH, MEMORY, SPEED, SPEED_AT_LARGEST, UNDECIDED, Criterion, Verdict
+from linrnn.runs.intervals import WITHIN
+from linrnn.study.criteria import BATCH, CURVES, MEMORY, MVE_LOSS, SPEED, UNDECIDED, Criterion, Verdict
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import loss_layer_share
 from linrnn.study.results import Run
-from linrnn.study.verdicts import free_loss_speed_up
+from linrnn.study.step_speed import HOST, StepSpeed
+from linrnn.study.verdicts import BASELINES, CONTROL
 
 # A panel's question in words, and which direction is better.
 ASKED: dict[Criterion, tuple[str, str]] = {
-    MEMORY: ("Peak memory, same batch", "less is better"),
     SPEED: ("Tokens/s, same batch", "more is better"),
     BATCH: ("Largest batch in 80 GiB", "more is better"),
-    SPEED_AT_LARGEST: ("Tokens/s, each at its largest batch", "more is better"),
+    MEMORY: ("Peak memory, same batch", "less is better"),
+    MVE_LOSS: ("Final training loss minus compiled's, MVE", ""),
+    CURVES: ("Largest difference of training curves, MVE", ""),
 }
 # What a model's name has behind it, by kind of activation checkpointing.
 SHORT = {"none": "", "selective": ", selective checkpointing", "full": ", checkpointing"}
 OFFSET = 0.2  # distance of a row's two points from its middle
+FREE = "attainable: a loss layer without cost"
+NOTE = (
+    "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided, as the interval crosses the target.\n"
+    "n: pairs of runs; for tokens/s, rounds of one process on an H100. Steps that wait for the host are left out.\n"
+    "Losses: H100. Largest batches, and peak memory at 1b3: H200, older kernels; these do not scatter."
+)
 
 
 @dataclass(frozen=True)
@@ -31,18 +40,18 @@ class Row:
     """One point of the forest plot.
 
     Attributes:
-        verdict: the ratio, its interval, and the answer to the criterion.
-        name: the model and its setting, in words.
+        verdict: the ratio or the difference, its interval, and the answer to the criterion.
+        name: the model and its setting, or the loss, in words.
         attainable: the ratio of a loss layer that takes no time or memory; None if unknown.
     """
 
     verdict: Verdict
     name: str
-    attainable: float | None
+    attainable: float | None = None
 
 
 def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cce_kahan") -> list[Row]:
-    """Rows for the verdicts on `backend` that have a value.
+    """Rows for the verdicts on `backend` that have a value: peak memory and largest batches.
 
     Args:
         runs: the runs that the verdicts are about.
@@ -51,7 +60,7 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cc
     """
     rows = []
     for verdict in found:
-        if verdict.criterion not in ASKED or verdict.value is None or verdict.against is None:
+        if verdict.criterion not in (MEMORY, BATCH) or verdict.value is None:
             continue
         if verdict.backend not in (backend, f"{backend} accumulate=kahan"):
             continue
@@ -63,63 +72,102 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cc
         own = [run for run in own if checkpointing_of(run.summary) == kind]
         bases = [run for run in own if run.summary["loss"] == verdict.against]
         name = model_in_words(verdict.model, own[0].summary["size"])
-        rows.append(Row(verdict, name + SHORT[kind], _attainable(verdict, bases)))
+        rows.append(Row(verdict, name + SHORT[kind], _free_memory(bases) if verdict.criterion is MEMORY else None))
     return rows
 
 
-def _attainable(verdict: Verdict, bases: Sequence[Run]) -> float | None:
+def speed_rows(speeds: Iterable[StepSpeed], backend: str = "cce_kahan") -> list[Row]:
+    """Rows for the speed of `backend` in whole steps, except where the host may decide it."""
+    return [
+        Row(one.verdict, one.verdict.setting.replace(", full checkpointing", SHORT["full"]), one.attainable)
+        for one in speeds
+        if one.verdict.backend == backend and HOST not in one.verdict.remark
+    ]
+
+
+def loss_rows(found: Iterable[Verdict]) -> list[Row]:
+    """Rows for the training losses of all losses against compiled, the control last."""
+    own = [v for v in found if v.criterion in (MVE_LOSS, CURVES) and v.against == BASELINES[0] and v.value is not None]
+    names = {CONTROL: f"control ({CONTROL})"}
+    ordered = sorted(own, key=lambda v: (v.backend == CONTROL, v.backend == BASELINES[1]))
+    return [Row(verdict, names.get(verdict.backend, in_words(verdict.backend))) for verdict in ordered]
+
+
+def _free_memory(bases: Sequence[Run]) -> float | None:
     """The ratio of a step without any loss layer to the baseline's step."""
-    if verdict.criterion is SPEED:
-        values = [value for base in bases if (value := free_loss_speed_up(base)) is not None]
-    elif verdict.criterion is MEMORY:
-        values = [1 - share for base in bases if (share := loss_layer_share(base)) is not None]
-    else:
-        return None
+    values = [1 - share for base in bases if (share := loss_layer_share(base)) is not None]
     return median(values) if values else None
 
 
 def forest(rows: Sequence[Row], title: str = "What the study asked, and what was measured") -> Any:
-    """One panel per criterion, one line per model: the ratio to compiled and to eager with its 90 % interval.
+    """One panel per criterion, with 90 % intervals.
 
-    A vertical line is the target. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points
-    are undecided.
+    A panel of ratios has a line per model, with the ratios to compiled and to eager. A panel of differences has a line
+    per loss, with its difference from compiled.
+
+    Red lines are the targets. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points are
+    undecided.
     """
     criteria = [criterion for criterion in ASKED if any(row.verdict.criterion == criterion for row in rows)]
-    names = {
-        criterion: _names([row.name for row in rows if row.verdict.criterion == criterion]) for criterion in criteria
-    }
-    heights = [len(names[criterion]) + 0.9 for criterion in criteria]
-    size = (9, 0.36 * sum(heights) + 0.62 * len(criteria) + 1.1)
+    by_criterion = {criterion: [row for row in rows if row.verdict.criterion == criterion] for criterion in criteria}
+    names = {criterion: _names([row.name for row in own]) for criterion, own in by_criterion.items()}
+    heights = [len(names[criterion]) * (1 if criterion.ratio else 0.7) + 0.9 for criterion in criteria]
+    size = (9.5, 0.36 * sum(heights) + 0.62 * len(criteria) + 1.1)
     figure, grid = subplots(len(criteria), 1, figsize=size, height_ratios=heights, squeeze=False)
-    baselines = [name for name in ("compiled", "standard") if any(row.verdict.against == name for row in rows)]
-    found, lines = looks(baselines), {}
-    for axes, criterion in zip(grid[:, 0], criteria, strict=True):
-        own = [row for row in rows if row.verdict.criterion == criterion]
-        for row in own:
-            against = row.verdict.against or ""
-            shift = (baselines.index(against) - (len(baselines) - 1) / 2) * 2 * OFFSET
-            place = names[criterion].index(row.name) + shift
-            if row.attainable is not None:
-                bar = {"height": 0.3, "color": PALE, "zorder": 1}
-                lines["attainable: a loss layer without cost"] = axes.barh(place, row.attainable - 1, left=1, **bar)
-            _point(axes, row.verdict, place, found[against])
-            words = f"ours / {against if against == 'compiled' else 'eager'}"
-            lines.setdefault(words, _handle(found[against]))
-        target = {"color": "#B2182B", "linewidth": 1.6, "linestyle": "-", "zorder": 2}
-        lines["target"] = axes.axvline(criterion.target, **target)
-        axes.axvline(1, color=GREY, linewidth=0.8, zorder=1)
+    lines: dict[str, Any] = {}
+    for axes, (criterion, own) in zip(grid[:, 0], by_criterion.items(), strict=True):
+        (_ratios if criterion.ratio else _differences)(axes, own, names[criterion], lines)
+        for target in {criterion.target, -criterion.target if criterion.rule == WITHIN else criterion.target}:
+            lines["target"] = axes.axvline(target, color="#B2182B", linewidth=1.6, linestyle="-", zorder=2)
+        axes.axvline(1 if criterion.ratio else 0, color=GREY, linewidth=0.8, zorder=1)
         axes.set_yticks(range(len(names[criterion])), names[criterion])
         axes.set_ylim(len(names[criterion]) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
-        axes.set_xscale("log")
-        _plain_ticks(axes, own)
-        words, better = ASKED[criterion]
-        axes.set_title(f"{words}: ratio {criterion.rule} {criterion.target:g} asked ({better})", loc="left")
+        axes.set_title(_title(criterion, own), loc="left")
     figure.suptitle(title)
-    order = [*(f"ours / {name}" for name in ("compiled", "eager")), "target", "attainable: a loss layer without cost"]
-    note = "Bars on points: 90 % interval. Hollow: undecided (fewer than 5 pairs, or an interval across the target)."
-    legend_below(figure, {name: lines[name] for name in order if name in lines}, note)
+    order = [*(f"ours / {name}" for name in ("compiled", "eager")), "target", FREE]
+    legend_below(figure, {name: lines[name] for name in order if name in lines}, NOTE)
     return figure
+
+
+def _title(criterion: Criterion, rows: Sequence[Row]) -> str:
+    words, better = ASKED[criterion]
+    asked = f"{criterion.rule}{'' if criterion.rule == WITHIN else ' '}{criterion.target:g}"
+    counts = sorted({row.verdict.n for row in rows})
+    n = f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
+    told = "; ".join(filter(None, [better, n]))
+    return f"{words}: {f'ratio {asked}' if criterion.ratio else f'{asked} nats'} asked ({told})"
+
+
+def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[str, Any]) -> None:
+    """Points of a panel of ratios, two to a line, and what the legend shows of them."""
+    found = looks(BASELINES)
+    for row in rows:
+        against = row.verdict.against or ""
+        place = names.index(row.name) + (BASELINES.index(against) - 0.5) * 2 * OFFSET
+        if row.attainable is not None:
+            bar = {"height": 0.3, "color": PALE, "zorder": 1}
+            lines[FREE] = axes.barh(place, row.attainable - 1, left=1, **bar)
+        _point(axes, row.verdict, place, found[against])
+        lines.setdefault(f"ours / {against if against == 'compiled' else 'eager'}", _handle(found[against]))
+    axes.set_xscale("log")
+    _plain_ticks(axes, rows)
+
+
+def _differences(axes: Any, rows: Sequence[Row], names: Sequence[str], _: dict[str, Any]) -> None:
+    """Points of a panel of differences, in the colours of the losses that its lines name."""
+    found = looks(row.verdict.backend for row in rows)
+    for row in rows:
+        _point(axes, row.verdict, names.index(row.name), found[row.verdict.backend])
+    criterion = rows[0].verdict.criterion
+    most = 1.1 * max(criterion.target, *(abs(bound) for row in rows for bound in _bounds(row.verdict)))
+    axes.set_xlim(-most if criterion.rule == WITHIN else 0, most)
+    axes.locator_params(axis="x", nbins=6)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _bounds(verdict: Verdict) -> list[float]:
+    return [bound for bound in (verdict.value, verdict.low, verdict.high) if bound is not None]
 
 
 def _names(names: Sequence[str]) -> list[str]:
@@ -134,8 +182,9 @@ def _point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
         axes.plot([verdict.low, verdict.high], [place] * 2, color=look.colour, linewidth=1.6, solid_capstyle="butt")
     filling = "white" if verdict.verdict == UNDECIDED else look.colour
     axes.plot(value, place, **{**look.point, "markerfacecolor": filling, "markersize": 6.5})
-    interval = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.2f} to {verdict.high:.2f})"
-    words = f"{value:.2f}{interval if verdict.criterion.by_chance else ''}"
+    form, low, high = verdict.criterion.form, verdict.low, verdict.high
+    interval = "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
+    words = f"{value:{form}}{interval if verdict.criterion.by_chance else ''}"
     axes.text(1.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=GREY)
 
 
