@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose
 from statistics import median
 from typing import Any
@@ -27,6 +27,7 @@ from linrnn.study.criteria import (
     SHARE_WITHOUT,
     SPEED,
     SPEED_AT_LARGEST,
+    UNDECIDED,
     VALID_LOSS,
     Criterion,
     Verdict,
@@ -293,19 +294,20 @@ def _paired(
             doubts += [one.doubt for one in found if one.doubt]
             notes += [one.note for one in found if one.note]
     notes += _shared([*own, *base] if compare in OF_TIMES else [])
-    if criterion == PERPLEXITY and len(values) >= LEAST_PAIRS:
-        notes += _too_narrow(values, criterion.target)
     if values and limits:
         least, most = (median(bounds) for bounds in zip(*limits, strict=True))
         doubts += _noise(median(values), least, most)
     words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
-    return judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
+    verdict = judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
+    if criterion == PERPLEXITY and verdict.verdict == UNDECIDED and verdict.n >= LEAST_PAIRS:
+        return replace(verdict, remark="; ".join(filter(None, [verdict.remark, _too_narrow(values, criterion.target)])))
+    return verdict
 
 
-def _too_narrow(values: Sequence[float], margin: float) -> list[str]:
+def _too_narrow(values: Sequence[float], margin: float) -> str:
     """What is said where a margin asks for more pairs than there are."""
     needed = pairs_for(values, margin)
-    return [f"±{margin:g} needs about {needed:,} pairs at this scatter"] if needed > len(values) else []
+    return f"±{margin:g} needs about {needed:,} pairs at this scatter" if needed > len(values) else ""
 
 
 def _shared(runs: Sequence[Run]) -> list[str]:
