@@ -313,3 +313,23 @@ def test_the_table_of_equal_losses_holds_the_twelve_seeds_verdicts() -> None:
             cells.append(f"**{v.verdict}**: {v.value:{form}} ({v.low:{form}} to {v.high:{form}})")
         expected.append([f"`{loss}`" + (", the control" if loss == "compiled_nudged" else ""), *cells])
     assert table_of("h5_same_loss.md", "MVE of GLA, twelve seeds, against compiled") == expected
+    for loss, words in (("cce_kahan", "for ours"), ("compiled_nudged", "for the control")):
+        [needed] = re.findall(r"needs about ([\d,]+) pairs", judged[loss, PERPLEXITY].remark)
+        stated = f"{round(int(needed.replace(',', '')), -2):,}"
+        page = " ".join((ROOT / "docs/study/h5_same_loss.md").read_text(encoding="utf-8").split())
+        assert re.search(rf"some {stated}( pairs)? {words}", page)
+
+
+def test_the_study_s_index_holds_the_h100_s_rows() -> None:
+    lines = (ROOT / "docs/study/index.md").read_text(encoding="utf-8").splitlines()
+    speeds = [one.verdict for one in step_speeds(read_rows(STEPS)) if one.verdict.setting.split(",")[0].endswith("1b3")]
+    for loss, start in (("cce_kahan", "| [8 % faster"), ("liger", "| [Liger has")):
+        values = [v.value for v in speeds if v.backend == loss and v.against == "compiled" and v.value is not None]
+        [line] = [line for line in lines if line.startswith(start)]
+        assert f"{min(values):.3f} to {max(values):.3f}" in line
+    [line] = [line for line in lines if line.startswith("| [Training reaches")]
+    found = verdicts(read_committed(ROOT / "results" / "summaries" / "same_loss"))
+    for against, cell in zip(("compiled", "standard"), line.split(" | ")[1:], strict=False):
+        [v] = [v for v in found if (v.backend, v.criterion, v.against) == ("cce_kahan", MVE_LOSS, against)]
+        assert f"{v.value:+.4f} nats ({v.low:+.4f} to {v.high:+.4f})" in cell
+        assert f"**{v.verdict}**" in cell
