@@ -345,6 +345,6 @@ def _compare(row: Row, base: Row) -> None:
 def _in_words(row: Row) -> str:
     if row.status != "ok":
         return f"{row.status}. {row.reason}"
-    if row.ratio is None or row.ratio_low is None:
+    if row.ratio is None or row.ratio_low is None or row.loss == BASELINE:
         return f"{row.step_ms:.1f} ms"
     return f"{row.step_ms:.1f} ms, {row.ratio:.4f} of {BASELINE} ({row.ratio_low:.4f} to {row.ratio_high:.4f})"
