@@ -14,7 +14,7 @@ from linrnn.config.schema import Config, TuneConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.experiments import tuning as tune_kernels
 from linrnn.models import tuning
-from linrnn.models.tuning.table import Table, read_table
+from linrnn.models.tuning.table import Table, read_table, table_path
 
 VERSIONS = {name: version(name) for name in ("triton", "flash-linear-attention")}
 OPTIONS = ("models=[gla,kda]", "sizes=[smoke]", "batch_sizes=[4,8]")
@@ -75,14 +75,14 @@ def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: P
     options = (*OPTIONS, f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match="2 of 4 failed: kda smoke, B = 4, kda smoke, B = 8"):
         tune_kernels.tune(config(*options, "models=[gla,kda]"), [], lines.append)
-    stored = read_table("a GPU", tmp_path)
+    stored = read_table("a GPU", version("triton"), tmp_path)
     assert stored is not None
     assert stored.versions == VERSIONS
     name, keys = next(iter(stored.kernels.items()))
     assert name == f"{__name__}:kernel"
     assert {key: choice.split()[0] for key, choice in keys.items()} == {"B=4 float32": "BT=32", "B=8 float32": "BT=32"}
     assert "kda smoke, B = 4 failed: it cannot run here" in lines
-    assert lines[-1].startswith(f"wrote {tmp_path / 'a_gpu.json'}: 2 choices of 1 kernels")
+    assert lines[-1].startswith(f"wrote {table_path('a GPU', version('triton'), tmp_path)}: 2 choices of 1 kernels")
     called.tiles.clear()
     only_gla = config(*options, "models=[gla]", "batch_sizes=[4,8,16]")
     tune_kernels.tune(only_gla, [], lines.append)
@@ -93,16 +93,26 @@ def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: P
 
 
 def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called: Called, tmp_path: Path) -> None:
-    Table("a GPU", {**VERSIONS, "triton": "0.1"}, {"old:kernel": {"": "BT=1"}}).write(tmp_path)
+    Table("a GPU", {**VERSIONS, "flash-linear-attention": "0.1"}, {"old:kernel": {"": "BT=1"}}).write(tmp_path)
     options = (*OPTIONS, "models=[gla]", f"output_dir={tmp_path}")
-    with pytest.raises(ConfigError, match=r"were made with triton 0\.1"):
+    with pytest.raises(ConfigError, match=r"were made with triton .*, flash-linear-attention 0\.1"):
         tune_kernels.tune(config(*options), [], print)
     tune_kernels.tune(config(*options, "again=true"), [], print)
-    stored = read_table("a GPU", tmp_path)
+    stored = read_table("a GPU", version("triton"), tmp_path)
     assert stored is not None
     assert stored.versions == VERSIONS
     assert list(stored.kernels) == [f"{__name__}:kernel"]
     assert called.tiles
+
+
+def test_each_triton_has_a_table_of_its_own(called: Called, tmp_path: Path) -> None:
+    older = Table("a GPU", {**VERSIONS, "triton": "0.1.0"}, {"old:kernel": {"": "BT=1"}})
+    older.write(tmp_path)
+    tune_kernels.tune(config(*OPTIONS, "models=[gla]", f"output_dir={tmp_path}"), [], print)
+    assert read_table("a GPU", "0.1.0", tmp_path) == older
+    stored = read_table("a GPU", version("triton"), tmp_path)
+    assert stored is not None
+    assert list(stored.kernels) == [f"{__name__}:kernel"]
 
 
 def test_targets_are_all_combinations_with_few_layers() -> None:

@@ -22,7 +22,7 @@ from linrnn.models import tuning
 from linrnn.models.fla_import import import_fla
 from linrnn.models.support import FLA_VERSION
 from linrnn.models.tuning import choices, progress
-from linrnn.models.tuning.table import TABLES, Table, read_table, table_path
+from linrnn.models.tuning.table import TABLES, Table, read_file, read_table, read_tables, table_path
 
 VERSIONS = {"triton": version("triton"), "flash-linear-attention": FLA_VERSION}
 KERNEL = f"{__name__}:kernel"
@@ -77,20 +77,35 @@ def _a_run_of_its_own() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------- the table
 def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    written = table().with_choices({KERNEL: {"B=1 D=64 bfloat16": LARGE}, "a:b": {"": SMALL}})
-    assert written.write(tmp_path) == table_path("a GPU", tmp_path) == tmp_path / "a_gpu.json"
-    assert read_table("a GPU", tmp_path) == written
+    written = replace(table(), versions={**VERSIONS, "triton": "3.6.1"})
+    written = written.with_choices({KERNEL: {"B=1 D=64 bfloat16": LARGE}, "a:b": {"": SMALL}})
+    assert written.write(tmp_path) == table_path("a GPU", "3.6.0", tmp_path) == tmp_path / "a_gpu-triton_3.6.json"
+    assert read_table("a GPU", "3.6.2", tmp_path) == written
     assert written.kernels[KERNEL] == {"B=1 D=64 bfloat16": LARGE, KEY: SMALL}
-    assert read_table("another GPU", tmp_path) is None
+    assert read_table("another GPU", "3.6.1", tmp_path) is None
+    assert read_table("a GPU", "3.7.0", tmp_path) is None
+
+
+def test_the_table_of_the_installed_triton_comes_first_and_then_the_newest(tmp_path: Path) -> None:
+    for number in ("3.6.0", "3.10.1", "3.7.1"):
+        replace(table(), versions={**VERSIONS, "triton": number}).write(tmp_path)
+    replace(table(), gpu="a GPU of 80 GB").write(tmp_path)
+
+    def order(installed: str) -> list[str]:
+        return [found.versions["triton"] for found in read_tables("a GPU", installed, tmp_path)]
+
+    assert order("3.6.0") == ["3.6.0", "3.10.1", "3.7.1"]
+    assert order("3.10.0") == ["3.10.1", "3.7.1", "3.6.0"]
+    assert order("4.0.0") == ["3.10.1", "3.7.1", "3.6.0"]
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"gpu": "a GPU"}', '{"gpu": 1, "triton": 1, "flash-linear-attention": 1, "kernels": 1}']
 )
 def test_a_damaged_table_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a_gpu.json").write_text(text)
-    with pytest.raises(DataError, match=r"a_gpu\.json"):
-        read_table("a GPU", tmp_path)
+    table_path("a GPU", "3.6.0", tmp_path).write_text(text)
+    with pytest.raises(DataError, match=r"a_gpu-triton_3\.6\.json"):
+        read_tables("a GPU", "3.6.0", tmp_path)
 
 
 def test_the_nearest_batch_counts_where_the_same_is_not_stored() -> None:
@@ -113,9 +128,8 @@ def test_the_nearest_batch_counts_where_the_same_is_not_stored() -> None:
 
 def test_stored_tables_fit_the_installed_fla() -> None:
     for path in sorted(TABLES.glob("*.json")):
-        stored = read_table(path.stem)
-        assert stored is not None
-        assert table_path(stored.gpu) == path
+        stored = read_file(path)
+        assert table_path(stored.gpu, stored.versions["triton"]) == path
         assert stored.versions["flash-linear-attention"] == FLA_VERSION == version("flash-linear-attention")
         for name in stored.kernels:
             module, _, function = name.partition(":")
@@ -140,7 +154,20 @@ def test_a_stored_choice_is_used_without_measuring() -> None:
 def test_a_table_of_another_version_is_used_and_named() -> None:
     tuning.use("stored", replace(table(), versions={**VERSIONS, "triton": "0.1"}))
     assert call(tuner()) == [16]
-    assert "0 stored for another batch (stored with triton 0.1), none tuned here" in (tuning.remark() or "")
+    assert "0 stored for another batch (some stored with triton 0.1), none tuned here" in (tuning.remark() or "")
+
+
+def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Table("a GPU", VERSIONS, {"another:kernel": {KEY: LARGE}})
+    other = replace(table(), versions={**VERSIONS, "triton": "0.1"})
+    monkeypatch.setattr(choices, "stored_tables", lambda: [own, other])
+    tuning.use("stored")
+    assert call(tuner()) == [16]
+    assert "1 stored, 0 stored for another batch (some stored with triton 0.1)" in (tuning.remark() or "")
+    monkeypatch.setattr(choices, "stored_tables", lambda: [replace(other, versions=VERSIONS), other])
+    tuning.use("stored")
+    assert call(tuner()) == [16]
+    assert "0.1" not in (tuning.remark() or "")
 
 
 def test_a_choice_for_another_batch_is_used_and_counted() -> None:

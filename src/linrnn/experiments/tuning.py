@@ -165,13 +165,13 @@ def batch_of(config: Config) -> Batch:
 
 
 def _table_to_extend(gpu: str, folder: Path, *, again: bool) -> Table:
-    """The stored table of this GPU, or an empty one.
+    """The stored table of this GPU and this Triton, or an empty one.
 
     Raises:
         ConfigError: it was made with other versions.
     """
     versions = {name: version(name) for name in ("triton", "flash-linear-attention")}
-    table = read_table(gpu, folder)
+    table = read_table(gpu, versions["triton"], folder)
     if table is None or (again and table.versions != versions):
         return Table(gpu, versions)
     if table.versions != versions:

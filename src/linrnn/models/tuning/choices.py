@@ -20,7 +20,7 @@ import torch
 
 from linrnn.core.errors import UnsupportedError
 from linrnn.models.tuning.progress import during
-from linrnn.models.tuning.table import Table, read_table
+from linrnn.models.tuning.table import Table, read_tables
 
 # FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas compiles them slowly, and the last
 # for minutes.
@@ -33,7 +33,8 @@ class _Process:
     """The choices of this process's run."""
 
     mode: str = "stored"
-    table: Table | None = None  # None: that of the GPU
+    tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those of the GPU
+    made_with: set[str] = field(default_factory=set)  # versions that made choices and are not the installed ones
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
     tuning_seconds: float = 0.0
 
@@ -74,12 +75,14 @@ class Choices(dict[tuple[Any, ...], Any]):
         """
         if _process.mode == "tune":
             return False
-        text, table = key_text(self.tuner, key), _process.table or stored_table()
-        near = _process.mode != "exact"
-        if table is not None and (found := table.find(self.kernel, text, near=near)) is not None:
+        text, near = key_text(self.tuner, key), _process.mode != "exact"
+        for table in stored_tables() if _process.tables is None else _process.tables:
+            if (found := table.find(self.kernel, text, near=near)) is None:
+                continue
             config = {config_text(config): config for config in self.tuner.configs}.get(found[1])
             if config is not None:
                 self._take(key, config, STORED if found[0] == text else NEAR)
+                _process.made_with |= _other_versions(table)
                 return True
         if _process.mode == "strict":
             raise UnsupportedError(
@@ -96,9 +99,11 @@ def use(mode: str, table: Table | None = None) -> None:
         mode: `stored`: from the table; kernels without a stored choice are tuned. `exact`: also those whose choice is
             stored for another batch alone. `strict`: from the table; a kernel without a choice is an error. `tune`: all
             kernels are tuned.
-        table: the stored choices; None: those of this machine's GPU.
+        table: the stored choices; None: those of this machine's GPU, first those of the installed Triton.
     """
-    _process.mode, _process.table, _process.used, _process.tuning_seconds = mode, table, {}, 0.0
+    tables = None if table is None else (table,)
+    _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
+    _process.made_with = set()
     for choices in _all:
         choices.clear()
 
@@ -126,8 +131,8 @@ def remark() -> str | None:
     if (now := used()) is None:
         return None
     line = f"kernel choices {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
-    if now[STORED] + now[NEAR] and (other := _other_versions()):
-        line += f" (stored with {other})"
+    if _process.made_with:
+        line += f" (some stored with {', '.join(sorted(_process.made_with))})"
     if not now[TUNED]:
         return f"{line}, none tuned here"
     tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
@@ -135,11 +140,9 @@ def remark() -> str | None:
     return f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); scripts/tune.py stores them"
 
 
-def _other_versions() -> str:
-    """The versions with which the table was made, as far as they are not the installed ones."""
-    table = _process.table or stored_table()
-    made = table.versions.items() if table else ()
-    return ", ".join(f"{name} {number}" for name, number in made if version(name) != number)
+def _other_versions(table: Table) -> set[str]:
+    """The versions with which a table was made, as far as they are not the installed ones."""
+    return {f"{name} {number}" for name, number in table.versions.items() if version(name) != number}
 
 
 def chosen() -> dict[str, dict[str, str]]:
@@ -147,13 +150,13 @@ def chosen() -> dict[str, dict[str, str]]:
     return {name: {key: config for key, (config, _) in keys.items()} for name, keys in _process.used.items()}
 
 
-def stored_table() -> Table | None:
-    """The stored table of this machine's GPU; None without a GPU or a table."""
+def stored_tables() -> Sequence[Table]:
+    """The stored tables of this machine's GPU, that of the installed Triton first; none without a GPU."""
     name = gpu_name()
-    return _read(name) if name else None
+    return _read(name, version("triton")) if name else ()
 
 
-_read = functools.cache(read_table)
+_read = functools.cache(read_tables)
 
 
 def gpu_name() -> str | None:

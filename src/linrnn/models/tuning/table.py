@@ -1,4 +1,4 @@
-"""The stored choices of one kind of GPU: a JSON file that people can read and compare.
+"""The stored choices of one kind of GPU and one version of Triton: a JSON file that people can read and compare.
 
     {"gpu": "NVIDIA H100 80GB HBM3", "triton": "3.6.0", "flash-linear-attention": "0.6.0",
      "kernels": {"fla.modules.norm.layernorm:layer_norm_fwd_kernel":
@@ -60,33 +60,62 @@ class Table:
 
     def write(self, folder: Path = TABLES) -> Path:
         """Write the table's file and return its path."""
-        path = table_path(self.gpu, folder)
+        path = table_path(self.gpu, self.versions["triton"], folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"gpu": self.gpu, **self.versions, "kernels": self.kernels}
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return path
 
 
-def table_path(gpu: str, folder: Path = TABLES) -> Path:
-    """The file for a GPU of this name."""
-    return folder / f"{re.sub(r'[^a-z0-9]+', '_', gpu.lower()).strip('_')}.json"
+def table_path(gpu: str, triton: str, folder: Path = TABLES) -> Path:
+    """The file for a GPU of this name and this version of Triton. 3.6.0 and 3.6.1 share one."""
+    return folder / f"{_slug(gpu)}-triton_{'.'.join(triton.split('.')[:2])}.json"
 
 
-def read_table(gpu: str, folder: Path = TABLES) -> Table | None:
-    """The stored table for a GPU of this name; None if there is none.
+def read_table(gpu: str, triton: str, folder: Path = TABLES) -> Table | None:
+    """The stored table for a GPU of this name and this version of Triton; None if there is none.
 
     Raises:
         DataError: the file is damaged.
     """
-    path = table_path(gpu, folder)
-    if not path.exists():
-        return None
+    path = table_path(gpu, triton, folder)
+    return read_file(path) if path.exists() else None
+
+
+def read_tables(gpu: str, triton: str, folder: Path = TABLES) -> list[Table]:
+    """The stored tables for a GPU of this name: that of this version of Triton first, then the others, newest first.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    own, found = (
+        table_path(gpu, triton, folder),
+        [read_file(path) for path in folder.glob(f"{_slug(gpu)}-triton_*.json")],
+    )
+    newest_first = sorted(found, key=lambda table: _numbers(table.versions["triton"]), reverse=True)
+    return sorted(newest_first, key=lambda table: table_path(gpu, table.versions["triton"], folder) != own)
+
+
+def read_file(path: Path) -> Table:
+    """The table of a file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     content: dict[str, Any] = read_object(path, ("gpu", "triton", "flash-linear-attention", "kernels"))
     kernels = content["kernels"]
     if not isinstance(kernels, dict) or not all(isinstance(entries, dict) for entries in kernels.values()):
         raise DataError(f"{path}: `kernels` does not map kernels to choices", "make it again with scripts/tune.py")
     versions = {name: content[name] for name in ("triton", "flash-linear-attention")}
     return Table(content["gpu"], versions, kernels)
+
+
+def _slug(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _split(key: str) -> tuple[list[str], list[int]]:
