@@ -88,10 +88,8 @@ def read_tables(gpu: str, triton: str, folder: Path = TABLES) -> list[Table]:
     Raises:
         DataError: a file is damaged.
     """
-    own, found = (
-        table_path(gpu, triton, folder),
-        [read_file(path) for path in folder.glob(f"{_slug(gpu)}-triton_*.json")],
-    )
+    own = table_path(gpu, triton, folder)
+    found = [read_file(path) for path in folder.glob(f"{_slug(gpu)}-triton_*.json")]
     newest_first = sorted(found, key=lambda table: _numbers(table.versions["triton"]), reverse=True)
     return sorted(newest_first, key=lambda table: table_path(gpu, table.versions["triton"], folder) != own)
 
