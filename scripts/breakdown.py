@@ -11,13 +11,16 @@ from linrnn.core.errors import ConfigError
 
 def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> None:
     from linrnn.experiments.breakdown import markdown, measure, to_json
+    from linrnn.models import tuning
     from linrnn.training.trainer import Trainer
 
     if launcher:
         raise ConfigError(f"{launcher[0]}: a breakdown is measured on this machine", "drop the hydra… overrides")
     run = load_config([*overrides, f"trainer.max_steps={config.warmup_steps + config.steps + 3}"])
     name = run_name(run)
-    breakdown = measure(Trainer(run), name, config.warmup_steps, config.steps)
+    trainer = Trainer(run)
+    with tuning.show_progress(), tuning.during(name):
+        breakdown = measure(trainer, name, config.warmup_steps, config.steps)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.json").write_text(json.dumps(to_json(breakdown), indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ def main(config: EvaluateConfig) -> None:
     from linrnn.costs import loss_memory
     from linrnn.inference.load import open_data, vocab_size
     from linrnn.losses import build_loss
-    from linrnn.models import build_model
+    from linrnn.models import build_model, tuning
     from linrnn.training import checkpoint
     from linrnn.training.evaluation import evaluate
     from linrnn.training.plan import check_reading_fits, make_plan
@@ -49,20 +49,21 @@ def main(config: EvaluateConfig) -> None:
     model = build_model(arch, device=plan.device, dtype=parameter_dtype(plan.precision), seed=0)
     checkpoint.load_model(directory, model.hf)
     shards = data.valid if config.split == "valid" else data.train
-    evaluation = evaluate(
-        model,
-        build_loss(here.loss, device=plan.device),
-        BatchesOnce(
-            shards,
-            seq_len=trainer.seq_len,
-            batch_size=trainer.batch_size,
-            max_tokens=config.max_tokens,
-            reset_at_document=here.data.reset_at_document,
-            token_bytes=data.token_bytes(shards, config.max_tokens, print),
-        ),
-        precision=plan.precision,
-        device=plan.device,
-    )
+    with tuning.show_progress():
+        evaluation = evaluate(
+            model,
+            build_loss(here.loss, device=plan.device),
+            BatchesOnce(
+                shards,
+                seq_len=trainer.seq_len,
+                batch_size=trainer.batch_size,
+                max_tokens=config.max_tokens,
+                reset_at_document=here.data.reset_at_document,
+                token_bytes=data.token_bytes(shards, config.max_tokens, print),
+            ),
+            precision=plan.precision,
+            device=plan.device,
+        )
     print(f"{directory}\n{config.split} split of {data.description}\n{evaluation}")
 
 

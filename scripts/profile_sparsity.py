@@ -11,6 +11,7 @@ def main(config: ProfileSparsityConfig) -> None:
     import torch
 
     from linrnn.inference.load import open_reading
+    from linrnn.models import tuning
     from linrnn.study import sparsity
 
     profiles = []
@@ -21,10 +22,12 @@ def main(config: ProfileSparsityConfig) -> None:
         for batch in batches():
             counts += torch.bincount(batch.labels[batch.labels >= 0], minlength=reading.vocab_size)
         name = f"{reading.config.model.name} {reading.config.size.name}, {reading.directory.name}"
-        profiles.append(
-            sparsity.profile(name, reading.model, batches(), counts, precision=reading.precision, device=reading.device)
-        )
-        above = profiles[-1].share_above["all"][sparsity.PAPER_EXPONENT]
+        with tuning.show_progress():
+            profile = sparsity.profile(
+                name, reading.model, batches(), counts, precision=reading.precision, device=reading.device
+            )
+        profiles.append(profile)
+        above = profile.share_above["all"][sparsity.PAPER_EXPONENT]
         print(f"{reading.directory}: {100 * above:.4f} % above 2^-12")
     print("wrote " + ", ".join(map(str, sparsity.write(profiles, Path(config.output_dir)))))
 

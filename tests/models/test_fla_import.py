@@ -29,8 +29,10 @@ print(hasattr(fla.layers, "no_such_layer"), len(fla.ops.__all__) > 50)
 
 
 def test_one_model_is_imported_and_the_others_when_they_are_named() -> None:
-    printed = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True).stdout
-    assert printed.splitlines() == [
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True)
+    assert "torchao" not in done.stderr, "transformers imports it, and no float8 was asked for"
+    assert "Enum subclass" not in done.stderr, "so warns torch 2.13 of torchao"
+    assert done.stdout.splitlines() == [
         "False False",
         "0.6.0 True",
         "sqrelu_fwd False",

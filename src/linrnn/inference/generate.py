@@ -9,6 +9,7 @@ import torch
 from linrnn.config.schema import GenerateConfig
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.inference.load import Trained
+from linrnn.models import tuning
 
 
 def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int], list[int]]]:
@@ -35,10 +36,33 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
     )
     ids_1T = torch.tensor([prompt], device=next(model.parameters()).device)
     torch.manual_seed(config.seed)
-    for _ in range(config.n_samples):
-        with torch.no_grad():
-            output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
+    for number in range(1, config.n_samples + 1):
+        counter = _Counter(number, config)
+        with torch.no_grad(), tuning.during(counter.text):
+            output = model.generate(
+                ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings, streamer=counter
+            )
         yield prompt, output[0, len(prompt) :].tolist()
+
+
+class _Counter:
+    """Takes the place of transformers' streamers, and counts the tokens of a sample for the progress lines."""
+
+    def __init__(self, sample: int, config: GenerateConfig) -> None:
+        self._sample, self._config = sample, config
+        self._pieces = 0
+
+    def put(self, ids: torch.Tensor) -> None:
+        """The prompt comes first, then each token."""
+        self._pieces += 1
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def text(self) -> str:
+        """`sample 1 of 3, 20 of 64 tokens`."""
+        done, config = max(self._pieces - 1, 0), self._config
+        return f"sample {self._sample} of {config.n_samples}, {done:,} of {config.max_new_tokens:,} tokens"
 
 
 def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:

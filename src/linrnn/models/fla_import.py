@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,12 +22,15 @@ PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` im
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of FLA without FLA's warnings on a machine without a GPU."""
+    """Import a module of FLA without warnings about what the run does not use: FLA's on a GPU, torchao's on itself.
+
+    transformers, which FLA's models import, imports torchao wherever it is installed.
+    """
     if "fla" not in sys.modules:
         _add_packages()
         if importlib.util.find_spec("triton") is not None:
             tuning.install()  # before FLA makes its autotuners
-    with warnings.catch_warnings(), _compiling_later():
+    with warnings.catch_warnings(), _errors_alone("torchao", "torch.utils._pytree"), _compiling_later():
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")
         return importlib.import_module(module)
@@ -67,6 +71,19 @@ def _add_packages() -> None:
         else:  # as fla/__init__.py does
             module.__path__ = extend_path(module.__path__, name)
             module.__dict__["__version__"] = importlib.metadata.version("flash-linear-attention")
+
+
+@contextlib.contextmanager
+def _errors_alone(*loggers: str) -> Iterator[None]:
+    """Within the context, these loggers pass on errors and no warnings."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

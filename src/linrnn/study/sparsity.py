@@ -22,7 +22,7 @@ from linrnn.core.plot_style import COLOURS, DASHES, GREY, legend_below, save, su
 from linrnn.core.tables import Table
 from linrnn.data import Batch
 from linrnn.losses import IGNORE_INDEX
-from linrnn.models import LanguageModel
+from linrnn.models import LanguageModel, tuning
 from linrnn.models.facts import model_in_words
 from linrnn.training.runtime import loss_inputs
 
@@ -72,7 +72,7 @@ def profile(
     entries = torch.zeros(len(BANDS), EXPONENTS, dtype=torch.float64, device=device)
     mass, n_tokens, nats = torch.zeros_like(entries), 0, 0.0
     total_p_V, total_z_V = (torch.zeros(len(counts_V), dtype=torch.float64, device=device) for _ in range(2))
-    with torch.no_grad():
+    with torch.no_grad(), tuning.during(lambda: f"{name}: {n_tokens:,} tokens"):
         for batch in batches:
             hidden_ND, weight_VD, labels_N = loss_inputs(model, batch, precision, device)
             hidden_ND, labels_N = (x[labels_N != IGNORE_INDEX] for x in (hidden_ND, labels_N))

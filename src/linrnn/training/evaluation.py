@@ -1,5 +1,6 @@
 """Validation: one deterministic pass over held-out tokens. Results: nats per token, perplexity and bits per byte."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from linrnn.core.errors import DataError
 from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import IGNORE_INDEX, LossBackend
-from linrnn.models import LanguageModel
+from linrnn.models import LanguageModel, tuning
 from linrnn.runs.metrics import bits_per_byte, perplexity
 from linrnn.training.runtime import loss_inputs
 
@@ -63,15 +64,18 @@ def evaluate(
     ranks = ranks or Ranks()
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    n_tokens = n_bytes = 0
-    for batch in ranks.share(batches, _without_labels):
-        before_batch()
-        output = loss(*loss_inputs(model, batch, precision, device))
-        total += output.sum_nats.double()
-        n_tokens += batch.n_tokens
-        n_bytes += batch.n_bytes or 0
+    done = n_tokens = n_bytes = 0
+    n_batches = math.ceil(len(batches) / ranks.world_size)
+    with tuning.during(lambda: f"evaluated {done:,} of {n_batches:,} batches"):
+        for batch in ranks.share(batches, _without_labels):
+            before_batch()
+            output = loss(*loss_inputs(model, batch, precision, device))
+            total += output.sum_nats.double()
+            n_tokens += batch.n_tokens
+            n_bytes += batch.n_bytes or 0
+            done += 1
+        sum_nats, n_labels, sum_bytes = ranks.total(float(total), n_tokens, n_bytes)
     model.train()
-    sum_nats, n_labels, sum_bytes = ranks.total(float(total), n_tokens, n_bytes)
     if not n_labels:
         raise DataError("the text to evaluate on has no token to predict", "give more text, or longer documents")
     nats = sum_nats / n_labels

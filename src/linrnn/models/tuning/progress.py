@@ -1,10 +1,16 @@
-"""A line now and then while kernels are tuned or compiled: `step 1: 41 s so far; tuning f: configuration 12 of 30`."""
+"""A line now and then in what takes long, with the kernel that is tuned or compiled at the moment.
+
+`step 1: 41 s so far; tuning f: configuration 12 of 30`, or `evaluated 3 of 90 batches: 20 s so far; compiling f`.
+"""
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from linrnn.core.output import say as print_line
 
 FIRST_SECONDS, MOST_SECONDS = 5.0, 30.0  # until the first line of an activity, and at most between two lines
 Text = str | Callable[[], str]
@@ -41,10 +47,11 @@ def during(text: Text) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def show_progress(say: Callable[[str], None]) -> Iterator[None]:
+def show_progress(say: Callable[[str], None] = lambda line: print_line(line, sys.stderr)) -> Iterator[None]:
     """Within the context, activities of more than five seconds are shown through `say`, from a thread of its own.
 
-    The next line comes when the activity has taken twice as long, and after 30 seconds at the latest.
+    The next line comes when the activity has taken twice as long, and after 30 seconds at the latest. Without `say`
+    the lines go to standard error, so that standard output holds results alone.
     """
     stopped = threading.Event()
 
