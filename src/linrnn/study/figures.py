@@ -58,16 +58,16 @@ def loss_layer(results: Path) -> Any:
 
 def study(results: Path) -> Any:
     """The study's questions and its measurements, for our exact loss; of training losses, for all losses."""
-    rows = speed_rows(step_speeds(read_rows_of_steps(results / "bench_steps" / DEVICE)))
+    kept = {}  # if two groups measured a model in a setting, the later one is kept
+    losses = []
     for group in STUDY:
         directory = results / "summaries" / group
         runs = read_committed(directory)
         found = verdicts(runs, read_list(directory / MAX_BATCHES))
-        rows += study_rows(runs, found) + (loss_rows(found) if group == SEEDS else [])
-    kept = {}
-    for row in rows:  # if two groups measured a model in a setting, the later one is kept
-        kept[row.verdict.criterion, row.name, row.verdict.against] = row
-    return forest(list(kept.values()))
+        kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
+        losses += loss_rows(found) if group == SEEDS else []
+    speeds = speed_rows(step_speeds(read_rows_of_steps(results / "bench_steps" / DEVICE)))
+    return forest([*speeds, *kept.values(), *losses])
 
 
 def peak_memory(results: Path) -> Any:

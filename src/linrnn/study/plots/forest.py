@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from linrnn.bench.steps.rows import AGAIN
 from linrnn.core.plot_style import GREY, PALE, in_words, legend_below, looks, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.runs.intervals import WITHIN
@@ -21,17 +22,19 @@ ASKED: dict[Criterion, tuple[str, str]] = {
     SPEED: ("Tokens/s, same batch", "more is better"),
     BATCH: ("Largest batch in 80 GiB", "more is better"),
     MEMORY: ("Peak memory, same batch", "less is better"),
-    MVE_LOSS: ("Final training loss minus compiled's, MVE", ""),
-    CURVES: ("Largest difference of training curves, MVE", ""),
+    MVE_LOSS: ("Final training loss minus compiled's, MVE", "left: lower"),
+    CURVES: ("Largest difference of training curves, MVE", "less is closer"),
 }
 # What a model's name has behind it, by kind of activation checkpointing.
 SHORT = {"none": "", "selective": ", selective checkpointing", "full": ", checkpointing"}
-OFFSET = 0.2  # distance of a row's two points from its middle
+SLOTS = (AGAIN, *BASELINES)  # the points of a line of ratios, from above: the control, ours to compiled, ours to eager
+CONTROLS = "control: compiled / compiled"
+ON_HOST = " (host)"  # behind a line's name if its steps wait for the host
 FREE = "attainable: a loss layer without cost"
 NOTE = (
-    "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided, as the interval crosses the target.\n"
-    "n: pairs of runs; for tokens/s, rounds of one process on an H100. Steps that wait for the host are left out.\n"
-    "Losses: H100. Largest batches, and peak memory at 1b3: H200, older kernels; these do not scatter."
+    "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
+    "n: pairs of runs; for tokens/s, rounds of one process. (host): the host may decide a step's time, so no verdict.\n"
+    "Tokens/s and losses: H100. Largest batches, and peak memory at 1b3: H200, older kernels; these do not scatter."
 )
 
 
@@ -76,13 +79,17 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cc
     return rows
 
 
-def speed_rows(speeds: Iterable[StepSpeed], backend: str = "cce_kahan") -> list[Row]:
-    """Rows for the speed of `backend` in whole steps, except where the host may decide it."""
-    return [
-        Row(one.verdict, one.verdict.setting.replace(", full checkpointing", SHORT["full"]), one.attainable)
-        for one in speeds
-        if one.verdict.backend == backend and HOST not in one.verdict.remark
-    ]
+def speed_rows(speeds: Sequence[StepSpeed], backend: str = "cce_kahan") -> list[Row]:
+    """Rows for the speed of `backend` in whole steps, and for the control. Those that the host decides stand last."""
+    own = [one for one in speeds if one.verdict.backend in (backend, AGAIN)]
+    waiting = {one.verdict.setting for one in own if HOST in one.verdict.remark}
+    rows = []
+    for one in sorted(own, key=lambda one: one.verdict.setting in waiting):
+        setting = one.verdict.setting
+        name = setting.replace(", full checkpointing", SHORT["full"]) + (ON_HOST if setting in waiting else "")
+        bounded = one.verdict.backend == backend and setting not in waiting
+        rows.append(Row(one.verdict, name, one.attainable if bounded else None))
+    return rows
 
 
 def loss_rows(found: Iterable[Verdict]) -> list[Row]:
@@ -102,8 +109,8 @@ def _free_memory(bases: Sequence[Run]) -> float | None:
 def forest(rows: Sequence[Row], title: str = "What the study asked, and what was measured") -> Any:
     """One panel per criterion, with 90 % intervals.
 
-    A panel of ratios has a line per model, with the ratios to compiled and to eager. A panel of differences has a line
-    per loss, with its difference from compiled.
+    A panel of ratios has a line per model, with the ratios to compiled and to eager, and the control's if there is
+    one. A panel of differences has a line per loss, with its difference from compiled.
 
     Red lines are the targets. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points are
     undecided.
@@ -111,7 +118,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     criteria = [criterion for criterion in ASKED if any(row.verdict.criterion == criterion for row in rows)]
     by_criterion = {criterion: [row for row in rows if row.verdict.criterion == criterion] for criterion in criteria}
     names = {criterion: _names([row.name for row in own]) for criterion, own in by_criterion.items()}
-    heights = [len(names[criterion]) * (1 if criterion.ratio else 0.7) + 0.9 for criterion in criteria]
+    heights = [len(names[criterion]) * _height(own) + 0.9 for criterion, own in by_criterion.items()]
     size = (9.5, 0.36 * sum(heights) + 0.62 * len(criteria) + 1.1)
     figure, grid = subplots(len(criteria), 1, figsize=size, height_ratios=heights, squeeze=False)
     lines: dict[str, Any] = {}
@@ -123,9 +130,9 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
         axes.set_yticks(range(len(names[criterion])), names[criterion])
         axes.set_ylim(len(names[criterion]) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
-        axes.set_title(_title(criterion, own), loc="left")
+        axes.set_title(_title(criterion, own), loc="left", fontsize=9.5)
     figure.suptitle(title)
-    order = [*(f"ours / {name}" for name in ("compiled", "eager")), "target", FREE]
+    order = [*(f"ours / {name}" for name in ("compiled", "eager")), CONTROLS, "target", FREE]
     legend_below(figure, {name: lines[name] for name in order if name in lines}, NOTE)
     return figure
 
@@ -139,17 +146,30 @@ def _title(criterion: Criterion, rows: Sequence[Row]) -> str:
     return f"{words}: {f'ratio {asked}' if criterion.ratio else f'{asked} nats'} asked ({told})"
 
 
+def _slots(rows: Sequence[Row]) -> list[str]:
+    """What the points of a line of ratios compare, from above."""
+    return [slot for slot in SLOTS if slot in BASELINES or any(row.verdict.backend == slot for row in rows)]
+
+
+def _height(rows: Sequence[Row]) -> float:
+    """The height of a panel's line."""
+    return len(_slots(rows)) / 2 if rows[0].verdict.criterion.ratio else 0.7
+
+
 def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[str, Any]) -> None:
-    """Points of a panel of ratios, two to a line, and what the legend shows of them."""
-    found = looks(BASELINES)
+    """Points of a panel of ratios, two or three to a line, and what the legend shows of them."""
+    slots = _slots(rows)
+    found = looks([*BASELINES, CONTROL])
+    told = {AGAIN: CONTROLS, BASELINES[0]: "ours / compiled", BASELINES[1]: "ours / eager"}
     for row in rows:
-        against = row.verdict.against or ""
-        place = names.index(row.name) + (BASELINES.index(against) - 0.5) * 2 * OFFSET
+        slot = AGAIN if row.verdict.backend == AGAIN else row.verdict.against or ""
+        look = found[CONTROL if slot == AGAIN else slot]
+        place = names.index(row.name) + (slots.index(slot) - (len(slots) - 1) / 2) * 0.8 / len(slots)
         if row.attainable is not None:
-            bar = {"height": 0.3, "color": PALE, "zorder": 1}
+            bar = {"height": 0.6 / len(slots), "color": PALE, "zorder": 1}
             lines[FREE] = axes.barh(place, row.attainable - 1, left=1, **bar)
-        _point(axes, row.verdict, place, found[against])
-        lines.setdefault(f"ours / {against if against == 'compiled' else 'eager'}", _handle(found[against]))
+        _point(axes, row.verdict, place, look)
+        lines.setdefault(told[slot], _handle(look))
     axes.set_xscale("log")
     _plain_ticks(axes, rows)
 
