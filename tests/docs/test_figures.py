@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from blocks import ROOT
 
-from linrnn.bench.steps.rows import Row, read_rows
-from linrnn.study.criteria import CURVES, MVE_LOSS, PERPLEXITY, VALID_LOSS, Verdict
+from linrnn.bench.loss.rows import read_rows as loss_rows
+from linrnn.bench.steps.rows import AGAIN, Row, read_rows
+from linrnn.study.criteria import CURVES, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Verdict
 from linrnn.study.results import read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import verdicts
@@ -95,6 +96,15 @@ def test_the_median_and_the_slowest_of_all_shapes() -> None:
     [stated] = re.findall(r"Today's kernels took ([\d.]+) to ([\d.]+) on them", FINDINGS[0])
     assert (f"{min(again):.2f}", f"{max(again):.2f}") == stated
     assert [(str(len(ratios)), f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}")] == said
+    memory: dict[bool, list[float]] = {True: [], False: []}  # by whether D is a multiple of 64
+    for file in files.values():
+        ours, compiled = (by_backend(file, "grid")["peaked", loss, None] for loss in ("cce_kahan", "compiled"))
+        memory[ours["d"] % 64 == 0].append(ours["extra_mib"] / compiled["extra_mib"])
+    said = re.findall(
+        r"Memory is ([\d.]+) to ([\d.]+) of torch.compile's there, and ([\d.]+) on one shape", FINDINGS[0]
+    )
+    aligned, [other] = memory[True], memory[False]
+    assert [(f"{min(aligned):.2f}", f"{max(aligned):.2f}", f"{other:.2f}")] == said
 
 
 @pytest.mark.parametrize(
@@ -260,6 +270,8 @@ def test_the_table_of_step_speeds_holds_the_h100_s_rows_and_verdicts() -> None:
         ours = row["cce_kahan"]
         cells = [name, *(tokens_per_second(row[loss]) for loss in ("standard", "compiled", "cce_kahan"))]
         cells += [answer_of(judged.get((name, "cce_kahan", base))) for base in ("compiled", "standard")]
+        control = judged[name, AGAIN, "compiled"]
+        cells.append(f"{control.value:.3f} ({control.low:.3f} to {control.high:.3f})")
         expected.append([*cells, f"{host_share(ours):.0%}".replace("%", " %")])
     assert sorted(table_of("h1b_step_speed.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
 
@@ -318,6 +330,48 @@ def test_the_table_of_equal_losses_holds_the_twelve_seeds_verdicts() -> None:
         stated = f"{round(int(needed.replace(',', '')), -2):,}"
         page = " ".join((ROOT / "docs/study/h5_same_loss.md").read_text(encoding="utf-8").split())
         assert re.search(rf"some {stated}( pairs)? {words}", page)
+
+
+def test_the_mve_s_peak_memory_is_that_of_the_twelve_seeds() -> None:
+    found = verdicts(read_committed(ROOT / "results" / "summaries" / "same_loss"))
+    peaks = {(v.backend, v.against): v for v in found if v.criterion == MVE_MEMORY}
+    ours, liger = ([peaks[loss, base] for base in ("compiled", "standard")] for loss in ("cce_kahan", "liger"))
+    [row] = [row for row in table_of("h2_loss_memory.md", "peak, ratio") if row[0].startswith("MVE, GLA, today's")]
+    assert row[1:4] == [*(f"**{v.verdict}**: {v.value:.3f} (n = {v.n})" for v in ours), f"{MVE_MEMORY.target:g}"]
+    pages = {name: (ROOT / "docs" / "study" / name).read_text(encoding="utf-8") for name in ("index.md", "h6_liger.md")}
+    for mine, theirs in zip(ours, liger, strict=True):
+        assert f"{theirs.value:.3f}" in pages["index.md"]
+        assert f"ours {mine.value:.3f}" in pages["index.md"]
+    assert f"({liger[0].value:.3f})" in pages["h6_liger.md"]
+    assert (liger[0].verdict, ours[0].verdict) == ("met", "missed")
+
+
+def test_the_filter_s_speed_up_of_the_gradients_is_that_of_the_rows() -> None:
+    [stated] = re.findall(
+        r"([\d.]+) to ([\d.]+) times as fast as compiled at 32,000 entries \(H200\); ([\d.]+) to ([\d.]+) above "
+        r"100,000 \(H100\); ([\d.]+) to ([\d.]+) on trained",
+        (ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8"),
+    )
+    trained = "phase1-gla-350m-cce_kahan-14f593d1-s0-step_512-16384"
+    asked = (("nvidia_h200", ("mve", "lm_350m")), ("nvidia_h100_80gb_hbm3", ("gemma2_2b", "llama_1b3")))
+    found: list[str] = []
+    for device, shapes in (*asked, ("nvidia_h200", (trained,))):
+        values = []
+        for shape in shapes:
+            directory = ROOT / "results" / "bench_loss" / device
+            kept = [row for row in loss_rows(directory / f"{shape}.json") if row.rounds and not row.workspace_mib]
+            # By process and logits. Below 2**-12 the filter keeps more, and asks for more time.
+            bases = {(row.run, row.logits): row for row in kept if row.backend == "compiled"}
+            filters = ("cce_filter", "cce_filter filter_eps=0.0009765625", "cce_filter filter_eps=0.000244140625")
+            own = [row for row in kept if row.backend in filters and (shape == trained or row.set == "shapes")]
+            values += [added_ms(bases[row.run, row.logits]) / added_ms(row) for row in own]
+        found += [f"{end(values):.1f}" for end in (min, max)]
+    assert list(stated) == found
+
+
+def added_ms(row: Any) -> float:
+    """What gradients add to the time of a forward pass."""
+    return float(row.forward_backward_ms - row.forward_ms)
 
 
 def test_the_study_s_index_holds_the_h100_s_rows() -> None:

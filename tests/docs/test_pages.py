@@ -50,6 +50,20 @@ def test_every_diagram_has_a_picture_of_its_source(page: Path) -> None:
     assert [source and source.rstrip("\n") for source in sources] == diagrams, "python scripts/maintain/diagrams.py"
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "study").glob("h*.md")), ids=lambda page: page.stem)
+def test_a_hypothesis_has_its_verdict_plot_and_number_of_pairs_and_says_what_would_change_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    first = text.split("\n## ")[0]
+    assert re.search(r"^\*\*(Prediction|Question)\.\*\*", first, re.MULTILINE)
+    verdict = re.search(r"^\*\*Verdict.*", first, re.MULTILINE)
+    assert verdict
+    assert re.search("met|missed|undecided|yes|no", verdict[0])
+    assert re.search(r"!\[[^\]]+\]\(\S+\.png\)", text)
+    assert re.search(r"n = \d|\| n \|", first)
+    for heading in ("What would change the verdict", "How it was measured", "What is open"):
+        assert f"\n## {heading}\n" in text
+
+
 def test_every_fault_has_a_test() -> None:
     text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     table = text.split("## Faults")[1].split("\n## ")[0]
