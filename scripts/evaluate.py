@@ -1,7 +1,6 @@
 """Compute a checkpoint's loss, perplexity and bits per byte: `python scripts/evaluate.py checkpoint=results/…`."""
 
 import dataclasses
-from pathlib import Path
 
 from linrnn.config import data_for, read_config
 from linrnn.config.cli import run
@@ -10,7 +9,6 @@ from linrnn.data import BatchesOnce
 
 
 def main(config: EvaluateConfig) -> None:
-    from linrnn.core.errors import ConfigError
     from linrnn.costs import loss_memory
     from linrnn.inference.load import open_data, vocab_size
     from linrnn.losses import build_loss
@@ -20,13 +18,7 @@ def main(config: EvaluateConfig) -> None:
     from linrnn.training.plan import check_reading_fits, make_plan
     from linrnn.training.runtime import compute_dtype, parameter_dtype
 
-    directory = checkpoint.resolve(Path(config.checkpoint))
-    if directory is None:
-        raise ConfigError(
-            f"checkpoint={config.checkpoint} "
-            + ("holds no complete checkpoint" if Path(config.checkpoint).is_dir() else "is no directory"),
-            "name a run's directory or one of its checkpoints/step_*",
-        )
+    directory = checkpoint.required("checkpoint", config.checkpoint)
     trained = read_config(directory / "config.yaml")
     trainer = dataclasses.replace(
         trained.trainer,

@@ -39,12 +39,18 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["modl=gla"], 2, "modl", "nearest: model=…"),
         (["loss=standard", "loss.filter_eps=0.1"], 2, "loss.filter_eps", "loss=cce_filter"),
         (["trainer.batch_size=0"], 2, "trainer.batch_size=0", "1 or more"),
-        (["trainer.batch_size=two"], 2, "batch_size", "type"),
+        (["trainer.batch_size=two"], 2, "trainer.batch_size=two is not a whole number", "give trainer.batch_size"),
+        (["trainer.max_steps=1e3"], 2, "trainer.max_steps=1e3 is not a whole number", "write trainer.max_steps=1000"),
+        (["trainer.max_steps=1.5"], 2, "trainer.max_steps=1.5 is not a whole number", "a whole number"),
+        (["optimizer.lr=high"], 2, "optimizer.lr=high is not a number", "give optimizer.lr a number"),
+        (["data.verify=maybe"], 2, "data.verify=maybe is not true or false", "true or false"),
+        (["device=gpu"], 2, "device=gpu is not one of auto, cpu, cuda", "one of these values"),
+        (["trainer.resume=nver"], 2, "trainer.resume=nver", "use trainer.resume=never"),
         (["optimizer.lr=-1"], 2, "optimizer.lr=-1", "0"),
         (["optimizer.lr=nan"], 2, "optimizer.lr", "finite"),
         (["+unknown=1"], 2, "unknown", "--help"),
         (["batch_size"], 2, "batch_size", "key=value"),
-        (["trainer.precision=fp64"], 2, "trainer.precision=fp64", "fp32"),
+        (["trainer.precision=fp64"], 2, "trainer.precision=fp64 is not one of auto, fp32", "one of these values"),
         (["trainer.max_steps=null"], 2, "no end", "give one"),
         (["trainer.max_tokens=7"], 2, "less than one step", "raise trainer.max_tokens"),
         (["size.vocab_size=8"], 2, "smaller than the data's vocabulary", "size.vocab_size="),
@@ -311,6 +317,24 @@ def test_a_dry_run_foresees_and_writes_nothing(
     for word in ("parameters", "memory", "time", "nothing was run"):
         assert word in done.stdout
     assert not (tmp_path / "results").exists()
+
+
+def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(
+    command_here: Command, small: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "my.txt").write_text("some text")
+    own = [override for override in small("dry_run=true", "data=text", "device=cpu") if "data.n_" not in override]
+    absent = (f"data.path={tmp_path}/no.txt", "init_from=nowhere", "trainer.float8=blocks")
+    done = command_here("train.py", *own, *absent)
+    assert done.returncode == 0, done.stderr
+    assert f"not on this machine: data.path={tmp_path}/no.txt does not exist" in done.stdout
+    assert "not on this machine: init_from=nowhere is no directory" in done.stdout
+    assert "unknown: the formulas describe bf16, not trainer.float8" in done.stdout
+    assert "here in fp32; trainer.precision=bf16_autocast shows what a GPU takes" in done.stdout
+    done = command_here("train.py", *own, f"data.path={tmp_path}/my.txt", "trainer.precision=bf16_autocast")
+    assert "not on this machine" not in done.stdout
+    assert "here in" not in done.stdout
+    assert "cce_kahan, bf16_autocast on cpu" in done.stdout
 
 
 def test_help_names_groups_options_and_keys(command: Command) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -383,8 +384,12 @@ def validate(config: Any) -> None:
                 f"{key} holds the value of {name}", "configurations are stored in plain text: leave secrets out"
             )
         if choices and value not in choices:
-            hint = nearest(str(value), [str(choice) for choice in choices])
-            raise ConfigError(f"{key}={value} is not one of {', '.join(map(str, choices))}", f"use {key}={hint[0]}")
+            names = [str(choice) for choice in choices]
+            meant = difflib.get_close_matches(str(value), names, n=1, cutoff=0.7)  # not cpu for gpu, nor none for true
+            raise ConfigError(
+                f"{key}={value} is not one of {', '.join(names)}",
+                f"use {key}={meant[0]}" if meant else f"give {key} one of these values",
+            )
         if low is not None and value < low:
             raise ConfigError(f"{key}={value} is below the minimum of {low}", f"use {key}={low} or more")
         if high is not None and value > high:
@@ -407,6 +412,13 @@ def _check_number(key: str, value: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- error messages
+KINDS = {
+    "could not be converted to Integer": "a whole number",
+    "could not be converted to Float": "a number",
+    "is not a valid bool": "true or false",
+}  # the end of OmegaConf's message, and what the value should be
+
+
 def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
     """The `count` valid names most like `name`; a name that contains it or is contained in it comes first."""
     ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
@@ -459,6 +471,9 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
         reason, (key, _, value) = _first_line(error.__cause__ or error), bad_value.group(1).partition("=")
         if "is not a ListConfig" in reason:
             return ConfigError(f"{bad_value.group(1)}: {key} is a list", f"put it in brackets: {key}=[{value}]")
+        for kind, words in KINDS.items():
+            if kind in reason:
+                return ConfigError(f"{bad_value.group(1)} is not {words}", _as_kind(key, value, words))
         return ConfigError(
             f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
         )
@@ -468,6 +483,14 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     if isinstance(error, OverrideParseException):
         return unreadable(error)
     return ConfigError(_first_line(error), "write overrides as key=value or group=option; --help shows what there is")
+
+
+def _as_kind(key: str, value: str, words: str) -> str:
+    """The remedy for a value of another kind: the value itself where it is a whole number in another form."""
+    with suppress(ValueError, OverflowError):
+        if words == "a whole number" and float(value).is_integer():
+            return f"write {key}={int(float(value))}"
+    return f"give {key} {words}"
 
 
 def _unknown_key(key: str, overrides: Sequence[str], config_name: str) -> ConfigError:

@@ -7,9 +7,10 @@ import torch
 
 from linrnn import costs
 from linrnn.config import run_name
-from linrnn.config.schema import Config
-from linrnn.core.errors import LinrnnError
+from linrnn.config.schema import Config, TextDataConfig
+from linrnn.core.errors import DataError, LinrnnError
 from linrnn.data import vocabulary_size
+from linrnn.data.readers import find_files
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import GIB, duration, memory_lines
@@ -29,6 +30,7 @@ def print_forecast(config: Config) -> None:
     arch = plan.architecture(vocabulary_size(config.data))
     for line in [
         *_run(plan, arch),
+        *_missing(config),
         *_memory(plan, arch),
         *_drawing(plan, arch),
         *_room(plan, arch),
@@ -56,13 +58,30 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
     ]
 
 
+def _missing(config: Config) -> list[str]:
+    """Lines for text and weights that are not on this machine. Nothing is read, and the hub is not asked."""
+    absent = []
+    if isinstance(config.data, TextDataConfig):
+        try:
+            find_files(config.data.path, "data.path")
+        except DataError as error:
+            absent.append(error.cause)
+    for key, source in (("init_from", config.init_from), ("continue_from", config.continue_from)):
+        if source and not Path(source).is_dir():
+            absent.append(f"{key}={source} is no directory")
+    return ["", *(f"not on this machine: {line}" for line in absent)] if absent else []
+
+
 def _memory(plan: Plan, arch: Architecture) -> list[str]:
     heading = "memory of one step, on a GPU" + (
         " (the CPU's torch fallbacks need more)" if plan.device.type == "cpu" else ""
     )
-    estimate = plan.memory_estimate(arch)
+    trainer, estimate = plan.config.trainer, plan.memory_estimate(arch)
+    if plan.device.type == "cpu" and trainer.precision == "auto":
+        heading += f"\n  here in {plan.precision}; trainer.precision=bf16_autocast shows what a GPU takes by default"
     if estimate is None:
-        return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {UNKNOWN}"]
+        why = UNKNOWN if trainer.float8 == "none" else "unknown: the formulas describe bf16, not trainer.float8"
+        return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {why}"]
     lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
 

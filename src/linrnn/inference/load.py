@@ -51,18 +51,13 @@ def load_trained(source: str, device: torch.device) -> Trained:
         DataError: the model is damaged.
     """
     path = Path(source)
-    if directory := checkpoint.resolve(path):
-        return _from_run(directory, device)
     if (path / "config.json").is_file():
         model = open_pretrained(path, device)  # compares checksums first
         tokenizer = _tokenizer_in(path)
         eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
         return Trained(model.eval(), tokenizer, eos_id, None, path)
-    raise ConfigError(
-        f"checkpoint={source} "
-        + ("holds no complete checkpoint and no config.json" if path.is_dir() else "is no directory"),
-        "name a run's directory, one of its checkpoints/step_*, or a directory that scripts/export.py wrote",
-    )
+    remedy = "name a directory that scripts/export.py wrote, a run's directory, or one of its checkpoints/step_*"
+    return _from_run(checkpoint.required("checkpoint", source, remedy), device)
 
 
 def _from_run(directory: Path, device: torch.device) -> Trained:
@@ -136,12 +131,7 @@ def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -
         UnsupportedError: the model cannot run here.
         DataError: the checkpoint or the data is damaged.
     """
-    directory = checkpoint.resolve(Path(source))
-    if directory is None:
-        raise ConfigError(
-            f"{key}: {source} {'holds no complete checkpoint' if Path(source).is_dir() else 'is no directory'}",
-            "name a run's directory or one of its checkpoints/step_*, as in results/default/RUN",
-        )
+    directory = checkpoint.required(key, source)
     config = dataclasses.replace(read_config(directory / "config.yaml"), device=device)
     where = resolve_device(device)
     check_supported(config.model, where)

@@ -39,6 +39,9 @@ def import_fla(module: str) -> Any:
 def fla_classes(model: str) -> tuple[Any, Any]:
     """The class of the causal language model with this `model_type` of FLA's, and the class of its configuration."""
     module = import_fla(f"fla.models.{fla_models().get(model, model)}")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of from_pretrained and save_pretrained
     causal_lm = getattr(module, next(name for name in module.__all__ if name.endswith("ForCausalLM")))
     return causal_lm, causal_lm.config_class
 

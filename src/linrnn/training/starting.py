@@ -181,12 +181,11 @@ def continue_from(
         ConfigError: there is no checkpoint, or its model or tokenizer differs.
         DataError: the checkpoint is damaged.
     """
-    directory = checkpoint.resolve(Path(source))
-    if directory is None:
-        raise ConfigError(
-            f"continue_from={source} {'holds no complete checkpoint' if Path(source).is_dir() else 'is no directory'}",
-            "name a run's directory or one of its checkpoints/step_*; init_from= takes weights alone, as of an export",
-        )
+    directory = checkpoint.required(
+        "continue_from",
+        source,
+        "init_from= takes weights alone, as of an export; name a run's directory or one of its checkpoints/step_*",
+    )
     progress = checkpoint.read_progress(directory)
     check_tokens(directory, data)
     checkpoint.load_model(directory, model)

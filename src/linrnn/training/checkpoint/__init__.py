@@ -14,7 +14,16 @@
 """
 
 from linrnn.training.checkpoint.disk_space import check_room
-from linrnn.training.checkpoint.files import STATE, TENSORS, found, newest, read_state, remove_partial, resolve
+from linrnn.training.checkpoint.files import (
+    STATE,
+    TENSORS,
+    found,
+    newest,
+    read_state,
+    remove_partial,
+    required,
+    resolve,
+)
 from linrnn.training.checkpoint.loading import Progress, load, load_model, load_optimizer, read_progress
 from linrnn.training.checkpoint.saving import Saver
 from linrnn.training.checkpoint.tensors import foreseen_bytes, shapes
@@ -34,6 +43,7 @@ __all__ = [
     "read_progress",
     "read_state",
     "remove_partial",
+    "required",
     "resolve",
     "shapes",
 ]

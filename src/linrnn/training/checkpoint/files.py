@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from linrnn.config.compose import nearest
 from linrnn.core.checksums import sha256
-from linrnn.core.errors import DataError
+from linrnn.core.errors import ConfigError, DataError
 from linrnn.core.output import say
 
 TENSORS, RNG, STATE, CONFIG = "tensors", "rng.safetensors", "state.json", "config.yaml"
@@ -50,6 +51,29 @@ def resolve(source: Path) -> Path | None:
         if path := newest(root):
             return path
     return None
+
+
+def required(key: str, source: str, remedy: str = "name a run's directory or one of its checkpoints/step_*") -> Path:
+    """:func:`resolve`, where there must be a checkpoint.
+
+    Args:
+        key: the configuration key that names `source`, for messages.
+        remedy: what else to name. The run nearby whose name is most like `source` is added.
+
+    Raises:
+        ConfigError: there is none.
+        DataError: as for `resolve`.
+    """
+    path = Path(source)
+    if directory := resolve(path):
+        return directory
+    wrong = "holds no complete checkpoint" if path.is_dir() else "is no directory"
+    if (path / "config.json").is_file():
+        wrong = "is a Hugging Face directory, and no run"
+    roots = [*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints"), *path.glob("*/*/checkpoints")]
+    if runs := nearest(source, sorted(str(root.parent) for root in roots if found(root)), 1):
+        remedy = f"{remedy}, as {runs[0]}"
+    raise ConfigError(f"{key}={source} {wrong}", remedy)
 
 
 def remove_partial(root: Path) -> None:
