@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_helpers import sentences, write_jsonl
 from forked import run_torchrun, start, torchrun_anew
-from rank_process import curve, ended, output, start_ranks, summary_of
+from rank_process import ROUNDING, curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -22,7 +22,6 @@ from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 Trained = Callable[[list[str], int], Path]
-ROUNDING = 2e-5  # as for gradient accumulation on one process
 RESET = ("data.reset_at_document=true", "loss=standard", "trainer.valid_every=2")
 
 

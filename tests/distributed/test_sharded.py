@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from rank_process import curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
+from rank_process import ROUNDING, curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import LinrnnError
@@ -22,7 +22,6 @@ from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 Trained = Callable[[list[str], int], Path]
-ROUNDING = 5e-5  # losses and gradient norms over three steps of AdamW, summed in another order
 FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
 TOGETHER = ("parallel.blocks_together=2", "parallel.keep_gathered=true")  # the small models have two or three blocks

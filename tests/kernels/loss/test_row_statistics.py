@@ -68,7 +68,11 @@ def test_a_vocabulary_of_one_entry_has_no_loss(options, dtype, device):
     result = linear_cross_entropy(e, c, targets, bias=bias, reduction="none", **options)
     loss = result[0] if isinstance(result, tuple) else result
     assert not loss.any()
-    assert all(grad.abs().max() < 1e-4 for grad in gradients(loss.sum(), (e, c)))
+    # p is exp(z − LSE). Both hold a logit of 24 terms, which processors sum in different orders.
+    rounding = 24 * 2.0**-24 * (e.abs() @ c.abs().T).float()
+    grad_e, grad_c = gradients(loss.sum(), (e, c))
+    assert (grad_e.abs() <= rounding @ c.abs().float()).all()
+    assert (grad_c.abs() <= rounding.T @ e.abs().float()).all()
 
 
 def far(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
