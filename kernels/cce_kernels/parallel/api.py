@@ -116,8 +116,9 @@ def vocabulary_parallel_linear_cross_entropy(
             gives token_weights, or none does.
         main_grad_c: (shards[rank], D) fp32, the rank's rows, or None; as in `linear_cross_entropy`.
         agreed: True if the ranks have called with the same shapes, dtypes and options before, as in all steps of a
-            training run but the first. Each rank then checks alone, and the host does not wait for the other ranks
-            before the loss. A rank that calls differently all the same leaves the others waiting.
+            training run but the first. Each rank then checks alone, and the host waits for no other rank. A rank that
+            calls differently all the same leaves the others waiting. Upstream gradients that differ where they must be
+            the same make the gradients NaN.
         options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
             filter_c, filter_if_faster, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass
             and statistics are those of the whole vocabulary. With filter_if_faster every call is exact, because a
@@ -132,7 +133,8 @@ def vocabulary_parallel_linear_cross_entropy(
             rank checks alone.
         WorkspaceTooSmall: as in `linear_cross_entropy`.
         RuntimeError: in the backward pass, on all ranks: the upstream gradients differ where they must be the same. No
-            gradient has been written or added to.
+            gradient has been written or added to. While a CUDA graph is captured, and if `agreed`, the gradients are
+            NaN instead.
     """
     group = group or dist.group.WORLD
     if group is None:
@@ -179,7 +181,7 @@ def vocabulary_parallel_linear_cross_entropy(
     row_losses, lse, metrics = vocabulary_parallel(
         e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, weights, ignore_index, product_dtype(e, c),
         reduction != "none" and not return_lse, return_metrics, needs,
-        name, list(shards), rows == "own", *o.values(),
+        name, list(shards), rows == "own", agreed, *o.values(),
     )  # fmt: skip
 
     last = shape[-1] - shift if shift else None

@@ -32,7 +32,8 @@ INPUTS = (
     "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, Tensor? weights, "
     "int ignore_index, ScalarType dtype, bool uniform, bool with_metrics, bool[] needs"
 )
-PLACE = "str group, int[] shards, bool own"
+# The arguments of Spread.of.
+PLACE = "str group, int[] shards, bool own, bool agreed"
 DIFFERENT = (
     "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; use reduction='none', and "
     "multiply each row's loss by its own factor"
@@ -56,6 +57,7 @@ def _forward(
     group: str,
     shards: list[int],
     own: bool,
+    agreed: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, State, Plan]:
     """Row losses (N,), LSE (N,) and metrics (N, 2) (empty unless wanted), all fp32; and state and plan of the backward
@@ -67,7 +69,7 @@ def _forward(
     with kernels_on(e):
         plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
         o = plan.options(o)
-        spread = Spread.of(group, shards, own).by_chunks(plan.rows)
+        spread = Spread.of(group, shards, own, agreed).by_chunks(plan.rows)
         columns = backend.target_columns(Gathered(spread, targets).all(), ignore_index, spread.vocab)
         here = spread.columns(columns)
         bias = None if bias is None else bias.contiguous()
@@ -114,7 +116,7 @@ _forward_op = torch.library.custom_op(
 
 def _fake_forward(
     e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, uniform, with_metrics, needs, group, shards,
-    own, *options,
+    own, agreed, *options,
 ):  # fmt: skip
     o, backend = options_of(*options), backend_of(e)
     plan = _plan(e, bias, main_grad_c, c.dtype, dtype, uniform, needs, shards, own, o)
@@ -222,6 +224,7 @@ def _finish_stored(
     group: str,
     shards: list[int],
     own: bool,
+    agreed: bool,
 ) -> Tensor:
     """Finish the sums of all gradients in place, times scale () or (rows of this rank,).
 
@@ -231,7 +234,7 @@ def _finish_stored(
     not wanted, an empty tensor.
     """
     stored, state = backend_of(e).three_products, [*held, *sums]
-    spread = replace(Spread.of(group, shards, own), chunk=chunk)
+    spread = replace(Spread.of(group, shards, own, agreed), chunk=chunk)
     with kernels_on(e):
         if scale.dim():
             scale, grad_lse, same = _upstream(spread, scale, grad_lse)
@@ -261,7 +264,7 @@ _finish_stored_op = torch.library.custom_op(
 
 
 @_finish_stored_op.register_fake
-def _(scale, grad_lse, e, c, columns, here, held, sums, main_grad_c, stats, chunk, logit_scale, group, shards, own):
+def _(scale, grad_lse, e, c, columns, here, held, sums, main_grad_c, stats, chunk, logit_scale, group, shards, own, _):
     stored = backend_of(e).three_products
     wanted = own and sums[stored.GRAD_E - stored.SUMS].numel()
     return scale.new_empty((e.shape[0] // len(shards), e.shape[1]) if wanted else 0)
@@ -285,6 +288,7 @@ def _recompute(
     group: str,
     shards: list[int],
     own: bool,
+    agreed: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
@@ -292,7 +296,7 @@ def _recompute(
     With `own` the gradient of e covers this rank's rows. The signature is wide because a custom operator of torch takes
     no objects.
     """
-    o, spread = options_of(*options), Spread.of(group, shards, own)
+    o, spread = options_of(*options), Spread.of(group, shards, own, agreed)
     with kernels_on(e):
         grad_rows, grad_lse, same = _upstream(spread, grad_rows, grad_lse)
         a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
@@ -335,7 +339,7 @@ _recompute_op = torch.library.custom_op(
 @_recompute_op.register_fake
 def _(
     grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, here, width, dtype_e, dtype_c, dtype_bias, group,
-    shards, own, *options,
+    shards, own, agreed, *options,
 ):  # fmt: skip
     """The results' shapes and dtypes; the signature is that of `_recompute`."""
     part = e[: e.shape[0] // len(shards)] if own else e
@@ -345,12 +349,12 @@ def _(
 
 def _keep(ctx, inputs) -> None:
     _, ctx.dtype, ctx.uniform, _, ctx.needs = inputs[7:12]
-    ctx.place, ctx.options = inputs[12:15], inputs[15:]
+    ctx.place, ctx.options = inputs[12:16], inputs[16:]
 
 
 def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     e, c, bias, weights, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
-    (main_grad_c, stats), (_, shards, own) = ctx.written, ctx.place
+    (main_grad_c, stats), (_, shards, own, _) = ctx.written, ctx.place
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
         plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)

@@ -45,6 +45,7 @@ class Spread:
     rank: this rank.
     shards: rows of C on each rank.
     own: whether each rank has rows of E of its own (rows="own"), or all ranks have the same rows (rows="same").
+    agreed: whether the host waits for no comparison of the ranks' numbers.
     chunk: rows of a chunk; 0 for one chunk of all rows. With rows="own" the gathered rows lie chunk by chunk, and in
         order of rank within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
     """
@@ -53,12 +54,13 @@ class Spread:
     rank: int
     shards: tuple[int, ...]
     own: bool
+    agreed: bool = False
     chunk: int = 0
 
     @classmethod
-    def of(cls, name: str, shards: Sequence[int], own: bool) -> Spread:
+    def of(cls, name: str, shards: Sequence[int], own: bool, agreed: bool) -> Spread:
         """The layout on this rank of the group with this name."""
-        return cls(name, process_group(name).rank(), tuple(shards), own)
+        return cls(name, process_group(name).rank(), tuple(shards), own, agreed)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -220,7 +222,8 @@ class Reduced:
 class Same:
     """Whether all ranks have the same numbers x (n,). The device knows at once, the host in `check`.
 
-    NaN equals every number. The host waits for the exchange alone, after it has launched what follows.
+    NaN equals every number. The host waits for the exchange alone, after it has launched what follows. It does not
+    wait, and raises no error, while a CUDA graph is captured, and where the ranks have `agreed`.
     """
 
     CLOSE = 1e-5  # relative tolerance: numbers that ranks compute separately may differ by rounding
@@ -228,9 +231,9 @@ class Same:
     def __init__(self, x: Tensor, spread: Spread) -> None:
         every = spread.all_gather(x[None])
         self._flag = (((every - x).abs() <= self.CLOSE * x.abs()) | every.isnan() | x.isnan() | (every == x)).all()
-        self._capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._waits = not spread.agreed and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
         self._seen = self._flag
-        if x.is_cuda and not self._capturing:
+        if x.is_cuda and self._waits:
             self._seen = torch.empty((), dtype=torch.bool, pin_memory=True)
             self._seen.copy_(self._flag, non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -239,13 +242,13 @@ class Same:
     def or_nothing(self, grad: Tensor) -> Tensor:
         """The gradient, or 0 if the numbers differ, so that nothing is added to any sum before `check` raises.
 
-        A CUDA graph cannot raise an error, so it gets NaN instead of 0.
+        Where `check` does not wait, NaN takes the place of 0.
         """
-        return torch.where(self._flag, grad, torch.nan if self._capturing else 0.0)
+        return torch.where(self._flag, grad, 0.0 if self._waits else torch.nan)
 
     def check(self, message: str) -> None:
-        """Raise a RuntimeError on every rank if the numbers differ; not while a CUDA graph is captured."""
-        if self._capturing:
+        """Raise a RuntimeError on every rank if the numbers differ, where the host waits."""
+        if not self._waits:
             return
         if self._seen is not self._flag:
             self._arrived.synchronize()
