@@ -33,12 +33,13 @@ from linrnn.bench.loss.rows import (
     slug,
     winners,
 )
-from linrnn.bench.loss.run import Entry, bootstrap_interval, record_times, report_set, run_benchmark
+from linrnn.bench.loss.run import Entry, record_times, report_set, run_benchmark
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.trained import TrainedTensors
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
+from linrnn.runs.intervals import interval_of_median
 from linrnn.study.notebook import bench_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,12 +235,14 @@ def test_the_product_covers_all_rows_in_blocks(monkeypatch):
     assert rows == [128, 72]
 
 
-def test_the_bootstrap_interval_holds_the_median_and_shrinks_with_the_rounds():
-    values = np.random.default_rng(0).normal(2.0, 0.1, size=400)
-    narrow, wide = bootstrap_interval(values, seed=0), bootstrap_interval(values[:10], seed=0)
-    assert narrow[0] < 2.0 < narrow[1]
+def test_the_interval_of_a_median_shrinks_with_the_rounds_and_of_ten_holds_the_truth_as_often_as_it_says():
+    draw = np.random.default_rng(0)
+    values = draw.normal(2.0, 0.1, size=400)
+    narrow, wide = interval_of_median(values, seed=0), interval_of_median(values[:10], seed=0)
     assert narrow[1] - narrow[0] < wide[1] - wide[0]
-    assert bootstrap_interval(np.full(5, 1.5), seed=0) == (1.5, 1.5)
+    assert interval_of_median(np.full(5, 1.5), seed=0) == (1.5, 1.5)
+    found = [interval_of_median(draw.normal(2.0, 0.1, size=10), seed=0) for _ in range(1000)]
+    assert 0.92 < np.mean([low <= 2.0 <= high for low, high in found]) < 0.96
 
 
 def test_crossovers_are_where_the_ratio_passes_one():
@@ -483,6 +486,12 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
             assert 0 < row.ratio_to_three_products_low <= row.ratio_to_three_products_high
             assert row.forward_ms > 0
             assert row.deterministic
+    timed = {(row.logits, row.label): row for row in rows if row.rounds}
+    for (logits, _), row in timed.items():  # the rounds that a row keeps give its ratio and its interval
+        ratios = np.array(row.rounds_ms) / np.array(timed[logits, "standard"].rounds_ms)
+        kept = row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high
+        assert kept == (np.median(ratios), *interval_of_median(ratios, config.seed))
+        assert row.backend == FLOOR or np.median(row.forward_rounds_ms) == row.forward_ms
     assert rows[2].ratio_to_compiled == 1
     assert "liger" in said[-1]
     (markdown,) = report_set(config)

@@ -44,12 +44,12 @@ from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
 from linrnn.runs.environment import describe_environment
+from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
 
 _MIB = 2**20
 _ROTATING_PROBLEMS = 4  # sets of inputs, used where one set would stay in the L2 cache
-_RESAMPLES = 2000
 _SAVE_EVERY = 10  # rounds
 
 
@@ -388,8 +388,9 @@ def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
 def record_times(
     entry: Entry, baseline: Entry | None, eager: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
 ) -> None:
-    """Medians and ratios of the rounds so far. Ratios are taken round by round."""
+    """Medians and ratios of the rounds so far, and the rounds' times. Ratios are taken round by round."""
     row = entry.row
+    row.forward_rounds_ms = list(entry.forward_ms)
     record_total(row, np.array(entry.forward_backward_ms), baseline, one_ms, three_ms, seed)
     row.forward_ms = float(np.median(entry.forward_ms))
     row.forward_ratio_to_product = float(np.median(np.array(entry.forward_ms) / one_ms))
@@ -406,7 +407,7 @@ def record_total(
     row: Row, total_ms: np.ndarray, baseline: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray, seed: int
 ) -> None:
     """The time of forward and backward pass, and its ratios with intervals. `three_ms` is empty without a floor."""
-    row.rounds = len(total_ms)
+    row.rounds, row.rounds_ms = len(total_ms), total_ms.tolist()
     quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
     row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
     row.ratio_to_product, row.ratio_to_product_low, row.ratio_to_product_high = _ratio(total_ms / one_ms, seed)
@@ -420,17 +421,10 @@ def record_total(
 
 def _ratio(ratios: np.ndarray, seed: int) -> tuple[float, float, float]:
     """Median and the ends of its interval."""
-    return float(np.median(ratios)), *bootstrap_interval(ratios, seed)
+    return float(np.median(ratios)), *interval_of_median(ratios, seed)
 
 
 def _record_clocks(row: Row, clocks: list[dict[str, float]]) -> None:
     if clocks:
         row.sm_mhz = float(np.median([reading["sm_mhz"] for reading in clocks]))
         row.watts = float(np.median([reading["watts"] for reading in clocks]))
-
-
-def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median."""
-    samples = np.random.default_rng(seed).choice(values, size=(_RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
-    return float(low), float(high)

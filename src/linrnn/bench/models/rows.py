@@ -1,7 +1,7 @@
 """Rows of the benchmark of models: a line of JSON each in rows.jsonl, beside the commands in runs.jsonl."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from linrnn.core.errors import DataError
@@ -38,6 +38,7 @@ class Row:
     loss_nats: float | None = None  # before the first step, with the weights that all losses begin with
     loss_err: float | None = None  # of loss_nats, relative to fp64 logits of the same hidden states
     gradient_norm: float | None = None  # of the first step, all parameters
+    rounds_ms: list[float] = field(default_factory=list)  # the step of every round; not in rows before 24 November 2026
 
     @property
     def problem(self) -> tuple[str, int, int, str, bool]:

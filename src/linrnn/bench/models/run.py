@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from linrnn.bench.loss import timing
 from linrnn.bench.loss.rows import append_run, slug
-from linrnn.bench.loss.run import bootstrap_interval
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.models.rows import Row, append_rows
 from linrnn.config.schema import BenchModelsConfig, LossConfig
@@ -29,6 +28,7 @@ from linrnn.core.errors import ConfigError, UnsupportedError, as_reason
 from linrnn.core.machine import GIB
 from linrnn.losses.hugging_face import build_published, model_loss
 from linrnn.runs.environment import describe_environment
+from linrnn.runs.intervals import interval_of_median
 from linrnn.training.runtime import resolve_device
 
 OWN = "standard"
@@ -212,9 +212,9 @@ class Bench:
 
 
 def _record_times(row: Row, ms: np.ndarray, own_ms: list[float] | None, seed: int) -> None:
-    row.rounds = len(ms)
+    row.rounds, row.rounds_ms = len(ms), ms.tolist()
     row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
     if own_ms is not None:
         ratios = ms / np.array(own_ms)
         row.ratio = float(np.median(ratios))
-        row.ratio_low, row.ratio_high = bootstrap_interval(ratios, seed)
+        row.ratio_low, row.ratio_high = interval_of_median(ratios, seed)
