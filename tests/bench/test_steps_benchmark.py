@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from linrnn.training.trainer import Trainer
 
 SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
 GLA = f"model=gla {SMALL}"
+COMMITTED = [path.parent for path in (Path(__file__).parents[2] / "results" / "bench_steps").glob("*/rows.jsonl")]
 GRAPH = "trainer.cuda_graph=true"
 MUON = f"model=transformer {SMALL} optimizer=muon trainer.activation_checkpointing=full"
 ROW = Row("model=gla size=1b3", "gla", "1b3", 10**9, 8, 2048, 2048, 128256, "bf16_autocast", "compiled", "a", 3)
@@ -266,6 +268,20 @@ def test_the_plot_names_every_loss_but_the_baseline(tmp_path: Path) -> None:
     assert texts[0] == "gla 1b3, 8 x 2,048 tokens, V = 128,256"
     assert texts[3] == f"{texts[0]}, float8=blocks"
     assert texts[1] == "2.0 ms, 11.0 GiB"
+
+
+@pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)
+def test_the_committed_page_and_its_intervals_are_what_the_kept_rounds_give(committed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / committed.name
+    shutil.copytree(committed, copy, ignore=shutil.ignore_patterns("steps.*"))
+    rows = read_rows(copy)
+    bases = {row.line: row for row in rows if row.loss == "compiled"}
+    for row in (row for row in rows if row.loss != "compiled" and row.status == "ok"):
+        found = ratio_of(row, bases[row.line])
+        assert found is not None
+        assert [row.ratio, row.ratio_low, row.ratio_high] == pytest.approx([found.value, found.low, found.high])
+    report.write_report(copy)
+    assert (copy / "steps.md").read_text() == (committed / "steps.md").read_text()
 
 
 def test_the_page_compares_with_eager_where_both_ran_in_one_process(tmp_path: Path) -> None:
