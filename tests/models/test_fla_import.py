@@ -14,6 +14,7 @@ compile = torch.compile
 gla = import_fla("fla.models.gla")
 assert torch.compile is compile
 print("fla.models.rwkv7" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+print([name for name in ("scipy", "torchao") if name in sys.modules])
 
 import fla
 from fla.modules.activations import sqrelu_fwd
@@ -34,6 +35,7 @@ def test_one_model_is_imported_and_the_others_when_they_are_named() -> None:
     assert "Enum subclass" not in done.stderr, "so warns torch 2.13 of torchao"
     assert done.stdout.splitlines() == [
         "False False",
+        "[]",
         "0.6.0 True",
         "sqrelu_fwd False",
         "[0.0, 9.0]",

@@ -5,13 +5,13 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pkgutil import extend_path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,15 +22,12 @@ PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` im
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of FLA without warnings about what the run does not use: FLA's on a GPU, torchao's on itself.
-
-    transformers, which FLA's models import, imports torchao wherever it is installed.
-    """
+    """Import a module of FLA without FLA's warnings on a machine without a GPU."""
     if "fla" not in sys.modules:
         _add_packages()
         if importlib.util.find_spec("triton") is not None:
             tuning.install()  # before FLA makes its autotuners
-    with warnings.catch_warnings(), _errors_alone("torchao", "torch.utils._pytree"), _compiling_later():
+    with warnings.catch_warnings(), _without_unused_packages(), _compiling_later():
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")
         return importlib.import_module(module)
@@ -77,16 +74,18 @@ def _add_packages() -> None:
 
 
 @contextlib.contextmanager
-def _errors_alone(*loggers: str) -> Iterator[None]:
-    """Within the context, these loggers pass on errors and no warnings."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
+def _without_unused_packages() -> Iterator[None]:
+    """Within the context, transformers imports as if scipy and torchao were not installed. Both together take a second.
+
+    FLA's models use neither. Only transformers' losses of object detection use scipy, and only its quantizer torchao.
+    Modules of transformers that are imported here refuse torchao as not installed from then on.
+    """
+    import transformers.utils
+
+    with contextlib.ExitStack() as patches:
+        for name in ("is_scipy_available", "is_torchao_available"):
+            patches.enter_context(patch.object(transformers.utils, name, lambda: False))
         yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
 
 
 @contextlib.contextmanager

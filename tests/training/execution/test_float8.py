@@ -1,5 +1,6 @@
 """`trainer.float8=blocks`: which layers multiply in float8, that the rest stays exact, and what is refused."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +118,12 @@ def test_other_gpus_precisions_and_a_missing_package_are_refused(small: Small, m
     with pytest.raises(UnsupportedError, match="torchao") as error:
         float8.check_float8(config, gpu, "bf16_autocast", 160)
     assert error.value.remedy == 'pip install "torchao>=0.17"'
+
+
+def test_only_torchao_s_lines_about_its_extensions_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("Failed to load _C.so: it was built for another torch", "another warning"):
+        logging.getLogger("torchao").warning(text)
+    assert caplog.messages == ["another warning"]
 
 
 def test_memory_is_unknown(small: Small) -> None:

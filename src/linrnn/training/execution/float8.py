@@ -5,6 +5,8 @@ weights are rounded to e4m3, gradients of results to e5m2. Parameters and the op
 torchao emulates the rounding.
 """
 
+import logging
+
 import torch
 from torch import nn
 
@@ -17,6 +19,8 @@ TORCHAO = "torchao>=0.17"
 CAPABILITY = (8, 9)  # the first GPUs with float8 products: Ada, then Hopper
 MULTIPLE = 16  # torch._scaled_mm takes matrices of such sizes only
 SMALLEST = 128  # inputs and outputs of a layer that is converted: a choice, not measured
+# torchao's own extensions, which linrnn does not call, each print a line where they do not load.
+logging.getLogger("torchao").addFilter(lambda record: not record.getMessage().startswith("Failed to load"))
 
 
 def check_float8(config: Config, device: torch.device, precision: str, tokens: int) -> None:
