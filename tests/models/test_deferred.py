@@ -6,11 +6,13 @@ import torch
 from linrnn.config import load_config
 from linrnn.models import BlankModel, build_model, cpu_ops
 from linrnn.models.architecture import resolve
+from linrnn.models.build import initialised
 from linrnn.models.deferred import WHOLE, Part, allocate
 from linrnn.models.deferred.tape import Tape, place_of
+from linrnn.models.layers.rwkv7 import FLAS_OWN
 
 
-@pytest.mark.parametrize("name", ["mamba2", "mesa_net", "rwkv6"])
+@pytest.mark.parametrize("name", ["mamba2", "mesa_net", "rwkv6", "rwkv7"])
 def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logarithms of random numbers, constants, rescaled and orthogonal matrices. These models have no CPU form."""
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
@@ -28,6 +30,25 @@ def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(name: str, monkey
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
             assert torch.equal(tensor, theirs[name]), name
+
+
+def test_rwkv7_s_vectors_are_fla_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["size.num_layers=3", "size.hidden_size=320", "model.options.head_dim=64"]
+    config = load_config(["model=fla", "model.config=rwkv7", *options])
+    arch = resolve(config.model, config.size, 64)
+
+    def weights() -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        return dict(initialised(arch).named_parameters())
+
+    ours = weights()
+    assert len(FLAS_OWN) == 2
+    for layer, own in FLAS_OWN.items():
+        monkeypatch.setattr(layer, "_initialize_weights", own)
+    theirs = weights()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
 
 
 def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
