@@ -89,14 +89,15 @@ def breakdowns() -> list[dict[str, Any]]:
 
 
 def bench_rows(device: str) -> list[Row]:
-    """Rows of the loss benchmark on `device` (a directory below results/bench_loss).
+    """Rows of the loss benchmark on `device` (a directory below results/bench_loss): of the set `shapes`, or else all.
 
     Without such rows: those of another device that has some, a GPU before a CPU.
     """
     devices = [path for path in (results_dir() / "bench_loss").glob("*") if path.is_dir()]
     for path in sorted(devices, key=lambda path: (path.name != device, path.name == "cpu", path.name)):
         if rows := [row for file in sorted(path.glob("*.json")) for row in read_rows(file)]:
-            rows = list(rows_for("shapes", rows).values())
+            rows = [row for row in rows if row.set == "shapes"] or rows
+            rows = sorted(rows_for("shapes", rows).values(), key=lambda row: row.problem)
             print(f"{len(rows)} rows of {path.relative_to(results_dir())}")
             return rows
     print("open: no loss benchmark; python scripts/bench_loss.py makes one")
