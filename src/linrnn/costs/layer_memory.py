@@ -29,6 +29,11 @@ class LayerMemory:
     mlp_backward: int
     mixer_backward: int
 
+    @property
+    def saved(self) -> int:
+        """All that the layer saves for its backward pass."""
+        return self.mixer + self.mlp + 2 * self.norm
+
 
 def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool) -> LayerMemory | None:
     """Memory of one layer; None for a model without formulas.

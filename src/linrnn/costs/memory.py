@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.communication import ID, gathered_bytes
-from linrnn.costs.layer_memory import layer_memory
+from linrnn.costs.layer_memory import LayerMemory, layer_memory
 from linrnn.costs.optimizer import layer_matrices, optimizer_state, update_memory
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
@@ -167,108 +167,109 @@ def memory_estimate(
         shard_ranks: number of ranks that share one model (FSDP2). The estimate is one rank's memory.
         by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
         blocks_together, keep_gathered: as in :class:`linrnn.config.schema.FsdpConfig`.
-
-    The function is long because it is one account: what a step holds at any moment depends on nearly all terms.
     """
-    tokens = batch_size * seq_len
-    kept = BF16 if precision == "bf16" else FP32
-    compute = FP32 if precision == "fp32" else BF16
-    autocast = precision == "bf16_autocast"
-    checkpointed = activation_checkpointing != "none"
-    sharded = shard_ranks > 1
-    by_vocabulary = by_vocabulary and sharded
-    d, layers, tied = arch.hidden_size, arch.num_layers, arch.tie_embeddings
-
-    parameters, _, state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer).values()
-    earlier_gradients = parameters if accumulation_steps > 1 else 0
-    layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
-    weights = _weights(arch, precision, compute, shard_ranks, by_vocabulary)
-    together = min(blocks_together, layers)
-    rows = -(-arch.vocab_size // shard_ranks) if by_vocabulary else arch.vocab_size
-    loss_tokens = shard_ranks * tokens if by_vocabulary else tokens
-    of_loss = loss_memory(loss, loss_tokens, d, rows, compute)
+    step = _Step(
+        arch=arch,
+        tokens=batch_size * seq_len,
+        precision=precision,
+        checkpointing=activation_checkpointing,
+        earlier=accumulation_steps > 1,
+        ranks=shard_ranks,
+        by_vocabulary=by_vocabulary and shard_ranks > 1,
+        blocks_together=min(blocks_together, arch.num_layers),
+        keep_gathered=keep_gathered,
+    )
+    layer = layer_memory(arch, seq_len, compute=step.compute, kept=step.kept, autocast=step.autocast)
+    weights = _weights(step)
+    of_loss = loss_memory(loss, step.loss_tokens, arch.hidden_size, step.rows, step.compute)
     if layer is None or weights is None or of_loss is None:
         return None
-    # One group of blocks is gathered while another is computed, unless all stay gathered.
-    gathered = 0 if keep_gathered else min(2 * together, max(layers, 2)) * weights.gathered
-    staying = weights.gathered if keep_gathered else 0
-    copies = (0 if checkpointed else layers * weights.block) + layers * staying
+    saved = _activations(step, layer, weights)
+    inputs, forward, backward = _loss_layer(step, weights, of_loss, FORMULAS_OF_LOSSES[loss.name].freed)
+    matrix = _matrix_gradient(step)
+    of_block = _block_backward(step, layer, weights)
+    parameters, _, state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer).values()
 
-    block_saves = tokens * (layer.mixer + layer.mlp + 2 * layer.norm)
-    block_input = tokens * kept * d  # saved by the block's first norm
-    final_norm = tokens * layer.norm
-    batch = 2 * ID * tokens
-    if checkpointed:
-        recomputed = block_saves - block_input + weights.block
-        kept_products = (0, 0)
-        if activation_checkpointing == "selective":
-            kept_products = _linear_results(arch, tokens * compute)
-            recomputed -= sum(kept_products)  # the block uses its own
-        mixer, mlp = (layers * size for size in kept_products)
-        saved = {"mixer": mixer, "mlp": mlp, "residual": layers * block_input + final_norm + batch}
-    else:
-        recomputed = 0
-        saved = {
-            "mixer": layers * tokens * layer.mixer,
-            "mlp": layers * tokens * layer.mlp,
-            "residual": layers * tokens * 2 * layer.norm + final_norm + batch,
-        }
-    # The MLP's backward pass holds the gradient of one projection, and its copy if that was just recomputed. During the
-    # mixer's backward pass the gradients of all three projections exist, and the copies of two are freed.
-    projection = d * arch.intermediate_size
-    mlp_weights = compute * projection * (2 if checkpointed and weights.block else 1)
-    mlp_gradients = 0 if earlier_gradients else 3 * kept * projection // shard_ranks
-    mlp_copies = 2 * compute * projection if weights.block else 0
-    block_backward = gathered + max(
-        tokens * layer.mlp_backward + mlp_weights,
-        tokens * layer.mixer_backward + mlp_gradients - mlp_copies,
-    )
-
-    loss_forward, loss_backward = of_loss
-    hidden = tokens * d * compute
-    loss_inputs = hidden + weights.head
-    # Only the loss holds its inputs. The compiled loss frees the hidden states before it computes their gradient. Two
-    # losses (liger, fla) hold only gradients by then.
-    loss_backward -= {"nothing": 0, "hidden": hidden, "inputs": loss_inputs}[FORMULAS_OF_LOSSES[loss.name].freed]
-    if by_vocabulary:  # the gathered hidden states; their gradient in fp32 before it is scattered
-        gathered_hidden = loss_tokens * d * compute
-        loss_forward += gathered_hidden
-        loss_backward += gathered_hidden + loss_tokens * d * (FP32 - compute)
-
-    # The gradient of embedding or head. With FSDP it is whole and in fp32 until it is scattered.
-    whole = sharded and not by_vocabulary
-    matrix_gradient = (FP32 if whole else kept) * rows * d
-    matrix_kept = kept * arch.embedding_parameters // shard_ranks
-    added_at_once = bool(earlier_gradients) and not sharded  # to the gradient of earlier micro-steps
-    # The head's gradient waits here; if tied, until the embedding's is added to it.
-    waiting = 0 if added_at_once and not tied else matrix_kept
-    new_gradients = 1 if sharded else int(tied) + int(added_at_once)
-
+    # What is allocated at each moment. When the loss begins, all blocks are saved.
     always = parameters + state + WORKSPACES
-    held = always + earlier_gradients + copies + sum(saved.values())
-    last_block = held - final_norm + waiting + recomputed
+    held = always + (parameters if step.earlier else 0) + weights.copies + saved.mixer + saved.mlp + saved.residual
     # In the first block all gradients exist but its own and an untied embedding's.
-    to_come = kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + (0 if tied else matrix_kept)
-    gradients = parameters + waiting if earlier_gradients else parameters - to_come
-    first_block = always + gradients + batch + block_saves + weights.block + together * staying
+    to_come = step.kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + matrix.to_come
+    gradients = parameters + (matrix.waiting if step.earlier else -to_come)
+    last_block = held - step.tokens * layer.norm + matrix.waiting + saved.recomputed  # without the final norm's
+    first_block = always + gradients + step.batch + step.tokens * layer.saved + weights.of_first_block
     return MemoryEstimate(
         parameters=parameters,
         gradients=parameters,
         optimizer=state,
         workspaces=WORKSPACES,
-        weight_copies=copies,
-        **saved,
-        loss_inputs=loss_inputs,
-        recomputed_block=recomputed,
-        block_backward=block_backward,
-        loss_forward=loss_forward,
-        loss_backward=loss_backward,
-        at_loss=held + loss_inputs + max(loss_forward, loss_backward),
-        at_head=held + compute * (tokens + rows) * d + (matrix_gradient if compute < kept or whole else 0),
-        at_blocks=max(last_block, first_block) + block_backward,
-        at_embedding=always + parameters + batch + loss_tokens * kept * d + new_gradients * matrix_gradient,
-        at_update=always + parameters + update_memory(arch, optimizer, kept),
+        weight_copies=weights.copies,
+        mixer=saved.mixer,
+        mlp=saved.mlp,
+        residual=saved.residual,
+        loss_inputs=inputs,
+        recomputed_block=saved.recomputed,
+        block_backward=of_block,
+        loss_forward=forward,
+        loss_backward=backward,
+        at_loss=held + inputs + max(forward, backward),
+        at_head=held + step.compute * (step.tokens + step.rows) * arch.hidden_size + matrix.cast,
+        at_blocks=max(last_block, first_block) + of_block,
+        at_embedding=always + parameters + step.batch + step.loss_tokens * step.kept * arch.hidden_size + matrix.at_end,
+        at_update=always + parameters + update_memory(arch, optimizer, step.kept),
     )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step on one rank, as `memory_estimate` is asked for it.
+
+    Attributes:
+        tokens: of one micro-step.
+        earlier: whether gradients of earlier micro-steps exist.
+        by_vocabulary: only with several ranks.
+        blocks_together: at most all.
+    """
+
+    arch: Architecture
+    tokens: int
+    precision: str
+    checkpointing: str
+    earlier: bool
+    ranks: int
+    by_vocabulary: bool
+    blocks_together: int
+    keep_gathered: bool
+
+    @property
+    def autocast(self) -> bool:
+        """Whether fp32 parameters are cast for products."""
+        return self.precision == "bf16_autocast"
+
+    @property
+    def kept(self) -> int:
+        """Bytes of an element of parameters and the residual stream."""
+        return BF16 if self.precision == "bf16" else FP32
+
+    @property
+    def compute(self) -> int:
+        """Bytes of an element in products."""
+        return FP32 if self.precision == "fp32" else BF16
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding, and of the head, that this rank computes with."""
+        return -(-self.arch.vocab_size // self.ranks) if self.by_vocabulary else self.arch.vocab_size
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens in this rank's loss layer."""
+        return self.ranks * self.tokens if self.by_vocabulary else self.tokens
+
+    @property
+    def batch(self) -> int:
+        """Bytes of ids and labels."""
+        return 2 * ID * self.tokens
 
 
 @dataclass(frozen=True)
@@ -277,32 +278,65 @@ class _Weights:
 
     Attributes:
         block: copies of one block's weights in the compute dtype, held until its backward pass is over.
-        gathered: one block that FSDP has gathered.
+        copies: of all blocks, when the loss begins: such copies, and gathered blocks that stay.
+        gathered: blocks that FSDP gathers for a while. One group is gathered while another is computed.
+        of_first_block: copies and gathered blocks in the first block's backward pass.
         head: the head as the loss takes it, if that is not the parameter.
     """
 
     block: int
+    copies: int
     gathered: int
+    of_first_block: int
     head: int
 
 
-def _weights(
-    arch: Architecture, precision: str, compute: int, shard_ranks: int, by_vocabulary: bool
-) -> _Weights | None:
-    autocast = precision == "bf16_autocast"
+def _weights(step: _Step) -> _Weights | None:
+    arch, layers = step.arch, step.arch.num_layers
     # Two of the MLP's three projections have copies: the backward pass makes the last one's again.
     copied = arch.mixer_parameters + 2 * arch.hidden_size * arch.intermediate_size
-    block = compute * copied if autocast else 0
-    head = compute * arch.embedding_parameters
-    if shard_ranks == 1:
-        return _Weights(block, 0, head if autocast else 0)
-    # If blocks are gathered in fp32, autocast's copies stay.
-    if (dtype := gathered_bytes(arch.model, precision)) is None:
-        return None
-    gathered = dtype * (arch.mixer_parameters + arch.mlp_parameters)
-    if by_vocabulary:
-        head = head // shard_ranks if autocast else 0
-    return _Weights(block if dtype == FP32 else 0, gathered, head)
+    block = step.compute * copied if step.autocast else 0
+    head = step.compute * arch.embedding_parameters
+    gathered = 0  # one block
+    if step.ranks == 1 or step.by_vocabulary:
+        head = head // step.ranks if step.autocast else 0
+    if step.ranks > 1:
+        if (dtype := gathered_bytes(arch.model, step.precision)) is None:
+            return None
+        gathered = dtype * (arch.mixer_parameters + arch.mlp_parameters)
+        block = block if dtype == FP32 else 0  # if blocks are gathered in fp32, autocast's copies stay
+    staying = gathered if step.keep_gathered else 0
+    return _Weights(
+        block=block,
+        copies=layers * ((block if step.checkpointing == "none" else 0) + staying),
+        gathered=0 if step.keep_gathered else min(2 * step.blocks_together, max(layers, 2)) * gathered,
+        of_first_block=block + step.blocks_together * staying,
+        head=head,
+    )
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """Bytes of activations, by the names of `MemoryEstimate`; `recomputed` is its `recomputed_block`."""
+
+    mixer: int
+    mlp: int
+    residual: int
+    recomputed: int
+
+
+def _activations(step: _Step, layer: LayerMemory, weights: _Weights) -> _Activations:
+    tokens, layers = step.tokens, step.arch.num_layers
+    beside_blocks = tokens * layer.norm + step.batch  # the final norm's
+    if step.checkpointing == "none":
+        residual = layers * tokens * 2 * layer.norm + beside_blocks
+        return _Activations(layers * tokens * layer.mixer, layers * tokens * layer.mlp, residual, recomputed=0)
+    mixer, mlp = (0, 0)
+    if step.checkpointing == "selective":
+        mixer, mlp = _linear_results(step.arch, tokens * step.compute)
+    block_input = tokens * step.kept * step.arch.hidden_size  # saved by the block's first norm
+    recomputed = tokens * layer.saved + weights.block - block_input - mixer - mlp
+    return _Activations(layers * mixer, layers * mlp, layers * block_input + beside_blocks, recomputed)
 
 
 def _linear_results(arch: Architecture, each: int) -> tuple[int, int]:
@@ -311,3 +345,66 @@ def _linear_results(arch: Architecture, each: int) -> tuple[int, int]:
     assert flops is not None  # a model with formulas of its memory has those of its FLOPs
     mixer = sum(outputs for _, outputs in flops.projections(arch))
     return each * mixer, each * (2 * arch.intermediate_size + arch.hidden_size)
+
+
+def _block_backward(step: _Step, layer: LayerMemory, weights: _Weights) -> int:
+    """Bytes of one block's backward pass beyond its saved activations, with the gathered blocks."""
+    projection = step.arch.hidden_size * step.arch.intermediate_size
+    # The MLP's backward pass holds the gradient of one projection, and its copy if that was just recomputed.
+    copies = 2 if step.checkpointing != "none" and weights.block else 1
+    mlp = step.tokens * layer.mlp_backward + copies * step.compute * projection
+    # During the mixer's the gradients of all three projections exist, and the copies of two are freed.
+    gradients = 0 if step.earlier else 3 * step.kept * projection // step.ranks
+    freed = 2 * step.compute * projection if weights.block else 0
+    mixer = step.tokens * layer.mixer_backward + gradients - freed
+    return weights.gathered + max(mlp, mixer)
+
+
+def _loss_layer(step: _Step, weights: _Weights, of_loss: Bytes, freed: str) -> tuple[int, int, int]:
+    """Bytes of the loss's inputs, and of what its forward and its backward pass hold in addition.
+
+    Only the loss holds its inputs. The compiled loss frees the hidden states before it computes their gradient. Two
+    losses (liger, fla) hold only gradients by then.
+    """
+    forward, backward = of_loss
+    d = step.arch.hidden_size
+    hidden = step.tokens * d * step.compute
+    inputs = hidden + weights.head
+    backward -= {"nothing": 0, "hidden": hidden, "inputs": inputs}[freed]
+    if step.by_vocabulary:  # the gathered hidden states; their gradient in fp32 before it is scattered
+        gathered = step.loss_tokens * d * step.compute
+        forward += gathered
+        backward += gathered + step.loss_tokens * d * (FP32 - step.compute)
+    return inputs, forward, backward
+
+
+@dataclass(frozen=True)
+class _MatrixGradient:
+    """Bytes of gradients of embedding and head.
+
+    Attributes:
+        cast: the head's, while it is cast to the parameter's dtype.
+        waiting: the head's, during the blocks' backward pass.
+        to_come: an untied embedding's, as it is kept.
+        at_end: those that exist beside the kept ones in the embedding's backward pass.
+    """
+
+    cast: int
+    waiting: int
+    to_come: int
+    at_end: int
+
+
+def _matrix_gradient(step: _Step) -> _MatrixGradient:
+    arch, sharded, tied = step.arch, step.ranks > 1, step.arch.tie_embeddings
+    # With FSDP the gradient is whole and in fp32 until it is scattered.
+    whole = sharded and not step.by_vocabulary
+    one = (FP32 if whole else step.kept) * step.rows * arch.hidden_size
+    kept = step.kept * arch.embedding_parameters // step.ranks
+    added_at_once = step.earlier and not sharded  # to the gradient of earlier micro-steps
+    return _MatrixGradient(
+        cast=one if step.compute < step.kept or whole else 0,
+        waiting=0 if added_at_once and not tied else kept,  # if tied, until the embedding's is added to it
+        to_come=0 if tied else kept,
+        at_end=one * (1 if sharded else int(tied) + int(added_at_once)),
+    )
