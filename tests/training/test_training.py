@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,18 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
 
 
-def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small) -> None:
+def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(small())
     summary = run.directory.read_summary()
     assert summary is not None
-    for starter, shown in (("python", ""), ("torchrun --nproc-per-node=2", "torchrun --nproc-per-node=2 ")):
-        command = f"{starter} train.py data=text 'data.path=a b' loss=cce_kahan loss.accumulate=fp32 run_name=x seed=1"
-        lines = final_lines(run.config, run.directory.path, {**summary, "command": command})
+    typed = ["data.path=a b", "loss=cce_kahan", "loss.accumulate=fp32", "run_name=x", "seed=1", "results_dir=/tmp/a"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *typed])
+    for processes, starter in ((None, ""), ("2", "torchrun --nproc-per-node=2 ")):
+        if processes:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        lines = final_lines(run.config, run.directory.path, summary)
         [line] = [line for line in lines if "another loss" in line]
-        assert f"{shown}train.py data=text 'data.path=a b' seed=1 loss=standard  # another loss" in line
+        assert f"{starter}train.py 'data.path=a b' seed=1 results_dir=/tmp/a loss=standard  # another loss" in line
     assert any("evaluate.py" in line for line in lines)
     without = load_config(small("trainer.checkpoint_every=0"))
     shown = final_lines(without, run.directory.path, {**summary})

@@ -54,18 +54,27 @@ CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
 
 def command_line() -> str:
-    """The command of this process, or of torchrun if torchrun started this process.
+    """The command of this process, or of torchrun if torchrun started this process, as runs and reports record it.
 
     Reports are committed, and a path of one machine helps nobody elsewhere. Paths inside the repository are therefore
     relative to it, and a results directory outside is called `results`.
     """
-    starter = ["python"]
-    if processes := os.environ.get("LOCAL_WORLD_SIZE"):
-        machines = os.environ.get("GROUP_WORLD_SIZE", "1")
-        starter = ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
     script = Path(sys.argv[0]).resolve()
     here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else sys.argv[0]
-    return shlex.join([*starter, here, *_without_machine_paths(sys.argv[1:])])
+    return shlex.join([*_starter(), here, *_without_machine_paths(sys.argv[1:])])
+
+
+def typed_command() -> str:
+    """The same command as it was typed, with the paths of this machine: for the user to type again."""
+    return shlex.join([*_starter(), *sys.argv])
+
+
+def _starter() -> list[str]:
+    """Python, or torchrun with its processes."""
+    if not (processes := os.environ.get("LOCAL_WORLD_SIZE")):
+        return ["python"]
+    machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+    return ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
 
 
 def _without_machine_paths(arguments: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import horizon
 from linrnn.core.dates import utc_now
 from linrnn.runs.directory import LOG, METRICS, SUMMARY
+from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides
 
 GIB = 2**30
@@ -218,17 +219,17 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
         lines += [
             "next:",
-            f"  {_with_loss(_train_command(summary['command'], config), other, python)}  # another loss",
+            f"  {_with_loss(_train_command(config), other, python)}  # another loss",
             *([f"  {evaluate}"] if checkpoints else []),
             f"  {python} scripts/doctor.py    # what runs on this machine",
         ]
     return lines
 
 
-def _train_command(command: str, config: Config) -> str:
+def _train_command(config: Config) -> str:
     """The command that makes this run: the process's own, or a train.py command if Python called the Trainer."""
-    if "train.py" in shlex.split(command):
-        return command
+    if Path(sys.argv[0]).name == "train.py":
+        return typed_command()
     return shlex.join(["python", "train.py", *overrides_of(config)])
 
 
