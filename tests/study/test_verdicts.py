@@ -15,6 +15,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.mixtures import read_origin
+from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import criteria, curves, plots, verdicts
 from linrnn.study.criteria import Verdict
 from linrnn.study.hypotheses import branches
@@ -806,11 +807,13 @@ def test_committed_runs_read_back_with_thinned_curves(tmp_path: Path) -> None:
     first, second = read_committed(tmp_path)
     assert first.summary == long.summary
     assert first.thinned
-    assert len(first.losses) <= CURVE_POINTS + curves.LAST
+    assert len(first.losses) <= CURVE_POINTS + MEAN_OF_LAST
     assert first.losses[-1] == (2403, 1.0)
     assert second.losses[-1] == (960, pytest.approx(1 / 960, rel=1e-5))
     steps = {step for step, _ in first.losses} & {step for step, _ in second.losses}
-    assert len([step for step in steps if step <= 960 - curves.LAST]) == 304, "curves of any length keep the same steps"
+    assert len([step for step in steps if step <= 960 - MEAN_OF_LAST]) == 304, (
+        "curves of any length keep the same steps"
+    )
     assert curves.mean_of_last(second.losses) == pytest.approx(curves.mean_of_last(killed.losses), rel=1e-5)
     with pytest.raises(DataError, match=r"scripts/report\.py"):
         read_committed(tmp_path / "nowhere")

@@ -7,8 +7,9 @@ from itertools import pairwise
 from math import fsum
 from statistics import fmean
 
+from linrnn.runs.summary import MEAN_OF_LAST
+
 SMOOTHED_STEPS = 20
-LAST = 50  # average over this many last steps of a curve, as train_loss_nats does
 Curve = Sequence[tuple[int, float]]  # (step, value) of every logged step, oldest first
 
 
@@ -20,7 +21,7 @@ class Comparison:
         steps: number of logged steps that both have.
         every: largest distance between two such steps.
         largest: the largest difference of means over SMOOTHED_STEPS steps, nats; None if there is no such mean.
-        last: mean difference over the LAST common steps, nats.
+        last: mean difference over the MEAN_OF_LAST common steps, nats.
     """
 
     steps: int
@@ -58,18 +59,18 @@ def smoothed(curve: Curve) -> list[tuple[int, float]]:
 
 
 def mean_of_last(curve: Curve) -> float | None:
-    """Mean of the values logged in the last LAST steps."""
-    return fmean(value for step, value in curve if step > curve[-1][0] - LAST) if curve else None
+    """Mean of the values logged in the last MEAN_OF_LAST steps."""
+    return fmean(value for step, value in curve if step > curve[-1][0] - MEAN_OF_LAST) if curve else None
 
 
 def thinned(curve: Curve, every: int) -> list[tuple[int, float]]:
-    """Every n-th point and all points of the last LAST steps, with six digits.
+    """Every n-th point and all points of the last MEAN_OF_LAST steps, with six digits.
 
     Counting starts at the first point, so runs that ended at different steps keep the same points. The mean of the last
     steps stays what it was.
     """
     end = curve[-1][0] if curve else 0
-    kept = [(step, value) for n, (step, value) in enumerate(curve) if n % every == 0 or step > end - LAST]
+    kept = [(step, value) for n, (step, value) in enumerate(curve) if n % every == 0 or step > end - MEAN_OF_LAST]
     return [(step, float(f"{value:.6g}")) for step, value in kept]
 
 

@@ -15,10 +15,10 @@ from linrnn.core.tables import Table
 from linrnn.study.plots import loss_curves
 from linrnn.study.results import (
     BREAKDOWNS,
-    COMMITTED,
     MAX_BATCHES,
     Run,
     check_origin,
+    committed_report,
     read_breakdowns,
     read_committed,
     read_committed_lists,
@@ -29,7 +29,6 @@ from linrnn.study.results import (
 if TYPE_CHECKING:
     import pandas
 
-REPORTS = ("summaries", "superseded")  # directories of committed groups, below the results
 RESULTS = "LINRNN_RESULTS"  # environment variable for another results directory than the repository's
 
 
@@ -50,8 +49,8 @@ def load(*groups: str) -> list[Run]:
         except DataError:
             continue
         return _loaded(runs, results_dir() / group)
-    for directory in (results_dir() / kind / group for group in groups for kind in REPORTS):
-        if (directory / COMMITTED).exists():
+    for group in groups:
+        if directory := committed_report(results_dir(), group):
             return _loaded(read_committed(directory), directory)
     sweep = (CONFIG_DIR / "sweep" / f"{groups[0]}.yaml").exists()
     how = f"python scripts/sweep.py sweep={groups[0]} makes them" if sweep else "the files in configs/sweep say how"

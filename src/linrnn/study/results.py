@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.core.json_files import read_json, read_object
+from linrnn.core.machine import GIB
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.mixtures import differing, read_origin
@@ -149,15 +150,20 @@ def find_group(results: Path, name: str) -> Group:
     """
     if any((results / name).glob(f"*/{SUMMARY}")):
         return Group(read_runs(results / name), results / name, committed=False)
-    for directory in (results / folder / name for folder in REPORTS):
-        if (directory / COMMITTED).exists():
-            return Group(read_committed(directory), directory, committed=True)
+    if directory := committed_report(results, name):
+        return Group(read_committed(directory), directory, committed=True)
     here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
     reports = sorted(path.parent.name for folder in REPORTS for path in results.glob(f"{folder}/*/{COMMITTED}"))
     raise DataError(
         f"{results} holds no run and no committed report of group={name}",
         f"name another group. With runs: {', '.join(here) or 'none'}. Committed: {', '.join(reports) or 'none'}",
     )
+
+
+def committed_report(results: Path, name: str) -> Path | None:
+    """The directory of a group's committed report; None if there is none."""
+    directories = (results / folder / name for folder in REPORTS)
+    return next((directory for directory in directories if (directory / COMMITTED).exists()), None)
 
 
 def read_runs(group: Path) -> list[Run]:
@@ -344,16 +350,22 @@ def loss_time_share(run: Run) -> float | None:
     return sum(times.values()) / step if times and step else None
 
 
+def loss_layer_share(run: Run) -> float | None:
+    """The most that the loss layer's passes add, including gradients, as a share of the peak; None on a CPU."""
+    memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
+    sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
+    return max(sizes) / peak if sizes and peak else None
+
+
 def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
     """One row per run: summary, `backend`, GPU, commit, memory in GiB, and the loss layer's shares of peak and step."""
     import pandas
 
-    gib, nested = 2**30, ("memory_bytes", "loss_options", "loss_layer_ms")
+    nested = ("memory_bytes", "loss_options", "loss_layer_ms")
     rows = []
     for run, backend in zip(runs, backend_names([run.summary for run in runs]), strict=True):
         memory = run.summary.get("memory_bytes") or {}
         peak = run.summary["peak_memory_bytes"]
-        loss = max((memory[key] for key in ("loss_forward", "loss_backward") if key in memory), default=None)
         gpus = run.environment.get("gpus") or []
         rows.append(
             {
@@ -362,9 +374,9 @@ def frame(runs: Sequence[Run]) -> "pandas.DataFrame":
                 "mixture": ", ".join(run.mixture),
                 "gpu": gpus[0]["name"] if gpus else None,
                 "commit": (run.environment.get("git") or {}).get("commit"),
-                "peak_memory_gib": None if peak is None else peak / gib,
-                **{f"{name}_gib": size / gib for name, size in memory.items()},
-                "loss_layer_share": loss / peak if loss is not None and peak else None,
+                "peak_memory_gib": None if peak is None else peak / GIB,
+                **{f"{name}_gib": size / GIB for name, size in memory.items()},
+                "loss_layer_share": loss_layer_share(run),
                 **{f"loss_{name}_ms": time for name, time in (run.summary.get("loss_layer_ms") or {}).items()},
                 "loss_layer_time_share": loss_time_share(run),
             }

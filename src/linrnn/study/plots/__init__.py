@@ -19,7 +19,6 @@ from linrnn.study.plots.select import (
     baseline_of,
     clock_of,
     crossover_lines,
-    loss_layer_share,
     speeds_rank,
     varies,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "largest_batches",
     "length_scaling",
     "loss_curves",
-    "loss_layer_share",
     "loss_rows",
     "loss_share",
     "loss_time",

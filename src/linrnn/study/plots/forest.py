@@ -12,8 +12,7 @@ from linrnn.models.facts import model_in_words
 from linrnn.runs.intervals import WITHIN
 from linrnn.study.criteria import BATCH, CURVES, MEMORY, MVE_LOSS, SPEED, UNDECIDED, Criterion, Verdict
 from linrnn.study.older_rows import checkpointing_of
-from linrnn.study.plots.select import loss_layer_share
-from linrnn.study.results import Run
+from linrnn.study.results import Run, loss_layer_share
 from linrnn.study.step_speed import HOST, StepSpeed
 from linrnn.study.verdicts import BASELINES, CONTROL
 

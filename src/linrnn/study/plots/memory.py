@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+from linrnn.core.machine import GIB
 from linrnn.core.plot_style import LOSSES, OTHER, in_words, legend_below, loss_of, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import heading, measured, named
 from linrnn.study.results import Run, backend_names
 
-GIB = 2**30
 IN_WORDS = {
     "none": "without checkpointing",
     "selective": "with selective activation checkpointing",
@@ -35,14 +35,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
         s = run.summary
         firsts.setdefault((s["model"], checkpointing_of(s), name, s["batch_size"]), run)
     several = len({batch for *_, batch in firsts}) > 1
-    order = list(LOSSES)
-
-    def place_of(key: tuple[str, str, str, int]) -> tuple[Any, ...]:
-        model, checkpointing, name, batch = key
-        loss = loss_of(name)
-        return model, checkpointing != "none", batch, order.index(loss) if loss in order else len(order)
-
-    entries = sorted(firsts.items(), key=lambda entry: place_of(entry[0]))
+    entries = sorted(firsts.items(), key=lambda entry: _place(*entry[0]))
     groups = list(dict.fromkeys(key[:2] for key, _ in entries))
     figure, axes = subplots(1, 1, figsize=(9, 1.5 + 0.3 * len(entries) + 0.42 * len(groups)))
     bars: dict[str, Any] = {}
@@ -55,15 +48,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
             place += 0.9 if ticks else 0.0
             words = IN_WORDS[checkpointing]
             axes.text(0, place - 0.55, f"{heading([run])}, {words}", fontsize=9, fontweight="bold", va="bottom")
-        left = 0.0
-        for kind, size in _held(run).items():
-            bars[kind] = axes.barh(place, size / GIB, left=left, color=PARTS[kind], height=0.72)
-            left += size / GIB
-        if peak := run.summary["peak_memory_bytes"]:
-            [bars["peak of the step"]] = axes.plot(
-                [peak / GIB] * 2, [place - 0.42, place + 0.42], color="black", linewidth=2, solid_capstyle="butt"
-            )
-            axes.text(max(peak / GIB, left), place, f"  {_gib(peak)}", va="center", fontsize=8.5)
+        bars |= _bar(axes, place, run)
         ticks.append(place)
         labels.append(in_words(name) + (f", {batch} sequences" if several else ""))
         place += 1.0
@@ -75,6 +60,26 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
     figure.suptitle(title)
     legend_below(figure, bars)
     return figure
+
+
+def _place(model: str, checkpointing: str, name: str, batch: int) -> tuple[Any, ...]:
+    """What bars are sorted by."""
+    order, loss = list(LOSSES), loss_of(name)
+    return model, checkpointing != "none", batch, order.index(loss) if loss in order else len(order)
+
+
+def _bar(axes: Any, place: float, run: Run) -> dict[str, Any]:
+    """Draw the bar of a run and its peak; returns what the legend shows."""
+    drawn, left = {}, 0.0
+    for kind, size in _held(run).items():
+        drawn[kind] = axes.barh(place, size / GIB, left=left, color=PARTS[kind], height=0.72)
+        left += size / GIB
+    if peak := run.summary["peak_memory_bytes"]:
+        ends = [place - 0.42, place + 0.42]
+        [line] = axes.plot([peak / GIB] * 2, ends, color="black", linewidth=2, solid_capstyle="butt")
+        drawn["peak of the step"] = line
+        axes.text(max(peak / GIB, left), place, f"  {_gib(peak)}", va="center", fontsize=8.5)
+    return drawn
 
 
 def _held(run: Run) -> dict[str, float]:

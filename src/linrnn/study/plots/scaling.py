@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from linrnn.core.machine import GIB
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, subplots
 from linrnn.runs.intervals import estimate
 from linrnn.study.older_rows import checkpointing_of
-from linrnn.study.plots.select import baseline_of, clock_of, family, heading, loss_layer_share, measured, named
-from linrnn.study.results import Run, loss_time_share
+from linrnn.study.plots.select import baseline_of, clock_of, family, heading, measured, named
+from linrnn.study.results import Run, loss_layer_share, loss_time_share
 
-GIB = 2**30
 AXES = {"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}
 CROWDED = 1.3  # two ticks of a logarithmic axis with a smaller ratio would overlap
 
@@ -152,15 +152,7 @@ def _panels(
             several |= any(len(seeds) > 1 for seeds in by_setting.values())
         if level is not None:
             axes.axhline(level, color=GREY, linewidth=0.8, zorder=1)
-        if along is not None:
-            axes.set_xscale("log", base=2)
-            ticks = _apart(sorted({x(run.summary) for run, _ in own}))
-            axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-            axes.minorticks_off()
-        else:
-            axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
-            axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
-            axes.ticklabel_format(axis="x", useOffset=False)
+        _ticks(axes, sorted({x(run.summary) for run, _ in own}) if along else ())
         if y is not None:
             axes.ticklabel_format(axis="y", useOffset=False)
         axes.set_title(_heading(panel, [run for run, _ in own if _panel(run) == panel]))
@@ -174,6 +166,19 @@ def _panels(
     figure.suptitle(title)
     legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds." if several else "")
     return figure
+
+
+def _ticks(axes: Any, values: Sequence[float]) -> None:
+    """Set the horizontal axis: logarithmic with ticks at `values`, or linear from zero without any."""
+    if values:
+        axes.set_xscale("log", base=2)
+        ticks = _apart(values)
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+        axes.minorticks_off()
+    else:
+        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
+        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
+        axes.ticklabel_format(axis="x", useOffset=False)
 
 
 def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Any) -> Any:

@@ -49,13 +49,6 @@ def varies(runs: Sequence[Run], along: str) -> bool:
     return bool(family(measured(runs), along))
 
 
-def loss_layer_share(run: Run) -> float | None:
-    """The most that the loss layer's passes add, including gradients, as a share of the peak; None on a CPU."""
-    memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
-    sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
-    return max(sizes) / peak if sizes and peak else None
-
-
 def crossover_lines(runs: Sequence[Run]) -> list[str]:
     """Sentences that say at which vocabulary a loss overtakes the baseline, interpolated between the measured ones.
 

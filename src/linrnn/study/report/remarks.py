@@ -5,9 +5,9 @@ from typing import Any
 
 from linrnn.runs.figures import NOT_MEASURED, host_decides
 from linrnn.runs.mixtures import same_origin
+from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import MVE_CHANGED, OPEN, RESTATED, RULES, RULES_CHANGED, VALID_LOSS, Verdict
-from linrnn.study.curves import LAST
 from linrnn.study.hypotheses import branches
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
 from linrnn.study.results import Run, backend_names
@@ -32,8 +32,8 @@ def on_figures(runs: Sequence[Run]) -> str:
     """A sentence on the columns of the table of runs."""
     measured = next((run.summary for run in runs if run.summary["peak_memory_is"]), None)
     return (
-        f"Train loss is the mean of the last {LAST} steps, or of all steps where there are fewer. {_on_speed(runs)} "
-        "The times of step and loss are medians over the steps after the warm-up. Peak memory: "
+        f"Train loss is the mean of the last {MEAN_OF_LAST} steps, or of all steps where there are fewer. "
+        f"{_on_speed(runs)} The times of step and loss are medians over the steps after the warm-up. Peak memory: "
         f"{measured['peak_memory_is'] if measured else 'not measured'}. Ratios are to `{plots.baseline_of(runs)}` of "
         "the same setting and seed."
     )

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.core.tables import Table
+from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import UNDECIDED, Verdict
-from linrnn.study.curves import LAST
 from linrnn.study.report import remarks, tables
 from linrnn.study.report.page import Block, Bullets, Commands, Pictures, Section
 from linrnn.study.results import Run
@@ -41,8 +41,7 @@ def sections(
     if courses := tables.of_courses(runs):
         made.append(Section("Over the steps that two runs have", [courses, tables.BATCH_NOISE]))
     if filters := tables.of_filters(runs):
-        words = f"Shares of softmax entries kept and of mass not kept are by token, means of the last {LAST} steps."
-        made.append(Section("What filters kept", [filters, words]))
+        made.append(Section("What filters kept", [filters, _KEPT]))
     if crossover := [line.removeprefix("* ") for line in plots.crossover_lines(runs)]:
         made.append(Section("Vocabulary: where a loss passes the baseline", [Bullets(crossover)]))
     if any(run.finished for run in runs):
@@ -57,6 +56,7 @@ def sections(
 
 _ELSEWHERE = "All losses: [verdicts.md](verdicts.md)."
 _MISSING = "Not measured"
+_KEPT = f"Shares of softmax entries kept and of mass not kept are by token, means of the last {MEAN_OF_LAST} steps."
 
 
 def _next(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[Block]:

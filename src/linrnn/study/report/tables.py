@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
+from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Verdict
-from linrnn.study.curves import LAST, SMOOTHED_STEPS, mean_of_last
+from linrnn.study.curves import SMOOTHED_STEPS, mean_of_last
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, alike, backend_names, comparison, loss_time_share
 from linrnn.study.verdicts import CONTROL, OURS, free_loss_speed_up
 
-GIB = 2**30
 FILTER_COLUMNS = {
     "entries kept": ("entries_kept", ".4%"),
     "mass not kept, mean": ("dropped_mass_mean", ".3f"),
@@ -216,7 +217,7 @@ def of_courses(runs: Sequence[Run]) -> Table | None:
         )
     columns = (
         *("model", "run", "other run", "steps", f"largest difference (mean of {SMOOTHED_STEPS} steps), nats"),
-        *(f"mean of the last {LAST} steps, difference", "validated at step", "perplexity", "the other's"),
+        *(f"mean of the last {MEAN_OF_LAST} steps, difference", "validated at step", "perplexity", "the other's"),
     )
     return Table(columns, rows, words=("model", "run", "other run")) if rows else None
 

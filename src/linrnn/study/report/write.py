@@ -20,6 +20,7 @@ from linrnn.study.results import (
     Run,
     check_origin,
     find_group,
+    loss_layer_share,
     loss_time_share,
     read_breakdowns,
     read_committed,
@@ -159,7 +160,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
         figures.append(("length_scaling.png", plots.length_scaling(measured)))
     if "vocab_size" in several and plots.speeds_rank(measured):
         figures.append(("vocabulary_crossover.png", plots.vocabulary_crossover(measured)))
-    shares = (("share", plots.loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
+    shares = (("share", loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
     for along in several:
         for name, share, draw in shares:
             with_share = [run for run in measured if share(run) is not None]
