@@ -125,10 +125,10 @@ class Trainer(BuiltRun):
 
     def _first_step(self) -> StepRecord:
         """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""
-        number, began = self.step + 1, time.monotonic()
-        with tuning.during(f"step {number}"):
+        number, began, compiled = self.step + 1, time.monotonic(), self.config.trainer.compile
+        with tuning.during(f"step {number}" + (f", trainer.compile={compiled}" if compiled != "none" else "")):
             compile_kernels(self)
-            counter = GraphCounter() if self.config.trainer.compile != "none" else None
+            counter = GraphCounter() if compiled != "none" else None
             record = self.train_step()
             if counter is not None:
                 self.compiled = counter.report()

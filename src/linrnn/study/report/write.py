@@ -44,7 +44,7 @@ def make_report(config: ReportConfig) -> list[Path]:
     """
     if bool(config.group) == bool(config.summary):
         raise ConfigError(
-            f"group={config.group} summary={config.summary}: one of them must be named, and one alone",
+            "group and summary are both named" if config.group else "neither group nor summary is named",
             "name a group as group=mve, or a report's directory as summary=results/summaries/mve",
         )
     results = Path(config.results_dir)
