@@ -1,14 +1,14 @@
 """What the ranks of tests/distributed/test_initial_weights.py do."""
 
-import ctypes
+import itertools
 import os
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from rank_process import _rank, set_launch
+from torch.profiler import ProfilerActivity, profile
 
 from linrnn.config import load_config
 from linrnn.distributed.sharding import make_mesh, part_of, shard
@@ -60,28 +60,29 @@ def _described(model: LanguageModel) -> dict[str, tuple[torch.Tensor, tuple]]:
 
 
 def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> None:
-    """Print by how much this process grew at most while it got its part of a model, and the model's size, in bytes."""
+    """Print the most bytes that tensors held at once while this rank got its part of a model, over the model's bytes.
+
+    torch's CPU allocator reports every block that it gives and takes back. The process's own memory says less: the C
+    library keeps freed blocks, and gives them out again.
+    """
     _into(log)
     set_launch(rank, world_size, port)
-    overrides = ["parallel=fsdp", "model=gla", "size.num_layers=20"]
-    small, large = (load_config([*overrides, f"size.hidden_size={width}"]) for width in (64, 256))
+    config = load_config(["parallel=fsdp", "model=gla", "size.num_layers=20", "size.hidden_size=256"])
     dist.init_process_group("gloo")
-    mesh = make_mesh(large.parallel, "cpu")
-    grown = 0
-    for config in (small, large):  # the first one imports what is needed
-        arch = resolve(config.model, config.size, 515)
-        ctypes.CDLL(None).malloc_trim(0)  # gives back what earlier runs of this process have freed
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _memory("VmRSS")
+    mesh = make_mesh(config.parallel, "cpu")
+    arch = resolve(config.model, config.size, 515)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         if deferred:
             blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"), seed=3)
-            shard(blank.model, mesh, torch.float32, config.parallel)
-            blank.draw()
+            model = blank.model
         else:
             model = build_model(arch, device="cpu", seed=3)
-            shard(model, mesh, torch.float32, config.parallel)
-        grown = _memory("VmHWM") - before
-    print(grown, 4 * arch.n_parameters)
+        shard(model, mesh, torch.float32, config.parallel)
+        if deferred:
+            blank.draw()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    print("share", max(itertools.accumulate(sizes)) / (4 * arch.n_parameters))
     dist.destroy_process_group()
 
 
@@ -89,12 +90,6 @@ def without_drawing(*arguments: Any) -> None:
     """A rank of train.py that must not draw initial weights."""
     with patch.object(BlankModel, "draw", side_effect=AssertionError("weights were drawn")):
         _rank(*arguments)
-
-
-def _memory(field: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
-    return 1024 * int(line.split()[1])
 
 
 def _into(log: str) -> None:
