@@ -10,7 +10,7 @@ from .arguments import PRESETS, check_inputs, gradients_wanted, make_options, pr
 from .filter_rule import FilterStats
 from .operators import cross_entropy
 from .parallel.dtensors import any_distributed, loss_of_dtensors
-from .row_math import mean_metrics, reduce_loss
+from .row_math import mean_metrics, of_targets, reduce_loss, without_rows
 
 __all__ = ["PRESETS", "linear_cross_entropy"]
 
@@ -156,16 +156,13 @@ def linear_cross_entropy(
             e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, weights,
             ignore_index, product_dtype(e, c), reduction, return_lse, return_metrics, needs, *options.values(),
         )  # fmt: skip
-    else:  # no rows: zeros that still depend on every input, so that autograd gives each one a gradient
-        lse = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(0)
+    else:
+        lse = without_rows(e, c, bias, main_grad_c)
         loss, _ = reduce_loss(lse, flat, reduction)
         metrics = lse.detach().expand(2, 0)
 
-    last = shape[-1] - shift if shift else None
-    if reduction == "none":
-        loss = loss.reshape(shape)
-        loss = loss[..., :last] if shift else loss
-    extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
+    loss = of_targets(loss, shape, shift) if reduction == "none" else loss
+    extras: tuple[Any, ...] = (of_targets(lse, shape, shift),) if return_lse else ()
     if metrics is not None and return_metrics:
         extras = (*extras, mean_metrics(metrics, flat, ignore_index))
     if stats is not None:

@@ -14,6 +14,7 @@ from .arguments import check_inputs, check_tensor, gradients_wanted, make_option
 from .operators import cross_entropy, cross_entropy_and_entropy
 from .options import MIB
 from .parallel.dtensors import any_distributed, log_probs_of_dtensors, plain_heads
+from .row_math import of_targets, without_rows
 
 
 def linear_log_probs(
@@ -75,21 +76,17 @@ def linear_log_probs(
     if shift:
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)
-    if not flat.numel():
-        nothing = (e.sum() + c.sum() + (0 if bias is None else bias.sum())).float().expand(shape)
-        return (nothing, nothing) if return_entropy else nothing
     needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
+    if not flat.numel():
+        nothing = of_targets(without_rows(e, c, bias, main_grad_c), shape, shift)
+        return (nothing, nothing) if return_entropy else nothing
     function = cross_entropy_and_entropy if return_entropy else cross_entropy
     losses, _, entropies = function(
         e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, None, None, ignore_index, product_dtype(e, c), "none",
         False, return_entropy, needs, *o.values(),
     )  # fmt: skip
-    last = shape[-1] - shift if shift else None
-    log_probs = -losses.reshape(shape)[..., :last] if shift else -losses.reshape(shape)
-    if not return_entropy:
-        return log_probs
-    entropies = entropies.reshape(shape)
-    return log_probs, entropies[..., :last] if shift else entropies
+    log_probs = of_targets(-losses, shape, shift)
+    return (log_probs, of_targets(entropies, shape, shift)) if return_entropy else log_probs
 
 
 @torch.no_grad()

@@ -57,6 +57,19 @@ def assemble_loss(rows: Rows, columns: Tensor, o: Options) -> Tensor:
     return loss
 
 
+def without_rows(e: Tensor, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None) -> Tensor:
+    """Results of a call without rows, (0,) fp32, whose gradients are 0. With main_grad_c, c gets none."""
+    inputs = (e, c if main_grad_c is None else None, bias)
+    found = torch.cat([x[:0].reshape(-1).float() for x in inputs if x is not None])
+    return found if main_grad_c is None else found.requires_grad_()
+
+
+def of_targets(x: Tensor, shape: torch.Size, shift: int) -> Tensor:
+    """Results of all rows (N,) in the targets' shape (..., T), without the `shift` last positions: (..., T − shift)."""
+    x = x.reshape(shape)
+    return x[..., : shape[-1] - shift] if shift else x
+
+
 def weighted(x: Tensor, columns: Tensor, weights: Tensor | None) -> Tensor:
     """x (N,) times weights (N,), which count as 0 for ignored rows. x if weights is None."""
     return x if weights is None else x * weights.masked_fill(columns == IGNORED, 0.0)

@@ -58,7 +58,7 @@ from ..arguments import (
 )
 from ..filter_rule import FilterStats
 from ..options import Options
-from ..row_math import nonzero_divisor
+from ..row_math import nonzero_divisor, of_targets
 from .agreement import agree
 from .operators import total, vocabulary_parallel
 from .sharding import name_of, vocabulary_shards
@@ -184,8 +184,7 @@ def vocabulary_parallel_linear_cross_entropy(
         name, list(shards), rows == "own", agreed, *o.values(),
     )  # fmt: skip
 
-    last = shape[-1] - shift if shift else None
-    loss = row_losses.reshape(shape)[..., :last] if reduction == "none" else row_losses.sum()
+    loss = of_targets(row_losses, shape, shift) if reduction == "none" else row_losses.sum()
     if reduction == "mean" or return_metrics:
         kept = flat != ignore_index
         of_rows = (kept, *metrics.T) if weights is None else (kept, *metrics.T, weights)
@@ -193,7 +192,7 @@ def vocabulary_parallel_linear_cross_entropy(
         n_kept, *sums = (total(stacked, name) if rows == "own" else stacked).float()
         if reduction == "mean":
             loss = loss / (n_kept.clamp(min=1) if weights is None else nonzero_divisor(sums[-1]))
-    extras: tuple[Any, ...] = (lse.reshape(shape)[..., :last],) if return_lse else ()
+    extras: tuple[Any, ...] = (of_targets(lse, shape, shift),) if return_lse else ()
     if return_metrics:
         accuracy, entropy = (x / n_kept.clamp(min=1) for x in sums[:2])
         extras = (*extras, {"accuracy": accuracy, "entropy": entropy})

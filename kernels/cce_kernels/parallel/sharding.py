@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..arguments import as_integer
 from ..row_math import IGNORED
 
 LINE = 64  # 16-bit numbers in a line of 128 bytes
@@ -21,8 +22,12 @@ def vocabulary_shards(vocab: int, ranks: int) -> list[int]:
     """The number of rows of C on each rank, divided as torch.chunk and DTensor's Shard(0) do.
 
     Raises:
+        TypeError, ValueError: vocab or ranks is no positive integer.
         ValueError: a rank would have no rows.
     """
+    for name, x in (("vocab", vocab), ("ranks", ranks)):
+        if as_integer(name, x) < 1:
+            raise ValueError(f"{name}: must be positive, got {x}")
     each = -(-vocab // ranks)
     shards = [min(each, max(0, vocab - rank * each)) for rank in range(ranks)]
     if shards[-1] == 0:

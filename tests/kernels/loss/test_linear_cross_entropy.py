@@ -121,6 +121,24 @@ def test_no_rows(reduction):
     assert not bias.grad.any()
 
 
+@pytest.mark.parametrize("needs", [True, False])
+def test_no_rows_add_nothing_to_main_grad_and_leave_c_without_a_gradient(needs):
+    e, c = torch.randn(0, 8, requires_grad=needs), torch.randn(5, 8, requires_grad=True)
+    summed = torch.zeros_like(c)
+    linear_cross_entropy(e, c, torch.empty(0, dtype=torch.long), main_grad_c=summed).backward()
+    assert c.grad is None
+    assert not summed.any()
+
+
+def test_one_row_without_a_dimension_for_rows():
+    e, c, targets, _ = draw(Case("one", shape=(1,)), "cpu")
+    want = linear_cross_entropy(e, c, targets, reduction="none", return_lse=True)
+    found = linear_cross_entropy(e[0], c, targets[0], reduction="none", return_lse=True)
+    for got, row in zip(found, want, strict=True):
+        assert got.shape == ()
+        assert got == row[0]
+
+
 def test_shift_ignores_the_rows_without_a_target():
     e, c, targets, _ = draw(Case("shift", shape=(3, 9), ignored=0), "cpu")
     want = linear_cross_entropy(e[:, :-2].reshape(-1, 40), c, targets[:, 2:].reshape(-1))

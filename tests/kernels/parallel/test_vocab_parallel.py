@@ -189,11 +189,26 @@ def test_what_does_not_fit_together_is_refused(alone):
         call()
 
 
+@pytest.mark.parametrize("rows", ["same", "own"])
+def test_one_row_without_a_dimension_for_rows(rows, alone):
+    e, c = torch.randn(8), torch.randn(10, 8)
+    options = {"reduction": "none", "return_lse": True}
+    found = vocabulary_parallel_linear_cross_entropy(e, c, torch.tensor(3), shards=[10], rows=rows, **options)
+    torch.testing.assert_close(found, linear_cross_entropy(e, c, torch.tensor(3), **options))
+
+
 def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
     assert vocabulary_shards(10, 4) == [3, 3, 3, 1]
     assert vocabulary_shards(128256, 4) == [32064] * 4
     with pytest.raises(ValueError, match=r"^vocab: 5 entries"):
         vocabulary_shards(5, 4)
+    for vocab, ranks, kind, message in (
+        (10, 0, ValueError, "ranks: must be positive, got 0"),
+        (-10, 2, ValueError, "vocab: must be positive, got -10"),
+        (10.0, 2, TypeError, "vocab: must be an integer, got 10.0"),
+    ):
+        with pytest.raises(kind, match=f"^{message}$"):
+            vocabulary_shards(vocab, ranks)
 
 
 @pytest.mark.parametrize("rows", ["same", "own"])
