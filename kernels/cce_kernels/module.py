@@ -200,7 +200,9 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         """
         if self.ce_weight is None:
             return super().forward(_input, lin_weight, target, bias)
-        kept = torch.where(target == self.ignore_index, 0, target)
+        if self.ce_weight.shape != lin_weight.shape[:1]:
+            raise ValueError(f"ce_weight: must be (V,) = {(len(lin_weight),)}, got {tuple(self.ce_weight.shape)}")
+        kept = target.long().clamp(0, len(lin_weight) - 1)  # the loss itself refuses targets outside the vocabulary
         return super().forward(_input, lin_weight, target, bias, token_weights=self.ce_weight.to(target.device)[kept])
 
 

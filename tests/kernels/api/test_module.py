@@ -133,6 +133,21 @@ def test_what_the_other_modules_cannot_do_is_refused(kind, options, message):
         kind(**options)
 
 
+def test_class_weights_of_any_label():
+    weights = torch.linspace(0.5, 2, 90)
+    e, c, targets, bias = draw(BIASED, "cpu")
+    want = F.cross_entropy(F.linear(e, c, bias), targets, weight=weights)
+    narrow = targets.to(torch.int8)  # V < 128
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss(weights)(c, e, narrow, bias), want)
+    unsigned = targets.clamp(min=0).to(torch.uint8)  # as an index, torch takes it for a mask
+    want = F.cross_entropy(F.linear(e, c, bias), targets.clamp(min=0), weight=weights)
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss(weights)(c, e, unsigned, bias), want)
+    with pytest.raises(ValueError, match=r"^targets: 90 lies outside \[0, 90\)"):
+        LigerFusedLinearCrossEntropyLoss(weights)(c, e, torch.full_like(targets, 90), bias)
+    with pytest.raises(ValueError, match=r"^ce_weight: must be \(V,\) = \(90,\), got \(91,\)"):
+        LigerFusedLinearCrossEntropyLoss(torch.ones(91))(c, e, targets, bias)
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_signatures_are_the_librarys(name):
     ours, theirs = THEIRS[name][1], library(name)
