@@ -68,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
 def _in_words(error: Exception) -> str:
     """One line. A RuntimeError comes from the model's own code or from the device."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, ModuleNotFoundError):
+        return f"{first}; the doctor needs it: pip install {error.name}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{first}; give a smaller batch or seq"
     if isinstance(error, RuntimeError):
@@ -93,7 +95,7 @@ def parsed(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             meant = f"did you mean {near[0]}=…?" if near else f"keys: {', '.join(_KEYS)}, config.KEY"
             raise ValueError(f"{argument}: must be key=value with a known key; {meant}")
         values[key] = _value(key, text)
-    if "model" not in values:
+    if not values.get("model"):
         raise ValueError(f"model: is missing; give model=NAME, as in model={next(iter(PRESETS))}")
     return values, overrides
 

@@ -32,7 +32,9 @@ from ..arguments import as_integer
 from .model import CausalModel, hidden_of, with_hidden
 
 GIB = 2**30
+FIXED = ("reduction", "shift", "ignore_index", "return_lse", "return_metrics", "return_stats")
 NO_MEMORY = "not measured on a CPU"
+IGNORED_LABEL = -100  # of transformers and FLA
 SAME_LOSS = 0.02  # relative; logits in bf16 move the loss by less
 
 
@@ -147,7 +149,7 @@ def profile(model: Any, batch: Any, *, rounds: int = 5, **options: Any) -> Profi
         model: a causal language model of transformers or FLA, on one device, not compiled and not wrapped.
         batch: token ids (B, T), which are their own labels; or a mapping with the arguments of the model's forward.
         rounds: how often each pass is timed, at least 1.
-        options: options of `linear_cross_entropy`, such as workspace_mib.
+        options: options of `linear_cross_entropy`, such as workspace_mib, except those in FIXED.
 
     Returns:
         A `Profile`. `print` shows it as a table.
@@ -158,6 +160,8 @@ def profile(model: Any, batch: Any, *, rounds: int = 5, **options: Any) -> Profi
     """
     if as_integer("rounds", rounds) < 1:
         raise ValueError(f"rounds: must be at least 1, got {rounds}")
+    for name in options.keys() & set(FIXED):
+        raise ValueError(f"{name}: cannot be given; profile compares the mean losses of the model's own labels")
     causal = CausalModel(model, batch)
     with _as_it_was(model), torch.enable_grad():
         return _measured(causal, rounds, options)
@@ -165,6 +169,8 @@ def profile(model: Any, batch: Any, *, rounds: int = 5, **options: Any) -> Profi
 
 def _measured(causal: CausalModel, rounds: int, options: dict[str, Any]) -> Profile:
     weight, (targets, shift) = causal.head.weight, causal.targets()
+    if not (targets[..., shift:] != IGNORED_LABEL).any():
+        raise ValueError("batch: no label counts, so there is no loss to measure; give labels other than -100")
     options = {**causal.options(), **options}
     logits = causal.calls_head(causal.loss)
     output = causal.decoded()

@@ -173,6 +173,8 @@ def _decoders(model: Any) -> list[Any]:
 def _arguments(model: Any, batch: Any) -> dict[str, Any]:
     """The arguments of a training step's forward: labels as Trainer gives them, no cache of keys and values."""
     if isinstance(batch, Tensor):
+        if batch.dim() != 2 or batch.is_floating_point():
+            raise ValueError(f"batch: must be token ids (B, T), got {batch.dtype} of shape {tuple(batch.shape)}")
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch: must be token ids (B, T) or a mapping of the model's arguments, got {type(batch)}")

@@ -45,7 +45,8 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         overrides: values of the configuration, as text.
 
     Raises:
-        ValueError: no such model, or the configuration has no such key. The message names the nearest.
+        ModuleNotFoundError: transformers is missing.
+        ValueError: no such model, or the configuration has no such key (the message names the nearest) or value.
     """
     transformers: Any = importlib.import_module("transformers")
     auto = transformers.AutoModelForCausalLM
@@ -109,13 +110,15 @@ def _override(config: Any, key: str, text: str) -> None:
     """Set a value of the configuration. Text is read as JSON if it is JSON."""
     known = config.to_dict()
     if key not in known and not hasattr(config, key):
-        near = get_close_matches(key, known, n=1)
-        raise ValueError(
-            f"config.{key}: a {type(config).__name__} has no such key"
-            + (f"; did you mean config.{near[0]}?" * bool(near))
-        )
+        meant = [f"; did you mean config.{near}?" for near in get_close_matches(key, known, n=1)]
+        raise ValueError(f"config.{key}: a {type(config).__name__} has no such key" + "".join(meant))
     try:
         value = json.loads(text)
     except ValueError:
         value = text
-    setattr(config, key, value)
+    try:
+        setattr(config, key, value)
+    except Exception as error:  # transformers' own kind of error, which it may rename
+        raise ValueError(
+            f"config.{key}: a {type(config).__name__} refuses {text}: {error.__cause__ or error}"
+        ) from None

@@ -21,9 +21,14 @@ def patch_trainer(trainer: Any, **options: Any) -> Any:
         trainer.
 
     Raises:
-        TypeError, ValueError: as in `patch`; or the model is patched already, or the Trainer has a loss of its own
+        TypeError: as in `patch`, or trainer is no Trainer.
+        ValueError: as in `patch`; or the model is patched already, or the Trainer has a loss of its own
             (compute_loss_func), or takes argmax of logits (preprocess_logits_for_metrics).
     """
+    if not hasattr(trainer, "compute_metrics"):
+        raise TypeError(
+            f"trainer: must be a transformers Trainer, got a {type(trainer).__name__}; a model takes cce_kernels.patch"
+        )
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     if is_patched(model):
         raise ValueError("trainer: its model is patched already; call cce_kernels.unpatch first")

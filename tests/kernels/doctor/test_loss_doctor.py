@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -255,6 +256,14 @@ def test_wrong_arguments_are_refused():
         cce_kernels.profile(model, {})
     with pytest.raises(TypeError, match="batch: must be token ids"):
         cce_kernels.profile(model, [1, 2])
+    for wrong in (ids[0], ids.float()):
+        with pytest.raises(ValueError, match=r"batch: must be token ids \(B, T\), got torch"):
+            cce_kernels.profile(model, wrong)
+    with pytest.raises(ValueError, match="batch: no label counts"):
+        cce_kernels.profile(model, ids[:, :1])
+    for option in ({"reduction": "none"}, {"shift": 0}, {"return_lse": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))}: cannot be given"):
+            cce_kernels.profile(model, ids, **option)
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -310,6 +319,9 @@ def test_a_model_type_takes_overrides(capsys):
         (["model=llama", "dtype=int8"], "dtype: must be one of bf16, fp16, fp32"),
         (["model=llama", "workspace_mib=x"], "workspace_mib: must be a number"),
         (["model=llama", "device=cpu", "config.hiden_size=8"], "did you mean config.hidden_size"),
+        (["model=llama", "device=cpu", "config.foo=8"], "config.foo: a LlamaConfig has no such key\n"),
+        (["model=llama", "device=cpu", "config.hidden_size=x"], "config.hidden_size: a LlamaConfig refuses x: "),
+        (["model="], "model: is missing"),
         (["model=llama", "device=cuda"], "there is no GPU that torch can use; give device=cpu"),
         (["model=t5", "device=cpu"], "t5 is no causal language model"),
     ],
@@ -320,6 +332,12 @@ def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys, mo
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+def test_without_transformers_the_line_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["model=llama", "device=cpu"]) == 2
+    assert capsys.readouterr().err.endswith("the doctor needs it: pip install transformers\n")
 
 
 @pytest.mark.parametrize(

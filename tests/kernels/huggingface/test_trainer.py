@@ -103,6 +103,12 @@ def test_a_trainer_that_needs_logits_is_refused(alter, message, trainer):
         cce_kernels.patch_trainer(made)
 
 
+@pytest.mark.parametrize("build", [lambda: None, lambda: build_hf("Llama")])
+def test_what_is_no_trainer_is_refused(build):
+    with pytest.raises(TypeError, match=r"trainer: must be a transformers Trainer, got a .*; a model takes"):
+        cce_kernels.patch_trainer(build())
+
+
 def test_a_run_continues_from_its_checkpoint(trainer, tmp_path):
     whole = cce_kernels.patch_trainer(trainer())
     whole.args.save_strategy, whole.args.save_steps = "steps", 2
