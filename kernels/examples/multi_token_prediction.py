@@ -26,4 +26,4 @@ def main(device: str = "cuda", steps: int = 5, ahead: int = 3) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(main())
+    print(main("cuda" if torch.cuda.is_available() else "cpu"))

@@ -24,4 +24,4 @@ def main(device: str = "cuda", steps: int = 5) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(main())
+    print(main("cuda" if torch.cuda.is_available() else "cpu"))

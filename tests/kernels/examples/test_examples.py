@@ -3,7 +3,9 @@
 import importlib
 import importlib.util
 import inspect
+import json
 import math
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,13 @@ def test_an_example_trains_with_this_loss(name, calls, tmp_path):
     if name == "fla_criterion":  # FLA's layers have no CPU version of their own
         importlib.import_module("linrnn.models.cpu_ops").install()
     trains(name, "cpu", calls, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "multi_token_prediction"])
+def test_an_example_run_as_a_script_needs_no_gpu(name, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])) == 5
 
 
 @pytest.mark.gpu
