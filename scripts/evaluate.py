@@ -10,7 +10,7 @@ from linrnn.data import BatchesOnce
 
 def main(config: EvaluateConfig) -> None:
     from linrnn.costs import loss_memory
-    from linrnn.inference.load import open_data, vocab_size
+    from linrnn.inference.load import directory_of_tokenizer, open_data, vocab_size
     from linrnn.losses import build_loss
     from linrnn.models import build_model, tuning
     from linrnn.training import checkpoint
@@ -27,7 +27,7 @@ def main(config: EvaluateConfig) -> None:
     )
     here = dataclasses.replace(
         trained,
-        data=data_for(trained.data, config.data),
+        data=data_for(trained.data, config.data, directory_of_tokenizer(directory)),
         loss=config.loss or trained.loss,
         trainer=trainer,
         device=config.device,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -264,7 +265,11 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: 
         reading("data.tokenizer_vocab_size=400")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         open_reading("checkpoint", str(tmp_path), (), "cpu")
-    own = reading(f"data.tokenizer={run / 'tokenizer.json'}")
+    own = reading()
+    assert own.data.tokenizer is not None
+    assert own.data.tokenizer.json == (run / "tokenizer.json").read_text()
+    named = reading(f"data.tokenizer={run / 'tokenizer.json'}")
+    assert torch.equal(next(iter(named.batches(100))).labels, next(iter(own.batches(100))).labels)
     (step, vocab_size), labels = (own.step, own.vocab_size), next(iter(own.batches(100))).labels
     assert (step, vocab_size, own.data.vocab_size) == (3, 320, 300)
     assert (labels >= 0).sum() == 100

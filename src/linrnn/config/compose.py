@@ -279,18 +279,26 @@ def load_config(overrides: Sequence[str] = (), config_name: str = "train") -> An
     return dataclasses.replace(config, data=data)
 
 
-def data_for(run: DataConfig, overrides: Sequence[str]) -> DataConfig:
+def data_for(run: DataConfig, overrides: Sequence[str], tokenizer: Path | None = None) -> DataConfig:
     """The data for a model from a run that trained on `run`.
 
     It is the run's own data, changed by `overrides` of the group `data`. Without an override, `cache_dir` is the
-    default and not the run's: it belongs to the machine. `data=NAME` chooses other data, with its defaults.
+    default and not the run's: it belongs to the machine. `data=NAME` chooses other data, with its defaults. Other text
+    is tokenised by the run's tokenizer, unless an override names a tokenizer.
+
+    Args:
+        tokenizer: the directory with the run's tokenizer; None if it has none.
 
     Raises:
         ConfigError: an override is unknown or out of bounds.
     """
     named = {_key(override) for override in overrides}
     if "data" in named:
-        return load_config(overrides).data
+        data = load_config(overrides).data
+        chosen = not named.isdisjoint(("data.tokenizer", "data.tokenizer_vocab_size"))
+        if tokenizer is None or chosen or not hasattr(data, "tokenizer"):
+            return data
+        return dataclasses.replace(data, tokenizer=str(tokenizer))  # type: ignore[call-arg]
     composed = compose_config([f"data={run.name}", *overrides])
     for field in dataclasses.fields(run):
         if field.name != "cache_dir" and f"data.{field.name}" not in named:

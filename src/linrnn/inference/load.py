@@ -19,7 +19,7 @@ from linrnn.models.architecture import resolve
 from linrnn.training import checkpoint
 from linrnn.training.plan import check_reading_fits
 from linrnn.training.runtime import resolve_device, resolve_precision
-from linrnn.training.starting import check_tokens
+from linrnn.training.starting import TOKENIZER, check_tokens
 
 EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
 
@@ -135,7 +135,7 @@ def open_reading(key: str, source: str, overrides: Sequence[str], device: str) -
     config = dataclasses.replace(read_config(directory / "config.yaml"), device=device)
     where = resolve_device(device)
     check_supported(config.model, where)
-    data = data_for(config.data, overrides)
+    data = data_for(config.data, overrides, directory_of_tokenizer(directory))
     prepared = open_data(directory, config.data, data)
     config = dataclasses.replace(config, data=data)
     model = build(directory, config, where)
@@ -180,7 +180,13 @@ def vocab_size(directory: Path) -> int:
     return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
 
+def directory_of_tokenizer(of_checkpoint: Path) -> Path | None:
+    """The directory of a checkpoint's run, if the run's tokenizer lies there."""
+    run = of_checkpoint.parent.parent
+    return run if (run / TOKENIZER).is_file() else None
+
+
 def _tokenizer_in(directory: Path) -> Tokenizer | None:
-    if not (directory / "tokenizer.json").is_file():
+    if not (directory / TOKENIZER).is_file():
         return None
     return load_tokenizer(str(directory))
