@@ -11,7 +11,7 @@ import torch
 from linrnn.bench.models import report, run
 from linrnn.bench.models.rows import Row, append_rows, read_rows
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.losses.hugging_face import build_published, model_loss
 
 SIZES = "hidden_size=32 intermediate_size=48 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=2"
@@ -52,6 +52,16 @@ def test_the_losses_agree_and_rows_become_a_page(tmp_path: Path) -> None:
     assert text.count("\n## ") == 3
     assert "* `liger`: unsupported. " in text
     assert "1. `python scripts/bench_models.py`: commit" in text
+
+
+def test_a_step_that_cannot_fit_on_a_cpu_is_refused_before_the_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linrnn.training.plan.available_memory", lambda: 3 * 2**20)
+    big = LLAMA.replace("vocab_size=96", "vocab_size=9600")  # 10 MB of weights, gradients, moments and 2 MB of logits
+    with pytest.raises(UnsupportedError, match="a step of llama with 32 tokens needs"):
+        measured(tmp_path, models=f'["{LLAMA}","{big}"]')
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:

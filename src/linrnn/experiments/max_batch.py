@@ -161,6 +161,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
 
     def probe(batch: int) -> Probe:
+        say(f"  trying {batch} sequences for {config.probe_steps} steps")
         point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={unit * batch}"]], config.ranks)[0]
         result = _probe(point, batch, budget, None if model is None else int(foreseen(batch)), environment)
         say(f"  {_line(result)}")

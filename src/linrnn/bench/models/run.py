@@ -27,8 +27,10 @@ from linrnn.config.schema import BenchModelsConfig, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, as_reason
 from linrnn.core.machine import GIB
 from linrnn.losses.hugging_face import build_published, model_loss
+from linrnn.models import tuning
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.intervals import interval_of_median
+from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
 
 OWN = "standard"
@@ -56,19 +58,24 @@ def run_benchmark(config: BenchModelsConfig, command: str, say: Callable[[str], 
 
     Raises:
         ConfigError: a model, loss or option is not known.
+        UnsupportedError: on a CPU, a step needs more memory than this machine has free.
     """
     directory, device = results_directory(config), resolve_device(config.device)
     losses = {text: parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
     models = [parse_model(text) for text in config.models]
+    if device.type == "cpu":
+        for name, overrides, batch, seq in models:
+            _check_fits(config, name, overrides, batch * seq)
     run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
     append_run(directory, {
         "id": run_id, "command": command, "config": asdict(config), "environment": describe_environment(),
     })  # fmt: skip
     measured: list[Row] = []
-    for name, overrides, batch, seq in models:
+    for number, (name, overrides, batch, seq) in enumerate(models, start=1):
         begin = time.perf_counter()
-        bench = Bench(config, name, overrides, batch, seq, device)
-        rows = bench.measure(losses, run_id)
+        with tuning.show_progress(), tuning.during(f"{name} ({number} of {len(models)})"):
+            bench = Bench(config, name, overrides, batch, seq, device)
+            rows = bench.measure(losses, run_id)
         append_rows(directory, rows)
         measured += rows
         del bench
@@ -95,6 +102,20 @@ def parse_model(text: str) -> tuple[str, dict[str, str], int, int]:
             f"models: {text!r} must be NAME batch=… seq=… [KEY=VALUE …]", "as in llama_1b batch=8 seq=2048"
         )
     return name, values, int(sizes[0]), int(sizes[1])
+
+
+def _check_fits(config: BenchModelsConfig, name: str, overrides: dict[str, str], n_tokens: int) -> None:
+    """Reject a step that cannot fit on a CPU, where the system would kill the process without a message.
+
+    It holds at least weights, gradients and two moments, and the logits of `standard` in the model's dtype and in fp32.
+    """
+    dtype = _DTYPES[config.dtype]
+    model = build_published(name, overrides, dtype, torch.device("meta"))
+    vocab = model.get_output_embeddings().weight.shape[0]
+    state, logits = 4 * dtype.itemsize * sum(p.numel() for p in model.parameters()), dtype.itemsize + 4
+    needed = state + logits * n_tokens * vocab
+    what = f"a step of {name} with {n_tokens:,} tokens needs {needed / GIB:.1f} GiB or more"
+    check_memory(needed, what, "a smaller model or batch, as in models=['llama_1b batch=1 seq=64 num_hidden_layers=1']")
 
 
 class Bench:
