@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .arguments import PRESETS, check_inputs, gradients_wanted, make_options, product_dtype, shifted, weights_of_rows
@@ -168,3 +169,9 @@ def linear_cross_entropy(
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))
     return (loss, *extras) if extras else loss
+
+
+def try_options(**options: Any) -> None:
+    """Raise the error that `linear_cross_entropy` raises for wrong options, before there are any tensors."""
+    row = torch.zeros(1, 8, dtype=torch.float32, device="cpu")
+    linear_cross_entropy(row, row, torch.zeros(1, dtype=torch.long, device="cpu"), **options)

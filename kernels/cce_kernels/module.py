@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .api import linear_cross_entropy
+from .api import linear_cross_entropy, try_options
 from .arguments import as_integer
 from .parallel.api import vocabulary_parallel_linear_cross_entropy
 
@@ -50,9 +50,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(OPTIONS)}"
                 raise TypeError(f"{name}: is no option of {type(self).__name__}{meant}")
         self.reduction, self.ignore_index, self.options = reduction, ignore_index, options
-        row, target = torch.zeros(1, 8, device="cpu"), torch.zeros(1, device="cpu", dtype=torch.long)
-        tried = {**options, "reduction": reduction, "ignore_index": ignore_index, "shift": 0}
-        linear_cross_entropy(row, row, target, **tried)  # raises on a wrong option now, not at the first step
+        try_options(**{**options, "reduction": reduction, "ignore_index": ignore_index, "shift": 0})
         if as_integer("shift", options.get("shift", 0)) < 0:
             raise ValueError(f"shift: must not be negative, got {options['shift']}")
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import linear_cross_entropy
+from ..api import linear_cross_entropy, try_options
 from ..arguments import as_integer
 from .model import CausalModel, hidden_of, with_hidden
 
@@ -162,6 +162,7 @@ def profile(model: Any, batch: Any, *, rounds: int = 5, **options: Any) -> Profi
         raise ValueError(f"rounds: must be at least 1, got {rounds}")
     for name in options.keys() & set(FIXED):
         raise ValueError(f"{name}: cannot be given; profile compares the mean losses of the model's own labels")
+    try_options(**options)
     causal = CausalModel(model, batch)
     with _as_it_was(model), torch.enable_grad():
         return _measured(causal, rounds, options)

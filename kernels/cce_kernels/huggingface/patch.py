@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import linear_cross_entropy
+from ..api import try_options
 from .checks import check_class, check_model, check_structure, innermost, of_fla, source
 from .deferred import DeferredLogits, LogitsNeeded, View
 from .outputs import NO_LOGITS, NO_PREDICTIONS, output_class, output_classes
@@ -69,8 +69,7 @@ def patch(model: Any, *, predictions: bool = False, **options: Any) -> Any:
         raise ValueError(f"{min(surplus)}: patch takes only {', '.join(OPTIONS)} and predictions")
     if not isinstance(predictions, bool):
         raise TypeError(f"predictions: must be True or False, got {predictions!r}")
-    row, target = torch.zeros(1, 8, device="cpu"), torch.zeros(1, device="cpu", dtype=torch.long)
-    linear_cross_entropy(row, row, target, **options)  # raises on a wrong option now, not at the first step
+    try_options(**options)
     check_structure(model, kind)
     check_class(kind)
     check_model(model, kind)

@@ -83,6 +83,17 @@ def test_the_module_compiles_in_one_graph():
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(dtype):
+    e, c, targets, _ = draw(BIASED, "cpu")
+    torch.set_default_dtype(dtype)
+    try:
+        loss = LinearCrossEntropyLoss(softcap=3.0)(e, c, targets)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(loss, linear_cross_entropy(e, c, targets, softcap=3.0))
+
+
 def test_options_are_those_of_the_function_without_its_tensors():
     assert {"bias", "main_grad_c", "token_weights"}.isdisjoint(OPTIONS)
     assert {"shift", "softcap", "return_metrics", "preset", "workspace_mib"} <= {*OPTIONS}

@@ -261,6 +261,8 @@ def test_wrong_arguments_are_refused():
             cce_kernels.profile(model, wrong)
     with pytest.raises(ValueError, match="batch: no label counts"):
         cce_kernels.profile(model, ids[:, :1])
+    with pytest.raises(ValueError, match="workspace_mib: must be positive"):
+        cce_kernels.profile(None, ids, workspace_mib=-1)  # before the model is looked at
     for option in ({"reduction": "none"}, {"shift": 0}, {"return_lse": True}):
         with pytest.raises(ValueError, match=f"{next(iter(option))}: cannot be given"):
             cce_kernels.profile(model, ids, **option)
