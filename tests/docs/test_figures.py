@@ -17,19 +17,22 @@ from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import verdicts
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Findings wrap; figures do not.
-FINDINGS = [
-    " ".join(text.split()) for text in re.split(r"^\* \*\*", README.split("## Install")[0], flags=re.MULTILINE)[1:]
-]
+FIRST_SCREEN = " ".join(README.split("## Install")[0].split())
+# The first screen's table: the cells of each row, by what was measured.
+MEASURED = {
+    cells[0]: cells[1:]
+    for cells in (line.strip("| ").split(" | ") for line in README.split("## Install")[0].splitlines() if "|" in line)
+}
 
 
-def rows(finding: str, name: str, label: str) -> Any:
-    """The file `name` next to a report that a finding links to."""
-    [page] = re.findall(rf"\[{label}\]\((results/[\w/.]+\.md)\)", finding)
-    return json.loads((ROOT / page).parent.joinpath(name).read_text(encoding="utf-8"))
+def linked(measured: str) -> Path:
+    """The page that a row of the table links to."""
+    [page] = re.findall(r"\((results/[\w/.]+\.md)\)", MEASURED[measured][3])
+    return ROOT / page
 
 
 STEPS = ROOT / "results" / "bench_steps" / "nvidia_h100_80gb_hbm3"
+H100 = ROOT / "results" / "bench_loss" / "nvidia_h100_80gb_hbm3"
 SHAPES = {
     "8192 x 2304 x 256000": "gemma2_2b",
     "16384 x 2048 x 128256": "llama_1b3",
@@ -56,55 +59,44 @@ def by_backend(found: list[dict[str, Any]], of_set: str = "shapes") -> dict[tupl
     return {(row["logits"], row["backend"], row["workspace_mib"]): row for row in measured}
 
 
-def test_the_loss_layer_s_time_and_memory() -> None:
-    share = r"takes ([\d.]+) to ([\d.]+) of torch.compile's time and ([\d.]+) to ([\d.]+) of its memory"
-    stated = list(map(float, re.findall(share, FINDINGS[0])[0]))
-    stated += list(map(float, re.findall(r"`workspace_mib=128` it takes ([\d.]+) to ([\d.]+) of", FINDINGS[0])[0]))
-    [rounds] = map(int, re.findall(r"medians of (\d+) rounds on four shapes", FINDINGS[0]))
-    stated += list(map(float, re.findall(r"its default errs (\d) to (\d) times", FINDINGS[0])[0]))
-    time, memory, small, errors, below = [], [], [], [], []
+def test_the_time_and_memory_of_the_loss_layer() -> None:
+    label = "loss layer of {} shapes: time"
+    files = [loss for loss in H100.glob("*.json") if "grid" in {row["set"] for row in json.loads(loss.read_text())}]
+    assert linked(label.format(len(files))) == H100 / "grid.md"
+    time: dict[int | None, list[float]] = {None: [], 256: []}
+    memory: dict[int | None, list[float]] = {None: [], 256: []}
+    found, below, above = {}, 0, 0
+    for file in files:
+        by = by_backend(json.loads(file.read_text(encoding="utf-8")), "grid")
+        for workspace in time:
+            ours, compiled = by["peaked", "cce_kahan", workspace], by["peaked", "compiled", None]
+            time[workspace].append(ours["ratio_to_compiled"])
+            memory[workspace].append(ours["extra_mib"] / compiled["extra_mib"])
+        found[time[None][-1], memory[None][-1]] = ours = by["peaked", "cce_kahan", None]
+        below += ours["ratio_to_compiled_high"] < 1
+        above += ours["ratio_to_compiled_low"] > 1
+        assert ours["rounds"] == 10
+    for what, figures in (("time", time), ("memory", memory)):
+        for workspace, start in ((None, f"loss layer of {len(files)} shapes"), (256, "with `workspace_mib=256`")):
+            low, middle, high = (f(figures[workspace]) for f in (min, statistics.median, max))
+            assert MEASURED[f"{start}: {what}"][:2] == [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+    assert f"lies below 1 on {below} shapes, and above 1 on {above}." in FIRST_SCREEN
+    slowest, largest = max(found), max(found, key=lambda shares: shares[1])
+    assert f"The slowest of {len(files)} shapes has {found[slowest]['n']} tokens" in FIRST_SCREEN
+    assert found[largest]["d"] % 64, "whose D is no multiple of 64"
+
+
+def test_liger_needs_less_memory_and_more_time_and_errs_more() -> None:
+    errors = []
     for shape in SHAPES.values():
-        found = by_backend(rows(FINDINGS[0], f"{shape}.json", "H100"))
+        found = by_backend(json.loads((H100 / f"{shape}.json").read_text(encoding="utf-8")))
         for logits in ("flat", "peaked"):
-            compiled, ours, little = (
-                found[logits, *row] for row in (("compiled", None), ("cce_kahan", None), ("cce_kahan", 128))
-            )
-            assert ours["rounds"] == little["rounds"] == rounds
-            below.append(ours["ratio_to_compiled_high"] < 1)
-            time.append(ours["ratio_to_compiled"])
-            memory.append(ours["extra_mib"] / compiled["extra_mib"])
-            small.append(little["ratio_to_compiled"])
             errors.append(round(found[logits, "liger", None]["dc_err_ratio"]))
             for options in ("", " accumulate=fp32"):
                 liger = found[logits, f"liger{options}", None]
-                assert liger["extra_mib"] < ours["extra_mib"], "Liger needs less memory"
-                assert liger["ratio_to_compiled_low"] > 1, "and more time"
-    assert [round(end(figures), 2) for figures in (time, memory, small, errors) for end in (min, max)] == stated
-    [intervals] = re.findall(r"(\d+) of the (\d+) intervals \(95 %\) lie below 1", FINDINGS[0])
-    assert [sum(below), len(below)] == list(map(int, intervals))
-
-
-def test_the_median_and_the_slowest_of_all_shapes() -> None:
-    said = re.findall(
-        r"On (\d+) shapes, .*? the median is ([\d.]+) and the slowest takes ([\d.]+)", " ".join(FINDINGS[0].split())
-    )
-    directory = ROOT / "results" / "bench_loss" / "nvidia_h100_80gb_hbm3"
-    files = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("*.json")}
-    found = {name: by_backend(file, "grid")["peaked", "cce_kahan", None] for name, file in files.items()}
-    ratios = [row["ratio_to_compiled"] for row in found.values()]
-    again = [found[name]["ratio_to_compiled"] for name in SHAPES.values()]
-    [stated] = re.findall(r"Today's kernels took ([\d.]+) to ([\d.]+) on them", FINDINGS[0])
-    assert (f"{min(again):.2f}", f"{max(again):.2f}") == stated
-    assert [(str(len(ratios)), f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}")] == said
-    memory: dict[bool, list[float]] = {True: [], False: []}  # by whether D is a multiple of 64
-    for file in files.values():
-        ours, compiled = (by_backend(file, "grid")["peaked", loss, None] for loss in ("cce_kahan", "compiled"))
-        memory[ours["d"] % 64 == 0].append(ours["extra_mib"] / compiled["extra_mib"])
-    said = re.findall(
-        r"Memory is ([\d.]+) to ([\d.]+) of torch.compile's there, and ([\d.]+) on one shape", FINDINGS[0]
-    )
-    aligned, [other] = memory[True], memory[False]
-    assert [(f"{min(aligned):.2f}", f"{max(aligned):.2f}", f"{other:.2f}")] == said
+                assert liger["extra_mib"] < found[logits, "cce_kahan", None]["extra_mib"]
+                assert liger["ratio_to_compiled_low"] > 1
+    assert f"its default errs {min(errors)} to {max(errors)} times" in FIRST_SCREEN
 
 
 @pytest.mark.parametrize(
@@ -183,40 +175,34 @@ def time_and_memory(row: dict[str, Any], with_error: bool) -> str:
     return f"{shown}, {error(row['dc_err'])}" if with_error else shown
 
 
-@pytest.mark.parametrize(
-    ("label", "checkpointing", "sentence"),
-    [
-        ("with checkpointing", "full", r"hold (\d+) sequences of GLA instead of torch.compile's (\d+)"),
-        ("without", "none", r"one sequence, (\d+) instead of (\d+)"),
-    ],
-)
-def test_the_largest_batches(label: str, checkpointing: str, sentence: str) -> None:
-    answers = rows(FINDINGS[1], "max_batches.json", label)
+@pytest.mark.parametrize(("label", "checkpointing"), [("checkpointing", "full"), ("no checkpointing", "none")])
+def test_the_largest_batches(label: str, checkpointing: str) -> None:
+    measured = f"sequences of GLA 1.3B in 80 GiB, {label}"
+    answers = json.loads((linked(measured).parent / "max_batches.json").read_text(encoding="utf-8"))
     largest = {
         answer["loss"]: answer["batch"] for answer in answers if answer["activation_checkpointing"] == checkpointing
     }
-    [stated] = re.findall(sentence, FINDINGS[1])
-    assert (largest["cce_kahan"], largest["compiled"]) == tuple(map(int, stated))
+    assert MEASURED[measured][1] == f"{largest['cce_kahan']} instead of {largest['compiled']}"
 
 
 def test_the_final_losses_of_the_mve() -> None:
-    [seeds] = re.findall(r"10 M parameters, (\d+) seeds", FINDINGS[2])
-    [interval] = re.findall(r"That of `cce_kahan` is (\S+) to (\S+)\.", FINDINGS[2])
-    [folder] = re.findall(r"\[rows\]\((results/[\w/]+)/report\.md\)", FINDINGS[2])
-    found = [v for v in verdicts(read_committed(ROOT / folder)) if v.criterion == MVE_LOSS and v.against == "compiled"]
+    measured = "final loss of GLA, 10 M parameters: difference in nats"
+    _, interval, seeds, _ = MEASURED[measured]
+    found = verdicts(read_committed(linked(measured).parent))
+    found = [v for v in found if v.criterion == MVE_LOSS and v.against == "compiled"]
     assert [v.criterion.bound for v in found] == ["within ±0.0100"] * 5, "four losses and the control"
-    assert {(v.verdict, v.n) for v in found} == {("met", int(seeds))}
+    assert {(v.verdict, f"{v.n} seeds") for v in found} == {("met", seeds)}
     [ours] = [v for v in found if v.backend == "cce_kahan"]
-    assert (f"{ours.low:+.4f}", f"{ours.high:+.4f}") == interval
+    assert f"{ours.low:+.4f} to {ours.high:+.4f}" == interval
 
 
 def test_the_speed_of_whole_steps() -> None:
-    said = re.findall(r"([\d.]+) to ([\d.]+) of torch.compile's speed and at ([\d.]+) to ([\d.]+) of", FINDINGS[1])
     speeds = [one.verdict for one in step_speeds(read_rows(STEPS)) if "1b3" in one.verdict.setting]
     ours = [v for v in speeds if v.backend == "cce_kahan"]
-    values = [[v.value for v in ours if v.against == against] for against in ("compiled", "standard")]
-    assert [tuple(f"{end(both):.3f}" for both in values for end in (min, max))] == said  # type: ignore[type-var]
-    assert f"medians of {ours[0].n} rounds" in FINDINGS[1]
+    assert linked("1.3B steps: speed").parent == STEPS
+    for measured, against in (("1.3B steps: speed", "compiled"), ("1.3B steps: speed against eager", "standard")):
+        values = [v.value for v in ours if v.against == against and v.value is not None]
+        assert MEASURED[measured][1:3] == [f"{min(values):.3f} to {max(values):.3f}", f"{ours[0].n} rounds"]
 
 
 def test_the_sizes_of_the_models() -> None:
