@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from linrnn.bench import records
 from linrnn.bench.loss import run, sets, timing
 from linrnn.bench.loss.plots import MANY_SHAPES, filter_eps, power, sweep_axis
 from linrnn.bench.loss.problems import (
@@ -28,14 +29,13 @@ from linrnn.bench.loss.rows import (
     crossovers,
     merge_rows,
     read_rows,
-    read_runs,
     rows_for,
-    slug,
     winners,
 )
 from linrnn.bench.loss.run import Entry, record_times, report_set, run_benchmark
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.trained import TrainedTensors
+from linrnn.bench.records import read_runs, slug
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
@@ -340,7 +340,7 @@ def test_a_sweep_names_winners_and_crossovers_and_is_plotted(tmp_path):
 
 
 def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
-    environment = {**run.describe_environment(), "gpu_driver": None}
+    environment = {**records.describe_environment(), "gpu_driver": None}
     runs = {id_: {"id": id_, "command": f"make {id_}", "environment": environment} for id_ in ("a", "b")}
     rows = [make_row("compiled", run="a", ratio_to_compiled=1.0), make_row("liger", run="b", ratio_to_compiled=2.0)]
     text = write_report(rows, runs, tmp_path, "mixed")[0].read_text()
@@ -518,8 +518,8 @@ def test_fp32_gradients_keep_what_bf16_ones_round_away(tmp_path, eager_baseline)
 
 
 def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, monkeypatch):
-    environment = run.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
-    monkeypatch.setattr(run, "describe_environment", lambda: environment)
+    environment = records.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
+    monkeypatch.setattr(records, "describe_environment", lambda: environment)
     overrides = ("resume=true", "logits=[flat]")
     assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 5
     assert run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str) == []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from linrnn.bench.models import report, run
-from linrnn.bench.models.rows import Row, append_rows, read_rows
+from linrnn.bench.models.rows import Row, read_rows
+from linrnn.bench.records import append_rows
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.losses.hugging_face import build_published, model_loss

@@ -12,9 +12,10 @@ import pytest
 import torch
 from graph_stand_in import Graphs
 
+from linrnn.bench.records import append_rows
 from linrnn.bench.steps import report, run
 from linrnn.bench.steps.lines import parse_line
-from linrnn.bench.steps.rows import AGAIN, Row, append_rows, ratio_of, read_rows
+from linrnn.bench.steps.rows import AGAIN, Row, ratio_of, read_rows
 from linrnn.bench.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError

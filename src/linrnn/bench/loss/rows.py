@@ -111,11 +111,6 @@ class Row:
         return (*self.problem, self.backend, self.workspace_mib)
 
 
-def slug(name: str) -> str:
-    """A device's name as a directory: NVIDIA H200 -> nvidia_h200."""
-    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
-
-
 def rows_path(directory: Path, shape: str) -> Path:
     return directory / f"{shape}.json"
 
@@ -144,25 +139,6 @@ def merge_rows(path: Path, measured: list[Row]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     os.replace(partial, path)
-
-
-def append_run(directory: Path, run: dict[str, Any]) -> None:
-    """Add a run to runs.jsonl: id, command, configuration, environment."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "runs.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(run) + "\n")
-
-
-def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
-    """The runs of runs.jsonl by id."""
-    path = directory / "runs.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    try:
-        return {run["id"]: run for run in map(json.loads, lines)}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(
-            f"{path} has a line that is no run ({error})", "mend the line, or move the file away"
-        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------- reading

@@ -8,12 +8,11 @@ Errors and memory are measured in passes of their own. Rows are written after ea
 rounds, so a crash loses little.
 """
 
-import datetime
 import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from linrnn.bench.loss import timing as timing
 from linrnn.bench.loss.problems import Problem, Solution, bytes_of_truth, fp32_logits_of, relative_error, truth_of
 from linrnn.bench.loss.report import table, write_report
-from linrnn.bench.loss.rows import BAR, FLOOR, Row, append_run, merge_rows, read_rows, read_runs, rows_for, rows_path
+from linrnn.bench.loss.rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
 from linrnn.bench.loss.sets import (
     BASELINE,
     EAGER,
@@ -32,18 +31,17 @@ from linrnn.bench.loss.sets import (
     chosen_set,
     entries_of,
     reported_set,
-    results_directory,
     row_backend,
     settings_of,
 )
 from linrnn.bench.loss.trained import KIND as TRAINED
 from linrnn.bench.loss.trained import read_trained
+from linrnn.bench.records import begin_run, read_runs, results_directory
 from linrnn.config.schema import BenchLossConfig, LossConfig
 from linrnn.core.errors import UnsupportedError, as_reason, first_line
 from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
-from linrnn.runs.environment import describe_environment
 from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
@@ -66,7 +64,7 @@ class Entry:
 
 
 def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], None]) -> list[Row]:
-    """Measure every backend on every problem; rows go to `results_directory(config)`, one file per shape.
+    """Measure every backend on every problem; rows go to `results_directory`, one file per shape.
 
     Args:
         config: see configs/bench_loss.yaml.
@@ -81,17 +79,15 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
         UnsupportedError: the checkpoint's model cannot run here.
         DataError: the checkpoint or its data is damaged.
     """
-    chosen, directory, device = chosen_set(config), results_directory(config), resolve_device(config.device)
+    chosen, device = chosen_set(config), resolve_device(config.device)
+    directory = results_directory(config, "bench_loss")
     losses = entries_of(chosen)
     trained = None if config.checkpoint is None else read_trained(config, chosen.batches)
     settings = settings_of(config, chosen, trained)
     if device.type == "cpu":
         for setting in settings:
             _check_memory(setting, list(losses.values()))
-    now = datetime.datetime.now(datetime.UTC)
-    run_id = f"{now:%Y%m%dT%H%M%S.%f}"
-    run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
-    append_run(directory, run)
+    run = begin_run(directory, command, config)
     measured: list[Row] = []
     for number, setting in enumerate(settings, start=1):
         torch._dynamo.reset()  # compiled graphs for this setting alone, far from the recompile limit
@@ -106,7 +102,7 @@ def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], No
                 say(f"{title}: measured already by this commit and these versions")
                 continue
             say(title if trained is None else f"{title}: {trained.origin}")
-            bench = Bench(config, setting, kind, chosen.batches, losses, built, device, directory, run_id, say)
+            bench = Bench(config, setting, kind, chosen.batches, losses, built, device, directory, run["id"], say)
             measured += bench.measure()
             say(table(bench.rows))
     return measured
@@ -136,7 +132,7 @@ def report_set(config: BenchLossConfig) -> list[Path]:
     Raises:
         DataError: nothing of the set was measured, or a file is damaged.
     """
-    (name, chosen), directory = reported_set(config), results_directory(config)
+    (name, chosen), directory = reported_set(config), results_directory(config, "bench_loss")
     backends = [(BAR, None), (FLOOR, None), *(row_backend(text, loss) for text, loss in entries_of(chosen).items())]
     measured = rows_for(config.set, [row for path in sorted(directory.glob("*.json")) for row in read_rows(path)])
     problems = [

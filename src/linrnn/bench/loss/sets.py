@@ -1,12 +1,11 @@
 """What scripts/bench_loss.py measures: shapes, dtypes, kinds of logits and backends of a set, and its directory."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from linrnn.bench.loss.problems import KINDS, Problem, Shape, make_problem, parse_shape
-from linrnn.bench.loss.rows import AGAIN, Row, slug
+from linrnn.bench.loss.rows import AGAIN, Row
 from linrnn.bench.loss.trained import KIND as TRAINED
 from linrnn.bench.loss.trained import TrainedTensors
 from linrnn.config import load_config, nearest
@@ -14,7 +13,6 @@ from linrnn.config.schema import BenchLossConfig, BenchLossSet, LossConfig
 from linrnn.core.errors import ConfigError
 from linrnn.losses import loss_names
 from linrnn.losses.rivals import rival_names
-from linrnn.training.runtime import resolve_device
 
 BASELINE, EAGER = "compiled", "standard"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -106,15 +104,6 @@ def reported_set(config: BenchLossConfig) -> tuple[str, BenchLossSet]:
         gradients=list(dict.fromkeys(base.gradients + chosen.gradients)),
         batches=chosen.batches,
     )
-
-
-def results_directory(config: BenchLossConfig) -> Path:
-    """Where this device's rows lie: results/bench_loss/<gpu>, or what `output_dir` names."""
-    if config.output_dir is not None:
-        return Path(config.output_dir)
-    device = resolve_device(config.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Path(config.results_dir) / "bench_loss" / slug(name)
 
 
 def parse_loss(text: str) -> LossConfig:

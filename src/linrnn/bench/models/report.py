@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.bench.loss.report import runs_section
-from linrnn.bench.loss.rows import read_runs
 from linrnn.bench.models.rows import Row, read_rows
+from linrnn.bench.records import grouped, read_runs
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, save, subplots
 from linrnn.core.tables import Table, show
 from linrnn.losses.hugging_face import MEANINGS
@@ -50,14 +50,6 @@ def write_report(directory: Path) -> list[Path]:
     return paths
 
 
-def _by_model(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each model, in the order of its first row."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.problem, []).append(row)
-    return list(groups.values())
-
-
 def markdown(rows: list[Row], device: str, pictured: bool = False) -> str:
     """The page without its list of runs."""
     lines = [f"# Training steps of Hugging Face models: {device}", ""]
@@ -68,7 +60,7 @@ def markdown(rows: list[Row], device: str, pictured: bool = False) -> str:
         "tokens are random. A round runs one step with each loss, in shuffled order.", "",
         *Table(("name", "meaning"), _MEANINGS, words=("name", "meaning")).markdown(), "",
     ]  # fmt: skip
-    for own in _by_model(rows):
+    for own in grouped(rows, key=lambda row: row.problem):
         first = own[0]
         checkpointed = "with" if first.checkpointing else "without"
         lines += [
@@ -85,7 +77,8 @@ def markdown(rows: list[Row], device: str, pictured: bool = False) -> str:
 
 def plot(rows: list[Row]) -> Any:
     """Time of a step relative to `standard` against peak memory, a panel a model. Down and to the left is better."""
-    groups = _by_model([row for row in rows if row.ratio is not None and row.peak_gib is not None])
+    drawn = [row for row in rows if row.ratio is not None and row.peak_gib is not None]
+    groups = grouped(drawn, key=lambda row: row.problem)
     found = looks(row.loss for own in groups for row in own)
     figure, [panels] = subplots(1, len(groups), figsize=(WIDTH, 3.6), squeeze=False, sharey=True)
     for panel, own in zip(panels, groups, strict=True):

@@ -1,10 +1,9 @@
 """Rows of the benchmark of models: a line of JSON each in rows.jsonl, beside the commands in runs.jsonl."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from linrnn.core.errors import DataError
+from linrnn.bench.records import last_rows
 
 
 @dataclass
@@ -49,26 +48,10 @@ class Row:
         return None if self.step_ms is None else self.batch * self.seq / self.step_ms * 1e3
 
 
-def append_rows(directory: Path, rows: list[Row]) -> None:
-    """Add rows to rows.jsonl."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "rows.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
-
-
 def read_rows(directory: Path) -> list[Row]:
     """The last row of every model and loss, in the order of their first rows.
 
     Raises:
         DataError: nothing was measured, or the file is damaged.
     """
-    path = directory / "rows.jsonl"
-    if not path.exists():
-        raise DataError(f"no rows under {directory}", "measure them first: measure=true")
-    try:
-        rows = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"{path} has a line that is no row ({error})", "mend the line, or move the file away"
-        ) from error
-    return list({(row.problem, row.loss): row for row in rows}.values())
+    return last_rows(directory, Row, key=lambda row: (row.problem, row.loss))

@@ -6,13 +6,10 @@ is divided by that of `standard`. Memory is the peak of a step of its own. The l
 compared before the first step of the optimizer, when all losses have the same weights.
 """
 
-import datetime
 import gc
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from linrnn.bench.loss import timing
-from linrnn.bench.loss.rows import append_run, slug
 from linrnn.bench.loss.sets import parse_loss
-from linrnn.bench.models.rows import Row, append_rows
+from linrnn.bench.models.rows import Row
+from linrnn.bench.records import append_rows, begin_run, results_directory
 from linrnn.config.schema import BenchModelsConfig, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, as_reason
 from linrnn.core.machine import GIB
 from linrnn.losses.hugging_face import build_published, model_loss
 from linrnn.models import tuning
-from linrnn.runs.environment import describe_environment
 from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
@@ -37,15 +33,6 @@ OWN = "standard"
 LEARNING_RATE = 1e-5
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _BLOCK_ROWS = 1024  # rows of fp64 logits at a time
-
-
-def results_directory(config: BenchModelsConfig) -> Path:
-    """Where this device's rows lie: results/bench_models/<gpu>, or what `output_dir` names."""
-    if config.output_dir is not None:
-        return Path(config.output_dir)
-    device = resolve_device(config.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Path(config.results_dir) / "bench_models" / slug(name)
 
 
 def run_benchmark(config: BenchModelsConfig, command: str, say: Callable[[str], None]) -> list[Row]:
@@ -60,16 +47,13 @@ def run_benchmark(config: BenchModelsConfig, command: str, say: Callable[[str], 
         ConfigError: a model, loss or option is not known.
         UnsupportedError: on a CPU, a step needs more memory than this machine has free.
     """
-    directory, device = results_directory(config), resolve_device(config.device)
+    directory, device = results_directory(config, "bench_models"), resolve_device(config.device)
     losses = {text: parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
     models = [parse_model(text) for text in config.models]
     if device.type == "cpu":
         for name, overrides, batch, seq in models:
             _check_fits(config, name, overrides, batch * seq)
-    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
-    append_run(directory, {
-        "id": run_id, "command": command, "config": asdict(config), "environment": describe_environment(),
-    })  # fmt: skip
+    run_id = begin_run(directory, command, config)["id"]
     measured: list[Row] = []
     for number, (name, overrides, batch, seq) in enumerate(models, start=1):
         begin = time.perf_counter()

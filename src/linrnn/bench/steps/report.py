@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.bench.loss.report import runs_section
-from linrnn.bench.loss.rows import read_runs
+from linrnn.bench.records import grouped, read_runs
 from linrnn.bench.steps.lines import title_of
 from linrnn.bench.steps.rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
 from linrnn.core.plot_style import GREY, WIDTH, looks, save, subplots
@@ -63,14 +63,6 @@ def write_report(directory: Path) -> list[Path]:
     return paths
 
 
-def _by_line(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each model line, in the order of its first row."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.line, []).append(row)
-    return list(groups.values())
-
-
 def _title(row: Row) -> str:
     return title_of(row.line, row.model, row.size, row.batch, row.seq, row.v)
 
@@ -91,7 +83,7 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         "has a turn of a few consecutive steps, in shuffled order. `rows.jsonl` holds the times of every round.", "",
         *Table(("name", "meaning"), _MEANINGS, words=("name", "meaning")).markdown(), "",
     ]  # fmt: skip
-    for own in _by_line(rows):
+    for own in grouped(rows, key=lambda row: row.line):
         first = own[0]
         lines += [
             f"## {_title(first)}", "",
@@ -146,7 +138,8 @@ def _drawn(row: Row) -> bool:
 
 def plot(rows: list[Row]) -> Any:
     """Ratio of a step's time to the baseline's, with intervals: a row for each loss of each model line."""
-    groups = [own for own in ([row for row in line if _drawn(row)] for line in _by_line(rows)) if own]
+    lines = grouped(rows, key=lambda row: row.line)
+    groups = [own for line in lines if (own := [row for row in line if _drawn(row)])]
     found = looks(label for own in groups for row in own for label in (BASELINE, row.loss.replace(",", "")))
     height = 1.1 + sum(0.34 + 0.26 * len(own) for own in groups)
     figure, panel = subplots(figsize=(WIDTH, height))

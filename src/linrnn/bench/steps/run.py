@@ -12,24 +12,22 @@ replays hand out the same gradients again. A turn therefore begins with one more
 """
 
 import contextlib
-import datetime
 import gc
 import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from linrnn.bench.loss.rows import append_run, slug
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.timing import synchronize
+from linrnn.bench.records import append_rows, begin_run, results_directory
 from linrnn.bench.steps.lines import parse_line
-from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, append_rows, ratio_of
+from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, ratio_of
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
 from linrnn.core.errors import OutOfMemoryError as NoMemoryError
@@ -40,7 +38,6 @@ from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import LossTimer
-from linrnn.runs.environment import describe_environment
 from linrnn.training.execution.compilation import rehearse, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
@@ -59,15 +56,6 @@ Say = Callable[[str], None]
 Step = Callable[[], None]
 
 
-def results_directory(config: BenchStepsConfig) -> Path:
-    """Where this device's rows lie: results/bench_steps/<gpu>, or what `output_dir` names."""
-    if config.output_dir is not None:
-        return Path(config.output_dir)
-    device = resolve_device(config.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Path(config.results_dir) / "bench_steps" / slug(name)
-
-
 def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]:
     """Measure every loss in every model. A model's rows are written as soon as it is done.
 
@@ -79,17 +67,14 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
     Raises:
         ConfigError: a line, loss or option is not known, or has no meaning here. Nothing is measured then.
     """
-    directory, device = results_directory(config), resolve_device(config.device)
+    directory, device = results_directory(config, "bench_steps"), resolve_device(config.device)
     losses = {" ".join(text.split()): parse_loss(text) for text in [BASELINE, *config.losses]}
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: parse_loss(BASELINE), **losses}
     lines = {" ".join(text.split()): parse_line(text, config) for text in config.models}
     for run in lines.values():
         with contextlib.suppress(UnsupportedError):  # it becomes a row
             make_training_plan(run)
-    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
-    append_run(directory, {
-        "id": run_id, "command": command, "config": asdict(config), "environment": describe_environment(),
-    })  # fmt: skip
+    run_id = begin_run(directory, command, config)["id"]
     measured: list[Row] = []
     with tuning.show_progress(say):
         for number, (line, run) in enumerate(lines.items(), start=1):

@@ -1,0 +1,89 @@
+"""A benchmark's files: rows in rows.jsonl, and the commands that measured them in runs.jsonl, one line of JSON each."""
+
+import datetime
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from linrnn.config.schema import BenchLossConfig, BenchModelsConfig, BenchStepsConfig
+from linrnn.core.errors import DataError
+from linrnn.runs.environment import describe_environment
+from linrnn.training.runtime import resolve_device
+
+BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig
+AnyRow = TypeVar("AnyRow")
+
+
+def slug(name: str) -> str:
+    """A device's name as a directory: NVIDIA H200 -> nvidia_h200."""
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def results_directory(config: BenchConfig, benchmark: str) -> Path:
+    """Where this device's rows lie: results/<benchmark>/<gpu>, or what `output_dir` names."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    device = resolve_device(config.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Path(config.results_dir) / benchmark / slug(name)
+
+
+def begin_run(directory: Path, command: str, config: BenchConfig) -> dict[str, Any]:
+    """Add a new run to runs.jsonl, and return it: its id, command, configuration and environment."""
+    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
+    run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
+    _append(directory / "runs.jsonl", [run])
+    return run
+
+
+def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
+    """The runs of runs.jsonl by id."""
+    path = directory / "runs.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return {run["id"]: run for run in map(json.loads, lines)}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"{path} has a line that is no run ({error})", "mend the line, or move the file away"
+        ) from error
+
+
+def append_rows(directory: Path, rows: Sequence[Any]) -> None:
+    """Add rows to rows.jsonl."""
+    _append(directory / "rows.jsonl", [asdict(row) for row in rows])
+
+
+def last_rows(directory: Path, row_type: type[AnyRow], key: Callable[[AnyRow], Hashable]) -> list[AnyRow]:
+    """The last row of rows.jsonl for every key, in the order of the first ones.
+
+    Raises:
+        DataError: nothing was measured, or the file is damaged.
+    """
+    path = directory / "rows.jsonl"
+    if not path.exists():
+        raise DataError(f"no rows under {directory}", "measure them first: measure=true")
+    try:
+        rows = [row_type(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} has a line that is no row ({error})", "mend the line, or move the file away"
+        ) from error
+    return list({key(row): row for row in rows}.values())
+
+
+def grouped(rows: Sequence[AnyRow], key: Callable[[AnyRow], Hashable]) -> list[list[AnyRow]]:
+    """The rows of each key, in the order of its first row."""
+    groups: dict[Hashable, list[AnyRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
