@@ -15,7 +15,7 @@ from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words
 from linrnn.study import figures, plots
 from linrnn.study.results import read_committed
-from linrnn.study.step_speed import HOST, step_speeds
+from linrnn.study.step_speed import HOST, step_peaks, step_speeds
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARIES = ROOT / "results" / "summaries"
@@ -102,6 +102,11 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert len(names(speed)) == len({v.setting for v in drawn}) == sum(v.backend == AGAIN for v in drawn)
     waiting = {v.setting.split(",")[0] for v in drawn if HOST in v.remark}
     assert {name.split(",")[0] for name in names(speed) if name.endswith("(host)")} == waiting == {"GLA 350m"}
+    peaks = [v for v in step_peaks(read_rows(ROOT / "results" / "bench_steps" / figures.DEVICE)) if v.value]
+    shown = [text.get_text() for text in memory.texts]
+    today = [f"{v.value:.3f}" for v in peaks if v.backend == "cce_kahan" and "1b3" in v.setting]
+    assert len(today) == 9
+    assert all(shown.count(value) >= today.count(value) for value in today), "today's kernels, not older ones"
     assert "white" not in faces(memory) + faces(batch), "they do not scatter"
     assert all(bar.get_width() < 0 for bar in memory.patches)
     assert all(bar.get_width() > 0 for bar in speed.patches)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.plot_style import save
-from linrnn.study.plots import forest, largest_batches, loss_rows, memory_parts, speed_rows, study_rows
+from linrnn.study.plots import Row as ForestRow
+from linrnn.study.plots import forest, largest_batches, loss_rows, memory_parts, peak_rows, speed_rows, study_rows
 from linrnn.study.results import MAX_BATCHES, read_committed, read_list
-from linrnn.study.step_speed import step_speeds
+from linrnn.study.step_speed import step_peaks, step_speeds
 from linrnn.study.verdicts import verdicts
 
 # Groups below results/summaries for the study's picture: the MVE over twelve seeds, and the models at 1.3B.
@@ -58,7 +60,7 @@ def loss_layer(results: Path) -> Any:
 
 def study(results: Path) -> Any:
     """The study's questions and its measurements, for our exact loss; of training losses, for all losses."""
-    kept = {}  # if two groups measured a model in a setting, the later one is kept
+    kept: dict[tuple[Any, ...], ForestRow] = {}  # if a model was measured twice in a setting, the later row is kept
     losses = []
     for group in STUDY:
         directory = results / "summaries" / group
@@ -66,8 +68,11 @@ def study(results: Path) -> Any:
         found = verdicts(runs, read_list(directory / MAX_BATCHES))
         kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
         losses += loss_rows(found) if group == SEEDS else []
-    speeds = speed_rows(step_speeds(read_rows_of_steps(results / "bench_steps" / DEVICE)))
-    return forest([*speeds, *kept.values(), *losses])
+    steps = read_rows_of_steps(results / "bench_steps" / DEVICE)
+    for row in peak_rows(step_peaks(steps)):
+        key = row.verdict.criterion, row.name, row.verdict.against
+        kept[key] = replace(row, attainable=kept[key].attainable)  # a share of the baseline's peak, as it was
+    return forest([*speed_rows(step_speeds(steps)), *kept.values(), *losses])
 
 
 def peak_memory(results: Path) -> Any:

@@ -1,18 +1,18 @@
-"""Verdicts on the speed of whole steps, from the benchmark that measures every loss in one process.
+"""Verdicts on the speed and the peak memory of whole steps, from the benchmark that runs every loss in one process.
 
 A pair is a round of the process: both losses have a turn in it. The interval holds the noise of these rounds. It does
 not hold what differs between processes, such as the kernels that were tuned, the clocks and the host.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from linrnn.bench.steps.lines import title_of
 from linrnn.bench.steps.rows import AGAIN, Row, ratio_of
 from linrnn.models.facts import model_in_words
-from linrnn.study.criteria import SPEED, Verdict, judge
+from linrnn.study.criteria import MEMORY, SPEED, Verdict, judge
 from linrnn.study.verdicts import BASELINES
 
 HOST_DECIDES = 0.97  # if the host issues kernels for so large a part of a step, it may decide the step's time
@@ -47,21 +47,36 @@ def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
     compiled alone: the same loss, whose ratio shows the noise.
     """
     names = names_of(rows)
+    found = []
+    for row, base in _pairs(rows):
+        ratios = [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+        doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
+        verdict = judge(SPEED, row.model, row.loss, base.loss, ratios, setting=names[row.line], doubts=doubts)
+        found.append(StepSpeed(verdict, row, base))
+    return found
+
+
+def step_peaks(rows: Sequence[Row]) -> list[Verdict]:
+    """A verdict on the peak memory for every loss of every model line, as :func:`step_speeds` pairs them."""
+    names = names_of(rows)
+    return [
+        judge(MEMORY, row.model, row.loss, base.loss, [row.peak_gib / base.peak_gib], setting=names[row.line])
+        for row, base in _pairs(rows)
+        if row.peak_gib and base.peak_gib
+    ]
+
+
+def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Every row with each of its baselines, if they share their process."""
     by_line: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         by_line[row.line][row.loss] = row
-    found = []
-    for line, losses in by_line.items():
+    for losses in by_line.values():
         for row in losses.values():
             for against in BASELINES[:1] if row.loss == AGAIN else BASELINES:
                 base = losses.get(against)
-                if base is None or base is row or ratio_of(row, base) is None:
-                    continue
-                ratios = [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
-                doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
-                verdict = judge(SPEED, row.model, row.loss, against, ratios, setting=names[line], doubts=doubts)
-                found.append(StepSpeed(verdict, row, base))
-    return found
+                if base is not None and base is not row and ratio_of(row, base) is not None:
+                    yield row, base
 
 
 def host_share(row: Row) -> float:

@@ -1,7 +1,7 @@
 """Plots of runs. Each has one message and axes with units. A loss has the same colour in all of them."""
 
 from linrnn.core.plot_style import save
-from linrnn.study.plots.forest import Row, forest, loss_rows, speed_rows, study_rows
+from linrnn.study.plots.forest import Row, forest, loss_rows, peak_rows, speed_rows, study_rows
 from linrnn.study.plots.learning import dropped_mass, loss_curves
 from linrnn.study.plots.memory import largest_batches, memory_parts
 from linrnn.study.plots.scaling import (
@@ -42,6 +42,7 @@ __all__ = [
     "loss_time",
     "memory_parts",
     "pareto",
+    "peak_rows",
     "save",
     "speed_rows",
     "speeds_rank",

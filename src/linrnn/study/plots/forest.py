@@ -33,7 +33,8 @@ FREE = "attainable: a loss layer without cost"
 NOTE = (
     "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
     "n: pairs of runs; for tokens/s, rounds of one process. (host): the host may decide a step's time, so no verdict.\n"
-    "Tokens/s and losses: H100. Largest batches, and peak memory at 1b3: H200, older kernels; these do not scatter."
+    "H200, older kernels: largest batches; peak memory of Gated DeltaNet, of KDA without checkpointing, and of GLA 1b3\n"
+    "against eager; pale bars of memory at 1b3. All else: H100. Batches and memory do not scatter."
 )
 
 
@@ -85,10 +86,19 @@ def speed_rows(speeds: Sequence[StepSpeed], backend: str = "cce_kahan") -> list[
     rows = []
     for one in sorted(own, key=lambda one: one.verdict.setting in waiting):
         setting = one.verdict.setting
-        name = setting.replace(", full checkpointing", SHORT["full"]) + (ON_HOST if setting in waiting else "")
+        name = _short(setting) + (ON_HOST if setting in waiting else "")
         bounded = one.verdict.backend == backend and setting not in waiting
         rows.append(Row(one.verdict, name, one.attainable if bounded else None))
     return rows
+
+
+def peak_rows(found: Iterable[Verdict], backend: str = "cce_kahan") -> list[Row]:
+    """Rows for the peak memory of `backend` in whole steps at 1.3B."""
+    return [Row(v, _short(v.setting)) for v in found if v.backend == backend and "1b3" in v.setting]
+
+
+def _short(setting: str) -> str:
+    return setting.replace(", full checkpointing", SHORT["full"])
 
 
 def loss_rows(found: Iterable[Verdict]) -> list[Row]:
