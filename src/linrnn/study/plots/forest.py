@@ -33,8 +33,8 @@ FREE = "attainable: a loss layer without cost"
 NOTE = (
     "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
     "n: pairs of runs; for tokens/s, rounds of one process. (host): the host may decide a step's time, so no verdict.\n"
-    "H200, older kernels: largest batches; peak memory of Gated DeltaNet, of KDA without checkpointing, and of GLA 1b3\n"
-    "against eager; pale bars of memory at 1b3. All else: H100. Batches and memory do not scatter."
+    "H200, older kernels: largest batches; peak memory of Gated DeltaNet, of KDA without checkpointing, and of GLA\n"
+    "1b3 against eager; pale bars of memory at 1b3. All else: H100. Batches and memory do not scatter."
 )
 
 
