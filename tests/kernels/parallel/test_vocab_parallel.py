@@ -216,7 +216,7 @@ def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
 def test_the_custom_operator_keeps_to_pytorchs_rules(options, rows, alone):
     """As in test_linear_cross_entropy."""
     e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
-    place = dist.group.WORLD.group_name, [30], rows == "own"
+    place = dist.group.WORLD.group_name, [30], rows == "own", False
     weights = torch.linspace(-1, 1, 20) if options else None
     inputs = (e, c, targets, bias, None, None, weights, IGNORE, FP32, True, True, [True] * 3)
     torch.library.opcheck(torch.ops.cce_kernels.vocab_parallel.default, (*inputs, *place, *Options(**options).values()))
