@@ -56,7 +56,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["size.vocab_size=8"], 2, "smaller than the data's vocabulary", "size.vocab_size="),
         (["schedule.warmup_steps=500"], 2, "warmup_steps=500", "lower"),
         (["init_from=nowhere/at_all"], 3, "nowhere/at_all", ""),
-        (["memory_budget_gib=80"], 2, "needs a GPU", "drop memory_budget_gib"),
+        (["memory_budget_gib=80"], 2, "needs a GPU", "use memory_budget_gib=null"),
         (["trainer.memory_snapshot=true"], 4, "memory_snapshot", "memory_snapshot=false"),
         (["loss=liger"], 4, "liger", "loss="),
         (["logger.wandb.mode=online"], 4, "no API key", "offline"),

@@ -109,7 +109,7 @@ def check_memory_budget(gib: float | None, device: torch.device) -> float | None
     if gib is None:
         return None
     if device.type != "cuda":
-        raise ConfigError("memory_budget_gib needs a GPU", "drop memory_budget_gib or use device=cuda")
+        raise ConfigError("memory_budget_gib needs a GPU", "use memory_budget_gib=null or device=cuda")
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     if not 0 < gib <= total:
         raise ConfigError(

@@ -47,7 +47,7 @@ def name_of_fla_model(name: str) -> str:
         return plain[_plain(name)]
     likely = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0)
     raise ConfigError(
-        f"model.config={name}: FLA has no such model, and there is no such file",
+        f"model.config={name}: FLA has no such model, and this is no config.json",
         f"nearest: {', '.join(likely)}; all: {', '.join(sorted(known))}",
     )
 
