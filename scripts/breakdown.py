@@ -6,16 +6,13 @@ from pathlib import Path
 from linrnn.config import load_config, run_name
 from linrnn.config.cli import run_many
 from linrnn.config.schema import BreakdownConfig
-from linrnn.core.errors import ConfigError
 
 
-def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> None:
+def main(config: BreakdownConfig, overrides: list[str]) -> None:
     from linrnn.experiments.breakdown import markdown, measure, to_json
     from linrnn.models import tuning
     from linrnn.training.trainer import Trainer
 
-    if launcher:
-        raise ConfigError(f"{launcher[0]}: a breakdown is measured on this machine", "drop the hydra… overrides")
     run = load_config([*overrides, f"trainer.max_steps={config.warmup_steps + config.steps + 3}"])
     name = run_name(run)
     trainer = Trainer(run)
@@ -30,4 +27,4 @@ def main(config: BreakdownConfig, overrides: list[str], launcher: list[str]) -> 
 
 
 if __name__ == "__main__":
-    run_many(main, "breakdown", __doc__ or "")
+    run_many(main, "breakdown", __doc__, only_here="a breakdown is measured on this machine")

@@ -2,17 +2,14 @@
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import FindMaxBatchConfig
-from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
 
 
-def main(config: FindMaxBatchConfig, overrides: list[str], launcher: list[str]) -> None:
+def main(config: FindMaxBatchConfig, overrides: list[str]) -> None:
     from linrnn.experiments.max_batch import find_max_batch
 
-    if launcher:
-        raise ConfigError(f"{launcher[0]}: the probes of a search run on this machine", "drop the hydra… overrides")
     find_max_batch(config, overrides, say)
 
 
 if __name__ == "__main__":
-    run_many(main, "find_max_batch", __doc__ or "")
+    run_many(main, "find_max_batch", __doc__, only_here="the probes of a search run on this machine")

@@ -12,4 +12,4 @@ def main(config: RunSweepConfig, overrides: list[str], launcher: list[str]) -> N
 
 
 if __name__ == "__main__":
-    run_many(main, "run_sweep", __doc__ or "")
+    run_many(main, "run_sweep", __doc__)

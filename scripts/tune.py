@@ -2,17 +2,14 @@
 
 from linrnn.config.cli import run_many
 from linrnn.config.schema import TuneConfig
-from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
 
 
-def main(config: TuneConfig, overrides: list[str], launcher: list[str]) -> None:
+def main(config: TuneConfig, overrides: list[str]) -> None:
     from linrnn.experiments.tuning import tune
 
-    if launcher:
-        raise ConfigError(f"{launcher[0]}: kernels are tuned on this machine", "drop the hydra… overrides")
     tune(config, overrides, say)
 
 
 if __name__ == "__main__":
-    run_many(main, "tune", __doc__ or "")
+    run_many(main, "tune", __doc__, only_here="kernels are tuned on this machine")

@@ -95,6 +95,12 @@ def set_launch(rank: int, world_size: int, port: int) -> None:
     }
 
 
+def as_rank(set_variable: Callable[[str, str], None], rank: int, world_size: int) -> None:
+    """Let this process look like a rank that torchrun started. There is no group."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        set_variable(name, str(value))
+
+
 def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
     """Use the first configuration of each of FLA's kernels, instead of tuning them for minutes at sizes of tests only.
 

@@ -271,3 +271,11 @@ def test_a_hostile_config_yaml_is_refused(text: str, tmp_path: Path, monkeypatch
         read_config(tmp_path / "config.yaml")
     assert not seen
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("script", ["breakdown", "find_max_batch", "tune"])
+def test_a_command_that_measures_this_machine_takes_no_launcher(script: str, command_here: Callable[..., Any]) -> None:
+    done = command_here(f"scripts/{script}.py", "hydra/launcher=submitit_local")
+    assert done.returncode == ConfigError.exit_code
+    assert "this machine" in done.stderr
+    assert "drop the hydra… overrides" in done.stderr

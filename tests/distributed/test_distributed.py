@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_helpers import sentences, write_jsonl
 from forked import run_torchrun, start, torchrun_anew
-from rank_process import ROUNDING, curve, ended, output, start_ranks, summary_of
+from rank_process import ROUNDING, as_rank, curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -284,8 +284,7 @@ def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(
 def test_processes_and_parallel_must_belong_together(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not started by torchrun"):
         Trainer(load_config(small("parallel=ddp")))
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 1, 2)
     assert Launch.from_environment() == Launch(rank=1, local_rank=1, world_size=2, launched=True)
     with pytest.raises(ConfigError, match="started 2 processes"):
         Trainer(load_config(small()))

@@ -9,7 +9,7 @@ import torch
 from forked import spawn
 from initial_weights import compare, peak, without_drawing
 from pool import Pool
-from rank_process import _of_ranks, curve, ended, free_port, output
+from rank_process import _of_ranks, as_rank, curve, ended, free_port, output
 
 from linrnn.config import load_config
 from linrnn.experiments.dry_run import print_forecast
@@ -88,8 +88,7 @@ def test_weights_that_are_loaded_are_not_drawn_before(small: Small, pool: Pool, 
 def test_a_dry_run_says_what_drawing_the_weights_needs(
     small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 0, 8)
     said = {}
     for parallel in ("ddp", "fsdp"):
         print_forecast(load_config(small(f"parallel={parallel}", "size=1b3", "trainer.batch_size=8")))

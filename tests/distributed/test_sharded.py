@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from rank_process import ROUNDING, curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
+from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import LinrnnError
@@ -220,8 +220,7 @@ def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Tra
 def test_what_does_not_go_together_is_refused_before_anything_is_built(
     overrides: tuple[str, ...], words: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 1, 2)
     with pytest.raises(LinrnnError) as refusal:
         make_training_plan(load_config(small(*overrides)))
     assert words in str(refusal.value)
@@ -230,8 +229,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_built(
 def test_a_dry_run_foresees_what_a_rank_holds_and_sends(
     small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 0, 8)
     held = {}
     for parallel in ("ddp", "fsdp", "vocab"):
         config = load_config(small(f"parallel={parallel}", "size=mve", "trainer.batch_size=8"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fitting import fitted, losses
+from rank_process import as_rank
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn import costs
@@ -122,8 +123,7 @@ def test_the_state_of_another_optimizer_is_refused(small: Small) -> None:
 def test_sharded_matrices_are_refused_before_anything_is_built(
     small: Small, parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 0, 2)
     with pytest.raises(ConfigError, match=f"optimizer=muon needs whole matrices, and parallel={parallel}") as error:
         built(small, f"parallel={parallel}")
     assert "parallel=ddp" in error.value.remedy

@@ -72,11 +72,16 @@ def run_plain(main: Callable[[], None], description: str) -> None:
         raise SystemExit(code)
 
 
-def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_name: str, description: str) -> None:
+def run_many(
+    main: Callable[..., int | None], config_name: str, description: str, *, only_here: str | None = None
+) -> None:
     """As :func:`run`, for a command that makes training runs: `main(config, run_overrides, launcher_overrides)`.
 
     Overrides of keys in `configs/<config_name>.yaml` set the command's own configuration. Overrides of `hydra…` go to a
     launcher. All remaining overrides apply to every run.
+
+    Args:
+        only_here: why the command takes no launcher. It is then called as `main(config, run_overrides)`.
     """
     arguments = sys.argv[1:]
 
@@ -93,7 +98,11 @@ def run_many(main: Callable[[Any, list[str], list[str]], int | None], config_nam
             )
         config = load_config(own, config_name)
         check_outputs(config)
-        return main(config, runs, launcher)
+        if only_here is None:
+            return main(config, runs, launcher)
+        if launcher:
+            raise ConfigError(f"{launcher[0]}: {only_here}", "drop the hydra… overrides")
+        return main(config, runs)
 
     raise SystemExit(_guarded(call))
 

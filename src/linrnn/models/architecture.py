@@ -7,12 +7,13 @@ the four are therefore within 1.6 % of each other.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
 from linrnn.config.schema import SHARING, FlaModelConfig, ModelConfig, ProjectedModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table
-from linrnn.models.facts import Architecture, matched, matched_models
+from linrnn.models.facts import Architecture, bare_architecture, matched, matched_models
 from linrnn.models.fla_any import resolve_fla
 
 __all__ = ["MODELS", "Architecture", "parameter_table", "resolve", "shared_projection_table"]
@@ -35,21 +36,8 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
             f"size={size.name} gives no heads for model={model.name}",
             f"add size.mixers.{model.name}, or use one of {', '.join(size.mixers)}",
         )
-    heads = size.mixers[model.name]
-    bare = Architecture(
-        model=model.name,
-        size=size.name,
-        num_layers=size.num_layers,
-        hidden_size=size.hidden_size,
-        num_heads=heads.num_heads,
-        head_k_dim=heads.head_k_dim,
-        head_v_dim=heads.head_v_dim,
-        intermediate_size=0,
-        vocab_size=vocab_size,
-        tie_embeddings=size.tie_embeddings,
-        chunk_size=model.chunk_size,
-        shared_projection_rank=_rank(model, size),
-    )
+    bare = bare_architecture(model.name, size, vocab_size)
+    bare = replace(bare, chunk_size=model.chunk_size, shared_projection_rank=_rank(model, size))
     matched(model.name).check(bare)
     d = size.hidden_size
     unit = max(8, d // 128 * 8)
@@ -61,7 +49,7 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
             f"leave no MLP within {size.layer_parameters_per_d2:g} d² per layer",
             f"lower size.mixers.{model.name}'s heads or raise size.layer_parameters_per_d2",
         )
-    return Architecture(**{**vars(bare), "intermediate_size": width})
+    return replace(bare, intermediate_size=width)
 
 
 def _rank(model: ModelConfig, size: SizeConfig) -> int | None:

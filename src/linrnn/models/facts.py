@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from linrnn.config.schema import SizeConfig
 from linrnn.core.errors import ConfigError
 
 FP32 = 4  # bytes
@@ -87,6 +88,24 @@ class Architecture:
     def n_parameters(self) -> int:
         """All parameters; a tied embedding counts once."""
         return self.body_parameters + self.embedding_parameters * (1 if self.tie_embeddings else 2)
+
+
+def bare_architecture(model: str, size: SizeConfig, vocab_size: int) -> Architecture:
+    """The architecture of a model at a size that gives it heads, before its MLP has a width."""
+    heads = size.mixers[model]
+    return Architecture(
+        model=model,
+        size=size.name,
+        num_layers=size.num_layers,
+        hidden_size=size.hidden_size,
+        num_heads=heads.num_heads,
+        head_k_dim=heads.head_k_dim,
+        head_v_dim=heads.head_v_dim,
+        intermediate_size=0,
+        vocab_size=vocab_size,
+        tie_embeddings=size.tie_embeddings,
+        chunk_size=None,
+    )
 
 
 def chunk_length(arch: Architecture, seq_len: int) -> int:

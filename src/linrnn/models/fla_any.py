@@ -18,7 +18,7 @@ from linrnn.config.schema import FlaModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.models.attention import install_sdpa
 from linrnn.models.decay import layer_matrices
-from linrnn.models.facts import Architecture, facts_of
+from linrnn.models.facts import Architecture, bare_architecture, facts_of
 from linrnn.models.fla_import import fla_classes
 
 # What linrnn itself decides: the loss is not FLA's, and training keeps no state.
@@ -119,21 +119,8 @@ def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[
     }
     own = facts_of(model.config)
     if own.matched and model.config in size.mixers:
-        dims = size.mixers[model.config]
-        sized = Architecture(
-            model=model.config,
-            size=size.name,
-            num_layers=size.num_layers,
-            hidden_size=size.hidden_size,
-            num_heads=dims.num_heads,
-            head_k_dim=dims.head_k_dim,
-            head_v_dim=dims.head_v_dim,
-            intermediate_size=0,
-            vocab_size=vocab_size,
-            tie_embeddings=size.tie_embeddings,
-            chunk_size=None,
-        )
-        settings |= {"num_heads": dims.num_heads, **own.matched.settings(sized)}
+        bare = bare_architecture(model.config, size, vocab_size)
+        settings |= {"num_heads": bare.num_heads, **own.matched.settings(bare)}
     elif heads is not None:
         by_heads = {"num_heads": heads, "head_dim": size.hidden_size // heads, **own.sized(size.hidden_size, heads)}
         settings |= {key: value for key, value in by_heads.items() if key in allowed}

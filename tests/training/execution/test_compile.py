@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fitting import fitted, losses
+from rank_process import as_rank
 
 from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
@@ -59,8 +60,7 @@ def test_a_graph_break_is_counted_with_its_reason() -> None:
 
 @pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
 def test_a_sharded_model_is_not_compiled_as_one(small: Small, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 0, 2)
     with pytest.raises(ConfigError, match=f"parallel={parallel} gathers") as error:
         Trainer(load_config(small("trainer.compile=model", f"parallel={parallel}")))
     assert error.value.remedy == "use trainer.compile=blocks"

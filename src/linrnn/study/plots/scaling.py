@@ -81,27 +81,24 @@ def vocabulary_crossover(runs: Sequence[Run]) -> Any:
 
 def loss_time(runs: Sequence[Run], along: str) -> Any:
     """The loss layer's share of a step's time against `along` (seq_len or vocab_size), one panel per model."""
-    return _panels(
-        [run for run in runs if loss_time_share(run) is not None],
-        x=lambda s: s[along],
-        x_label=AXES[along],
-        y=lambda run: 100 * (loss_time_share(run) or 0),
-        y_label="loss layer / step, %",
-        title="How much of the time is the loss layer?",
-        along=along,
-        from_zero=True,
-    )
+    return _shares(runs, along, loss_time_share, "loss layer / step, %", "How much of the time is the loss layer?")
 
 
 def loss_share(runs: Sequence[Run], along: str) -> Any:
     """The loss layer's share of peak memory against `along` (seq_len or vocab_size), one panel per model."""
+    y_label, title = "loss layer / peak memory, %", "How much of the memory is the loss layer?"
+    return _shares(runs, along, loss_layer_share, y_label, title)
+
+
+def _shares(runs: Sequence[Run], along: str, share: Callable[[Run], float | None], y_label: str, title: str) -> Any:
+    """A share in per cent; runs that have none are left out."""
     return _panels(
-        [run for run in runs if loss_layer_share(run) is not None],
+        [run for run in runs if share(run) is not None],
         x=lambda s: s[along],
         x_label=AXES[along],
-        y=lambda run: 100 * (loss_layer_share(run) or 0),
-        y_label="loss layer / peak memory, %",
-        title="How much of the memory is the loss layer?",
+        y=lambda run: 100 * (share(run) or 0),
+        y_label=y_label,
+        title=title,
         along=along,
         from_zero=True,
     )
