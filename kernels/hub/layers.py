@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from .api import linear_cross_entropy
+from .huggingface.deferred import causal_lm_loss
 
 
 class ForCausalLMLoss(nn.Module):
@@ -29,11 +28,4 @@ class ForCausalLMLoss(nn.Module):
             hidden_states: (B, T, D). weight: (V, D). labels: (B, T), shifted by one here.
             shift_labels: (B, T), labels that are shifted already, used in place of labels; or None.
         """
-        shift, targets = (1, labels) if shift_labels is None else (0, shift_labels)
-        loss = linear_cross_entropy(
-            hidden_states, weight, targets, shift=shift, ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-        )  # fmt: skip
-        if num_items_in_batch is None:  # without any target torch's mean is NaN, linear_cross_entropy's 0
-            return torch.where((targets[..., shift:] != ignore_index).any(), loss, torch.nan)
-        return loss / num_items_in_batch
+        return causal_lm_loss(hidden_states, weight, labels, shift_labels, ignore_index, num_items_in_batch)

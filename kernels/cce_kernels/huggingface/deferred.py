@@ -17,6 +17,28 @@ from ..api import linear_cross_entropy
 from ..log_probs import predicted_tokens
 
 
+def causal_lm_loss(
+    hidden: Tensor, weight: Tensor, labels: Any, shift_labels: Tensor | None, ignore_index: int, items: Any,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """transformers' `ForCausalLMLoss` of hidden states (..., T, D) and the head's weight (V, D), in place of logits.
+
+    Targets (..., T) are `shift_labels`, or where they are None the labels moved by one.
+
+    Returns:
+        The mean over the targets that are not ignored, or the sum divided by `items`; fp32.
+    """
+    shift = int(shift_labels is None)
+    targets = (labels if shift_labels is None else shift_labels).to(hidden.device)
+    loss = linear_cross_entropy(
+        hidden, weight, targets, shift=shift, ignore_index=ignore_index,
+        reduction="mean" if items is None else "sum", **options,
+    )  # fmt: skip
+    if items is None:  # without any target torch's mean is NaN, linear_cross_entropy's 0
+        return torch.where((targets[..., shift:] != ignore_index).any(), loss, torch.nan)
+    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+
+
 class LogitsNeeded(ValueError):
     """A model's forward does something with its logits that `linear_cross_entropy` has no option for."""
 
@@ -93,19 +115,10 @@ class DeferredLogits:
     def loss(
         self, labels: Any, shift_labels: Tensor | None, ignore_index: int, items: Any, options: dict[str, Any]
     ) -> Tensor:
-        """The mean over the targets that are not ignored, or the sum divided by `items`.
-
-        Targets (..., T) are `shift_labels`, or where they are None the labels moved by one.
-        """
-        shift = int(shift_labels is None)
-        targets = (labels if shift_labels is None else shift_labels).to(self.hidden.device)
-        loss = linear_cross_entropy(
-            self.hidden, self.head.weight, targets, shift=shift, ignore_index=ignore_index,
-            reduction="mean" if items is None else "sum", **self.options(), **options,
-        )  # fmt: skip
-        if items is None:  # without any target torch's mean is NaN, linear_cross_entropy's 0
-            return torch.where((targets[..., shift:] != ignore_index).any(), loss, torch.nan)
-        return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        """The `causal_lm_loss` of these logits."""
+        return causal_lm_loss(
+            self.hidden, self.head.weight, labels, shift_labels, ignore_index, items, **self.options(), **options
+        )
 
     def predictions(self) -> Tensor:
         """The tokens (...) with the largest logits, int64."""
