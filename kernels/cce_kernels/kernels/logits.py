@@ -278,20 +278,9 @@ def exponentials(
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     if on_hopper:
         hopper.exponentials(
-            programs,
-            e,
-            c,
-            columns,
-            w,
-            z_target,
-            live,
-            gathered,
-            sums,
-            unread,
-            splits,
-            tiles_per_split,
+            programs, e, c, columns, w, z_target, live, gathered, sums, unread, splits, tiles_per_split,
             float(o.logit_scale),
-        )
+        )  # fmt: skip
         return Sums(sums, None, None)
     z_sums = torch.empty_like(sums) if with_z else None
     metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
