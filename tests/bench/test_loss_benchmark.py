@@ -1,8 +1,11 @@
 """The benchmark's arithmetic, the truth of its problems, its files, and whole runs at tiny shapes."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -685,3 +688,40 @@ def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
     assert standard.graph_ms > 0  # the inputs fit the L2 cache
     assert kahan.reason == ""
     assert kahan.graph_ms > 0
+
+
+class FakeStreams:
+    """The current stream as torch.cuda keeps it. A capture fails as torch's does: its stream stays the current one."""
+
+    def __init__(self) -> None:
+        self.current = self.first = SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object) -> Iterator[None]:
+        self.current = SimpleNamespace()
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_fails_leaves_the_current_stream_to_later_backends(monkeypatch):
+    fake = FakeStreams()
+    for name, value in {
+        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": lambda device: fake.current,
+        "CUDAGraph": object,
+        "stream": fake.stream,
+        "graph": fake.graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    problem = make_problem(TINY, "flat", torch.float32, CPU, 0)
+    with pytest.raises(RuntimeError, match="during capture"):
+        timing.capture(build_loss(load_config(["loss=standard"]).loss, device=CPU), problem)
+    assert fake.current is fake.first

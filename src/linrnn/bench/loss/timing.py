@@ -175,7 +175,8 @@ def capture(loss: LossBackend, problem: Problem) -> torch.cuda.CUDAGraph:
     expected = [gradient.clone() for gradient in problem.gradients()]
     problem.clear_gradients()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A capture that fails leaves its own stream as the current one; the outer block takes this one back.
+    with torch.cuda.stream(torch.cuda.current_stream(problem.device)), torch.cuda.graph(graph):
         step(loss, problem)
     captured = problem.gradients()
     for gradient in captured:
