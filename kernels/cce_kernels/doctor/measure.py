@@ -149,7 +149,8 @@ def profile(model: Any, batch: Any, *, rounds: int = 5, **options: Any) -> Profi
         model: a causal language model of transformers or FLA, on one device, not compiled and not wrapped.
         batch: token ids (B, T), which are their own labels; or a mapping with the arguments of the model's forward.
         rounds: how often each pass is timed, at least 1.
-        options: options of `linear_cross_entropy`, such as workspace_mib, except those in FIXED.
+        options: options of `linear_cross_entropy`, such as workspace_mib; not reduction, shift, ignore_index and
+            return_….
 
     Returns:
         A `Profile`. `print` shows it as a table.
