@@ -11,6 +11,7 @@ from blocks import ROOT
 
 from linrnn.bench.loss.rows import read_rows as loss_rows
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
+from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
 from linrnn.study.criteria import CURVES, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Verdict
 from linrnn.study.results import read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
@@ -314,6 +315,27 @@ def test_the_table_of_shares_of_a_step_holds_the_h100_s_rows() -> None:
         shares = [row[loss].loss_layer_share for loss in ("compiled", "cce_kahan")]
         expected.append([name, *(f"{share:.1%}".replace("%", " %") for share in shares if share is not None)])
     assert sorted(table_of("h4_linear_rnn_or_transformer.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
+
+
+def test_the_table_of_gains_divides_those_of_linear_rnns_by_the_transformer_s() -> None:
+    ratios = {
+        (one.verdict.setting, one.verdict.against): one.ratios
+        for one in step_speeds(read_rows(STEPS))
+        if one.verdict.backend == "cce_kahan"
+    }
+    names = {False: "missed", True: "met", None: "undecided"}
+    found = table_of("h4_linear_rnn_or_transformer.md", "T = 2048, gain divided by the Transformer's")
+    assert [row[0] for row in found] == ["GLA 1b3", "GLA 1b3, full checkpointing", "KDA 1b3, full checkpointing"]
+    for name, *cells in found:
+        for cell, against in zip(cells, ("compiled", "standard"), strict=True):
+            if (name, against) not in ratios:
+                assert cell == "not measured"
+                continue
+            one = ratio_of_means(ratios[name, against], ratios[re.sub("^[A-Z]+", "Transformer", name), against])
+            assert one.low is not None
+            assert one.high is not None
+            word = names[answer(one.low, one.high, AT_LEAST, 1.0)]
+            assert cell == f"**{word}**: {one.value:.3f} ({one.low:.3f} to {one.high:.3f})"
 
 
 def test_the_table_of_equal_losses_holds_the_twelve_seeds_verdicts() -> None:

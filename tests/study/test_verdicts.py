@@ -12,7 +12,7 @@ from matplotlib import pyplot
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate, ratio_of_means
 from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.mixtures import read_origin
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -195,6 +195,17 @@ def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten() -> None
     inverse = estimate([1 / value for value in studies[0]], ratios=True)
     assert found[0].low is not None
     assert inverse.high == pytest.approx(1 / found[0].low), "neither loss is preferred"
+
+
+def test_welchs_interval_of_two_unpaired_sets_of_ratios_holds_the_truth_nine_times_in_ten() -> None:
+    draw = random.Random(0)
+
+    def ratios(mean: float, spread: float) -> list[float]:
+        return [mean * 2.718281828 ** draw.gauss(0, spread) for _ in range(8)]
+
+    found = [ratio_of_means(ratios(1.05, 0.02), ratios(1.08, 0.005)) for _ in range(1000)]
+    held = sum(one.low <= 1.05 / 1.08 <= one.high for one in found if one.low is not None and one.high is not None)
+    assert 0.87 < held / len(found) < 0.93
 
 
 def test_values_without_scatter_have_an_interval_without_width() -> None:

@@ -34,6 +34,11 @@ class StepSpeed:
     base: Row
 
     @property
+    def ratios(self) -> list[float]:
+        """Of tokens/s, one per round."""
+        return _ratios(self.row, self.base)
+
+    @property
     def attainable(self) -> float | None:
         """The ratio of a loss layer that takes no time; None if the baseline's was not measured."""
         step, of_loss = self.base.step_ms, self.base.loss_layer_ms
@@ -49,9 +54,10 @@ def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
     names = names_of(rows)
     found = []
     for row, base in _pairs(rows):
-        ratios = [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
         doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
-        verdict = judge(SPEED, row.model, row.loss, base.loss, ratios, setting=names[row.line], doubts=doubts)
+        verdict = judge(
+            SPEED, row.model, row.loss, base.loss, _ratios(row, base), setting=names[row.line], doubts=doubts
+        )
         found.append(StepSpeed(verdict, row, base))
     return found
 
@@ -64,6 +70,10 @@ def step_peaks(rows: Sequence[Row]) -> list[Verdict]:
         for row, base in _pairs(rows)
         if row.peak_gib and base.peak_gib
     ]
+
+
+def _ratios(row: Row, base: Row) -> list[float]:
+    return [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
 
 
 def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
