@@ -16,9 +16,9 @@ ALL_AFTER = 1000  # steps between collections of all garbage: objects that live 
 def collected_at_known_points() -> Iterator[None]:
     """Inside the block only :func:`collect_after` collects garbage.
 
-    The objects of before the block are set apart, and no collection looks at them, until the block ends. If some
-    objects are set apart already (by a server of forked processes, say), the block sets no others apart, because Python
-    can only take back all of them together.
+    The objects of before the block are set apart, and no collection looks at them, until the block ends. A server
+    of forked processes may have set objects apart already. The block then sets no others apart, because Python can only
+    take back all of them together.
     """
     enabled, apart = gc.isenabled(), gc.get_freeze_count() > 0
     if not apart:

@@ -169,13 +169,30 @@ def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
 
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
     """The printed summary: figures, files, and the next commands."""
+    rows = _figures(summary)
+    width = max(map(len, rows))
+    checkpoints = config.trainer.checkpoint_every != 0
+    return [
+        "",
+        f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}",
+        *(f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"),
+        "",
+        f"wrote {directory}/",
+        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
+        *(_next_commands(config, directory, checkpoints) if summary["status"] == "finished" else []),
+    ]
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, str]:
+    """Figures by name, in words; "-" for one that there is not."""
 
     def show(value: float | None, form: str, unit: str = "") -> str:
         return "-" if value is None else f"{value:{form}}{unit}"
 
     of_loss = summary["loss_layer_ms"] or {}
     averaged = min(MEAN_OF_LAST, summary["steps"])
-    rows = {
+    peak = summary["peak_memory_bytes"]
+    return {
         "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens, "
         f"{summary['epochs']:.2f} epochs",
         "parameters": f"{summary['n_parameters']:,}",
@@ -195,35 +212,23 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         else "-",
         "MFU": show(summary["mfu"], ".1%"),
         "MFU by 6N": show(summary["mfu_6n"], ".1%"),
-        "peak memory": show(
-            summary["peak_memory_bytes"] and summary["peak_memory_bytes"] / GIB,
-            ".3f",
-            f" GiB ({summary['peak_memory_is']})",
-        ),
+        "peak memory": show(peak and peak / GIB, ".3f", f" GiB ({summary['peak_memory_is']})"),
     }
-    width = max(map(len, rows))
-    checkpoints = config.trainer.checkpoint_every != 0
-    lines = ["", f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}"]
-    lines += [f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"]
-    lines += [
-        "",
-        f"wrote {directory}/",
-        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
+
+
+def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[str]:
+    here = Path(sys.executable)
+    python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
+    other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
+    cache = config.data.cache_dir
+    kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
+    evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
+    return [
+        "next:",
+        f"  {_with_loss(_train_command(config), other, python)}  # another loss",
+        *([f"  {evaluate}"] if checkpoints else []),
+        f"  {python} scripts/doctor.py    # what runs on this machine",
     ]
-    if summary["status"] == "finished":
-        here = Path(sys.executable)
-        python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
-        other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
-        cache = config.data.cache_dir
-        kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
-        evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
-        lines += [
-            "next:",
-            f"  {_with_loss(_train_command(config), other, python)}  # another loss",
-            *([f"  {evaluate}"] if checkpoints else []),
-            f"  {python} scripts/doctor.py    # what runs on this machine",
-        ]
-    return lines
 
 
 def _train_command(config: Config) -> str:

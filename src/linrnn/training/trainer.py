@@ -1,7 +1,10 @@
 """One training run. Read :meth:`Trainer.fit` first, then `train_step`, `validate` and `save`.
 
-Other modules hold the rest of a run: `build` its model, data and optimizer, `session` the files and the console, `step`
-a step's metrics, `measurements` speed and memory, `starting` where a run continues, and `outcome` how it ended.
+Other modules hold the rest of a run:
+
+* `build`: its model, data and optimizer. `starting`: where it continues.
+* `session`: its files and the console. `step`: a step's metrics. `measurements`: speed and memory.
+* `outcome`: how it ended.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
 """Training steps of a model, with each loss in turn, in one process and on the same weights.
 
 One model and one optimizer serve all losses, so that nothing but the loss differs. In a round each loss has a turn, in
-shuffled order: a few consecutive steps, from an idle device to an idle device by the wall clock, so that the host
-counts. In each round a loss's time is divided by that of the baseline. Values, memory and the loss layer's own time are
-measured in steps of their own.
+shuffled order. A turn is a few consecutive steps. The wall clock times it from an idle device to an idle device, so
+that the host counts. In each round a loss's time is divided by that of the baseline. Values, memory and the loss
+layer's own time are measured in steps of their own.
 
 With trainer.cuda_graph=true every turn captures the passes of its loss anew, and their graph dies with the turn. A
 graph keeps the memory of its activations and gradients while it lives. All losses' graphs side by side would not fit,
-and each loss's peak would hold the others' gradients: a pool that graphs share frees activations alone, because
+and each loss's peak would hold the other losses' gradients. A pool that graphs share frees only activations, because
 replays hand out the same gradients again. A turn therefore begins with one more step that is not timed.
 """
 
