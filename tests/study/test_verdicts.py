@@ -932,8 +932,8 @@ def test_a_report_is_made_from_the_rows_of_a_committed_one(tmp_path: Path) -> No
     paths = make_report(load_config([f"summary={summary}"], "report"))
     assert {name: (summary / name).read_text() for name in pages} == pages
     assert paths[0] == summary / "report.md"
-    for wrong in ([], ["group=g", f"summary={summary}"]):
-        with pytest.raises(ConfigError, match="one of them"):
+    for wrong, cause in (([], "neither"), (["group=g", f"summary={summary}"], "are both named")):
+        with pytest.raises(ConfigError, match=cause):
             make_report(load_config(wrong, "report"))
 
 
