@@ -9,9 +9,10 @@ from linrnn.config.schema import ExportConfig
 def main(config: ExportConfig) -> None:
     import torch
 
-    from linrnn.inference.export import export
+    from linrnn.inference.export import check_output, export
     from linrnn.inference.load import load_trained
 
+    check_output(Path(config.output))  # before the model is loaded, which takes longer
     trained = load_trained(config.checkpoint, torch.device("cpu"))
     export(trained, Path(config.output))
     tokenizer = "with its tokenizer" if trained.tokenizer else "without a tokenizer (the run recorded none)"

@@ -78,6 +78,8 @@ def _checked_options(preset: str | None, **options: Any) -> Options:
                 "learned scale must be multiplied into e"
             )
         check_option(name, value)
+        if isinstance(value, Real) and type(value) not in (bool, float, int):  # of NumPy, or a fraction
+            options[name] = float(value)
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
@@ -266,4 +268,11 @@ def as_integer(name: str, x: Any) -> int:
 
 def _kind(x: Any) -> str:
     """How a message names x: by its value if it is a number, string or None, else by its type."""
-    return repr(x) if x is None or isinstance(x, bool | int | float | str) else type(x).__name__
+    kind = type(x)
+    if x is None or isinstance(x, bool | int | float | str):
+        return repr(x)
+    return (
+        kind.__name__
+        if kind.__module__.split(".")[0] in ("builtins", "torch")
+        else f"{kind.__module__}.{kind.__name__}"
+    )

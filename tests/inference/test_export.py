@@ -147,6 +147,10 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
     export(run, out)
     with pytest.raises(ConfigError, match="is there already"):
         export(run, out)
+    process = start(run_script, "scripts/export.py", ["checkpoint=none", f"output={out}"], tmp_path / "log")
+    process.join()
+    assert process.exitcode == 2
+    assert "is there already" in (tmp_path / "log").read_text(), "the model is not looked for"
     with pytest.raises(ConfigError, match="is a Hugging Face directory already"):
         export(load_trained(str(out), CPU), tmp_path / "again")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):

@@ -42,8 +42,7 @@ def export(trained: Trained, output: Path) -> None:
             "configuration cannot express",
             "use the run itself: scripts/evaluate.py and scripts/generate.py take it",
         )
-    if output.exists():
-        raise ConfigError(f"output={output} is there already", "choose another output, or move it away")
+    check_output(output)
     partial = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -62,6 +61,12 @@ def export(trained: Trained, output: Path) -> None:
         partial.rename(output)
     except OSError as error:
         raise StorageError(f"{output} cannot be written ({error.strerror})", "choose another output") from error
+
+
+def check_output(output: Path) -> None:
+    """Raise a ConfigError if `output` exists already."""
+    if output.exists():
+        raise ConfigError(f"output={output} is there already", "choose another output, or move it away")
 
 
 def _write(trained: Trained, directory: Path) -> None:

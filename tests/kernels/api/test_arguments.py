@@ -1,5 +1,7 @@
 """Arguments of a wrong type or layout raise one clear line that starts with the argument's name."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,9 @@ def test_numbers_of_other_types_are_as_they_were():
     numpy = pytest.importorskip("numpy")
     got = linear_cross_entropy(E, C, TARGETS, softcap=3, logit_scale=numpy.float32(2), ignore_index=numpy.int64(2))
     assert torch.equal(got, want)
+    assert torch.equal(
+        linear_cross_entropy(E, C, TARGETS, softcap=Fraction(3), logit_scale=Fraction(2), ignore_index=2), want
+    )
     assert torch.equal(
         linear_cross_entropy(E, C, TARGETS, softcap=3, logit_scale=2, ignore_index=torch.tensor(2)), want
     )
