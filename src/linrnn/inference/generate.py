@@ -1,5 +1,6 @@
 """Generate samples from a trained model, with transformers' `generate` and FLA's recurrent state."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 
 from linrnn.config.schema import GenerateConfig
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.inference.load import Trained
 from linrnn.models import tuning
 
@@ -18,10 +19,13 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
     Raises:
         ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
         DataError: `prompt_file` cannot be read.
+        UnsupportedError: the state is asked for, and this version of transformers does not hand it to FLA's models.
     """
     from transformers import GenerationConfig
 
     prompt = prompt_of(trained, config)
+    if config.use_state:
+        _refuse_unknown_state()
     model, eos_id = trained.model, trained.eos_id
     greedy = config.temperature == 0
     choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": config.temperature}
@@ -43,6 +47,20 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
                 ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings, streamer=counter
             )
         yield prompt, output[0, len(prompt) :].tolist()
+
+
+def _refuse_unknown_state() -> None:
+    """Refuse versions of transformers that hand the state over under a name that FLA's models do not read.
+
+    From 5.24 on the argument is `cache` instead of `past_key_values`. FLA 0.6.0 would then forget all but the last token.
+    """
+    from transformers import GenerationMixin, __version__
+
+    if "past_key_values" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        raise UnsupportedError(
+            f"transformers {__version__} does not hand the state to flash-linear-attention's models",
+            "pip install 'transformers<5.24', or set use_state=false",
+        )
 
 
 class _Counter:
