@@ -254,7 +254,7 @@ def _finish_stored(
             weights=weights,
         )  # fmt: skip
         if stats is not None:
-            FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
+            FilterStats.write_exact(stats)
 
 
 _finish_stored_op = torch.library.custom_op(

@@ -50,6 +50,10 @@ FOUND = 512  # groups of eight columns that a warp can note down for a closer lo
 # can keep 1 / eps entries, but no trained model's rows do. Beyond V / 120 entries dense products are as fast. The
 # lists get twice the usual number where no columns are computed densely.
 LEAST_LISTED, USUALLY_LISTED, MOST_LISTED = 64, 256, 1024
+# Lists that take a small part of the workspace hold this many times the usual number. Then no Gaussian logits overflow
+# them: at eps = 2^-12 and V >= 49,152 a row of Gaussian logits keeps at most V Q(sqrt(2 ln(eps V))) <= 634 entries,
+# whatever their standard deviation is. Q is the normal distribution's upper tail.
+ROOMY, ROOMY_SHARE = 2.5, 8
 MOST_ENTRIES = 2**31 - 2**16  # offsets in the lists are int32, also those of a block beyond the end (filter/gather.py)
 STATE_BYTES_PER_ENTRY = 8  # column and weight
 LIST_BYTES_PER_ENTRY = 16  # column, weight, row, coefficient
@@ -210,7 +214,7 @@ def _recompute_cost(p: Problem, columns: int) -> float:
 def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
     """Whether the filter's lists are clearly faster than exact gradients.
 
-    The share of entries above eps is known on the device alone, so the model is careful: it counts full lists.
+    The share of entries above eps is known on the device alone. So the model counts as many as rows usually list.
     """
     assert o.filter_eps is not None
     if not filtered.capacity or o.filter_eps * p.vocab < LEAST_EPS_TIMES_VOCAB:
@@ -221,9 +225,10 @@ def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
 
 
 def _filter_cost(p: Problem, capacity: int, o: Options) -> float:
-    """Time of a call through lists of `capacity` entries, in products of N x D x V."""
+    """Time of a call through lists of `capacity` entries that hold the usual number, in products of N x D x V."""
     chunks = math.ceil(p.n_rows / list_rows(p.n_rows, p.dim, p.vocab, capacity, o))
-    gathers = GATHER_SECONDS * capacity * p.dim * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
+    listed = min(capacity, _usually_listed(o) * p.n_rows)
+    gathers = GATHER_SECONDS * listed * p.dim * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
     launches = chunks * LIST_LAUNCHES
     return max(FILTER_PRODUCTS + _launches(p, launches) + gathers, _launches(p, FILTER_LAUNCHES + launches))
 
@@ -326,10 +331,17 @@ def _capacity(p: Problem, o: Options) -> int:
     budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
-    listed = max(USUALLY_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)) * (1 if o.filter_unbiased else 2)
-    listed = min(listed, MOST_LISTED, int(1 / o.filter_eps) + 1)
+    usual = _usually_listed(o)
+    spare = int(room(o) / ROOMY_SHARE / STATE_BYTES_PER_ENTRY / p.n_rows)
+    listed = min(max(usual, min(int(ROOMY * usual), spare)), MOST_LISTED, int(1 / o.filter_eps) + 1)
     most = min(listed * p.n_rows, MOST_ENTRIES) // LIST_PARTS * LIST_PARTS
     return min(capacity, most) if capacity >= LEAST_LISTED * p.n_rows else 0
+
+
+def _usually_listed(o: Options) -> int:
+    """Entries that a row lists in most calls, averaged over the rows."""
+    assert o.filter_eps is not None
+    return max(USUALLY_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)) * (1 if o.filter_unbiased else 2)
 
 
 def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:

@@ -250,7 +250,7 @@ def _finish_stored(
         if same is not None:
             same.check(DIFFERENT)
         if stats is not None:
-            FilterStats(stats, backend_of(e).filter_figures, c.shape[0]).write_exact(scale, columns)
+            FilterStats.write_exact(stats)
     return total if own else e.new_empty(0)
 
 

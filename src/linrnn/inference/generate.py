@@ -52,7 +52,7 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
 def _refuse_unknown_state() -> None:
     """Refuse versions of transformers that hand the state over under a name that FLA's models do not read.
 
-    From 5.24 on the argument is `cache` instead of `past_key_values`. FLA 0.6.0 would then forget all but the last token.
+    5.24 renamed `past_key_values` to `cache`. FLA 0.6.0 would then forget all but the last token.
     """
     from transformers import GenerationMixin, __version__
 

@@ -14,6 +14,7 @@ from cce_kernels.planner import (
     MOST_DEFAULT_MIB,
     ROW_MULTIPLE,
     SLOWER,
+    STATE_BYTES_PER_ENTRY,
     Plan,
     Problem,
     plan,
@@ -205,6 +206,15 @@ def test_more_rows_never_leave_out_a_filter_until_its_lists_fill_the_workspace()
         left_out = [if_faster((rows, dim, vocab)).exact for rows in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)]
         assert left_out == sorted(left_out, reverse=True)
         assert len(set(left_out)) == 2
+
+
+def test_lists_of_few_rows_hold_what_gaussian_logits_keep_and_lists_of_many_rows_the_usual_number():
+    """At most 634 entries a row at 2^-12, whatever the deviation of the logits is: 318 at D = 8192 with c ~ 0.02 N."""
+    assert chosen((4096, 8192, 128256), **FILTER).capacity >= 634 * 4096
+    assert chosen((16384, 2048, 128256), **FILTER).capacity == 256 * 16384
+    for rows in (1024, 4096, 8192, 16384, 32768):
+        entries = chosen((rows, 2048, 128256), **FILTER).capacity
+        assert STATE_BYTES_PER_ENTRY * entries <= max(256 * 2**20 / 8, STATE_BYTES_PER_ENTRY * 256 * rows)
 
 
 def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():

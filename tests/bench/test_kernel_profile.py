@@ -1,0 +1,50 @@
+"""Where the loss layer's time goes: rows, table and command on a CPU, where operators take the kernels' place."""
+
+import json
+
+import pytest
+import torch
+
+from linrnn.bench.loss.kernel_profile import KernelRow, page, profiled
+from linrnn.core.errors import ConfigError
+
+
+def test_a_step_comes_first_and_its_operators_follow_the_longest_first():
+    rows = list(profiled(["64x32x500"], ["standard", "cce_kahan"], "peaked", torch.device("cpu")))
+    for loss in ("standard", "cce_kahan"):
+        step, *kernels = (row for row in rows if row.loss == loss)
+        assert step.kernel == "(step)"
+        assert [row.ms for row in kernels] == sorted((row.ms for row in kernels), reverse=True)
+        unit = step.ms / step.products
+        assert all(row.ms / row.products == pytest.approx(unit) for row in kernels), "all in the same product"
+    products = {row.loss: row.launches for row in rows if row.kernel == "aten::mm"}
+    assert products["standard"] == 3
+
+
+def test_an_unknown_loss_is_refused_before_anything_runs():
+    with pytest.raises(ConfigError, match="there is no such loss"):
+        next(profiled(["64x32x500"], ["telepathy"], "peaked", torch.device("cpu")))
+
+
+def test_the_page_holds_every_kernel_of_a_thousandth_of_a_product():
+    kernels = {"(step)": 4.0, "product_kernel": 2.5, "tiny": 0.0001}
+    rows = [KernelRow("mve", "peaked", "cce_kahan", name, 1, 2 * ms, ms) for name, ms in kernels.items()]
+    git = {"commit": "abc"}
+    run = {"command": "python x", "environment": {"packages": {"torch": "2", "triton": "3"}, "git": git}}
+    text = page(rows, run, "gpu")
+    assert "**mve, peaked, cce_kahan**: a step takes 8.00 ms, 4.00 products; its kernels 2.50." in text
+    assert "| `product_kernel` | 1 | 5.000 | 2.500 |" in text
+    assert "tiny" not in text
+
+
+def test_the_command_writes_rows_and_a_page(tmp_path, command, fresh_command):
+    script = ["scripts/maintain/profile_loss.py", "device=cpu", f"results_dir={tmp_path}"]
+    done = command(*script, "shapes=64x32x500", "losses=standard")
+    assert done.returncode == 0, done.stderr
+    run, *rows = (tmp_path / "bench_loss" / "cpu" / "profile.jsonl").read_text().splitlines()
+    assert json.loads(run)["command"].startswith("python scripts/maintain/profile_loss.py")
+    assert {json.loads(row)["loss"] for row in rows} == {"standard"}
+    assert (tmp_path / "bench_loss" / "cpu" / "profile.md").exists()
+    done = fresh_command(*script, "logits=telepathy")
+    assert done.returncode
+    assert "choose from flat, peaked" in done.stderr
