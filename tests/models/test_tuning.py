@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from cce_kernels.runtime.launch import quick
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
@@ -329,6 +330,12 @@ def add_one(x, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(x + places, tl.load(x + places, mask=places < N) + 1, mask=places < N)
 
 
+@triton.jit
+def add_one_of_16(x, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(x + places, tl.load(x + places) + 1)
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Triton compiles for an H100 that is not there. Returns the names of compiled kernels."""
@@ -372,6 +379,18 @@ def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str]) -> None:
     with pytest.raises(UnsupportedError, match="strict"), tuning.compile_ahead():
         tuned[(1,)](x, N=32)
     assert not x.any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_a_kernel_of_the_loss_that_is_compiled_already_does_not_run_either(hopper: list[str]) -> None:
+    """A loss of several chunks launches a kernel again and again. The first launch may have compiled it already."""
+    kernel = quick(add_one_of_16)
+    for _ in range(2):  # a rehearsal after a rehearsal knows the kernel from the start
+        with tuning.compile_ahead(1):
+            for _ in range(20):
+                kernel[(1,)](torch.zeros(16), 16)  # a launch would ask the missing driver
+                time.sleep(0.1)
+    assert hopper == ["add_one_of_16"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")

@@ -7,7 +7,8 @@ compiled kernel. A small problem's kernels run no longer than that takes. A quic
     any other launch                                         the compiled kernel is looked up by a short key of
                                                              everything that Triton specialises on
 
-If launch hooks are set (profilers set them), Triton's own launch runs, which calls them.
+If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. If someone has replaced
+`JITFunction.run`, every launch goes there: whoever compiles a program's kernels without running them does so.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch.nn import Parameter
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .interpreter import INTERPRETED
 from .repeated import Call, call_of
 
+_TRITONS_RUN = JITFunction.run
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
 
@@ -51,6 +54,9 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if JITFunction.run is not _TRITONS_RUN:
+            self.kernel[grid](*args, **options)
+            return
         active = driver.active
         device = active.get_current_device()
         exact = _exact([device, grid, *options.items()], args)

@@ -56,6 +56,7 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_one)
+    monkeypatch.setattr(launch, "_TRITONS_RUN", compile_one)
     monkeypatch.setattr(triton.runtime.driver, "_active", Device())
     return launch.quick(kernel), compiled
 
@@ -140,3 +141,17 @@ def test_whoever_hears_of_launches_hears_of_quick_ones(quick, name):
 def test_an_argument_of_unknown_kind_is_refused(quick):
     with pytest.raises(TypeError, match="argument of type str"):
         call(quick[0], **PLAIN | {"x": "text"})
+
+
+def test_where_triton_s_run_is_replaced_every_launch_goes_there(quick, monkeypatch):
+    """As in a rehearsal, which compiles kernels and runs none: not even those that were launched before."""
+    quick, compiled = quick
+    arguments = torch.zeros(16), torch.zeros(16), 3, 4, 0.5, 16
+    for _ in range(3):
+        quick[(1,)](*arguments)
+    before = [list(one.launches) for one in compiled]
+    asked = []
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: asked.append(args))
+    quick[(1,)](*arguments)
+    assert len(asked) == 1
+    assert [list(one.launches) for one in compiled] == before
