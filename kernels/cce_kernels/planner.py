@@ -39,6 +39,7 @@ FLOPS = 700e12
 LEAST_SKIPPED = 2**37  # ignored rows are left out of products of this many multiply-adds or more
 MOST_SPLITS = 4
 MOST_PARTS = 2**23  # numbers of all splits of one chunk's w C, fp32
+MOST_PARTS_BESIDE = 2**25  # the same for all chunks together
 LEAST_BUSY = 0.85  # the share of the multiprocessors that dE's product occupies if it runs alone
 MAX_SPLITS = 32  # splits of the vocabulary, each with partial sums of its own
 # The filter's lists (filter/select.py).
@@ -148,14 +149,16 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
     return Plan(0, columns)
 
 
-def splits_beside(rows: int, cols: int, programs: int) -> int:
+def splits_beside(rows: int, cols: int, programs: int, n_rows: int) -> int:
     """Parts that dE's product, with an output of rows × cols, cuts its summed dimension into, beside dC's product.
 
-    Each part has an fp32 output of its own. Several chunks run dE's product beside dC's, which takes as long
-    (kernels/matmul.py). So one part is enough once dE's tiles fill half of the multiprocessors. A tenth less than half
-    is also accepted, because another part's memory costs more than that tenth saves.
+    Each part has an fp32 output of its own, of the n_rows rows of all chunks. Several chunks run dE's product beside
+    dC's, which takes as long (kernels/matmul.py). So one part is enough once dE's tiles fill half of the
+    multiprocessors. A tenth less than half is also accepted, because another part's memory costs more than that tenth
+    saves. All parts take at most MOST_PARTS_BESIDE numbers: many rows had better take one part and small chunks.
     """
-    return max(1, min(MOST_SPLITS, math.ceil(programs / (2.2 * _tiles(rows, cols)))))
+    wanted = min(MOST_SPLITS, math.ceil(programs / (2.2 * _tiles(rows, cols))))
+    return max(1, min(wanted, MOST_PARTS_BESIDE // (n_rows * cols)))
 
 
 @lru_cache(maxsize=1024)
@@ -264,7 +267,7 @@ def stored_bytes(p: Problem, rows: int, programs: int, o: Options) -> tuple[int,
     scaled = 2 * rows * math.ceil(p.dim / 64) * 64
     if p.grad_e is not None:
         alone = 0 if summed else splits_alone(rows, p.dim, programs)
-        splits = alone or splits_beside(rows, p.dim, programs)
+        splits = alone or splits_beside(rows, p.dim, programs, p.n_rows)
         lent = alone and p.grad_c and not p.main_grad and fits_vocab(rows, p.vocab, p.grad_c, splits)
         if splits > 1 and not lent:
             beside += 4 * splits * hidden

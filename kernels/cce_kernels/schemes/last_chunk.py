@@ -69,7 +69,8 @@ def finish_one(x: LastChunk, grad_e: Tensor | None, grad_c: Tensor | None) -> No
 def _side_by_side(x: LastChunk, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
     """Both gradients of one chunk at the same time, with temporary memory of their own."""
     assert grad_e is not None
-    parts, splits = None, splits_beside(len(x.e), x.e.shape[1], multiprocessors(x.e))
+    n_rows, dim = x.e.shape
+    parts, splits = None, splits_beside(n_rows, dim, multiprocessors(x.e), n_rows)
     if splits > 1:
         parts = _memory(x.e, (splits, *x.e.shape), torch.float32, None)
     # Before dE's product, because dC's product runs beside that.

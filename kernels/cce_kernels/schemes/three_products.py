@@ -261,7 +261,7 @@ def empty_state(
     c_sum = e.new_empty(dim, dtype=torch.float32) if o.label_smoothing else None
     parts = sum_e = sum_c = keys = order = bounds = None
     if dtype_e is not None:
-        splits = splits_beside(height, dim, multiprocessors(e)) if first else 1
+        splits = splits_beside(height, dim, multiprocessors(e), n_rows) if first else 1
         if splits > 1:
             parts = e.new_empty(splits, n_rows, dim, dtype=torch.float32)
         lost_rows = (n_rows if skip else first) if parts is None else 0
