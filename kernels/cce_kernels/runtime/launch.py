@@ -7,28 +7,27 @@ compiled kernel. A small problem's kernels run no longer than that takes. A quic
     any other launch                                         the compiled kernel is looked up by a short key of
                                                              everything that Triton specialises on
 
-If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. If someone has replaced
-`JITFunction.run`, every launch goes there: whoever compiles a program's kernels without running them does so.
+If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. Within `through_triton` every
+launch is Triton's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .interpreter import INTERPRETED
 from .repeated import Call, call_of
 
-_TRITONS_RUN = JITFunction.run
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
 
@@ -38,6 +37,8 @@ class Quick:
     Arguments are positional, in the kernel's order, constants (tl.constexpr) last. Options are Triton's, num_warps for
     example. A Gluon kernel may list some of these options as its last parameters.
     """
+
+    all_through_triton: ClassVar[bool] = False
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -54,7 +55,7 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        if JITFunction.run is not _TRITONS_RUN:
+        if Quick.all_through_triton:
             self.kernel[grid](*args, **options)
             return
         active = driver.active
@@ -100,6 +101,20 @@ class Quick:
 def quick(kernel: Any) -> Any:
     """The kernel with quick launches. In the interpreter, which compiles nothing, the kernel itself."""
     return kernel if INTERPRETED else Quick(kernel)
+
+
+@contextmanager
+def through_triton() -> Iterator[None]:
+    """Within the context every launch of every thread is a call of Triton's `JITFunction.run`.
+
+    For a caller that replaces `JITFunction.run`, to compile kernels without running them. Outside of this context a
+    kernel that is compiled already would run all the same, on memory that no kernel has written.
+    """
+    before, Quick.all_through_triton = Quick.all_through_triton, True
+    try:
+        yield
+    finally:
+        Quick.all_through_triton = before
 
 
 def _hooked() -> bool:

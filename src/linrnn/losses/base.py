@@ -7,6 +7,7 @@ command line are reported before torch is imported.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -73,9 +74,14 @@ class LossBackend(ABC):
     def rehearsable(self) -> bool:
         """Whether its kernels can be compiled ahead by a call in which no kernel runs.
 
-        Then no operation of torch, and no decision of the host, may depend on what a kernel would have written.
+        Then no operation of torch, and no decision of the host, may depend on what a kernel would have written. The
+        call and its backward pass lie within `rehearsal`.
         """
         return False
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Within the context every launch is one of Triton's `JITFunction.run`, which a rehearsal replaces."""
+        return nullcontext()
 
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         """From now on the weight is this rank's `shards[rank]` rows of a matrix that the ranks of `group` share.

@@ -24,6 +24,8 @@ from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_own_kernels
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -242,6 +244,9 @@ class CceKahan(LossBackend):
     def rehearsable(self) -> bool:
         """Not a filter, which gathers rows by what its kernels have ranked; nor ranks, which compare their calls."""
         return not self._spread and not filters(self.config)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        return import_module("cce_kernels.runtime.launch").through_triton()
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -56,7 +56,6 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_one)
-    monkeypatch.setattr(launch, "_TRITONS_RUN", compile_one)
     monkeypatch.setattr(triton.runtime.driver, "_active", Device())
     return launch.quick(kernel), compiled
 
@@ -143,15 +142,20 @@ def test_an_argument_of_unknown_kind_is_refused(quick):
         call(quick[0], **PLAIN | {"x": "text"})
 
 
-def test_where_triton_s_run_is_replaced_every_launch_goes_there(quick, monkeypatch):
+def test_within_through_triton_every_launch_is_triton_s(quick, monkeypatch):
     """As in a rehearsal, which compiles kernels and runs none: not even those that were launched before."""
     quick, compiled = quick
     arguments = torch.zeros(16), torch.zeros(16), 3, 4, 0.5, 16
     for _ in range(3):
         quick[(1,)](*arguments)
-    before = [list(one.launches) for one in compiled]
+    before = [len(one.launches) for one in compiled]
     asked = []
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: asked.append(args))
+    with monkeypatch.context() as replaced, launch.through_triton():
+        replaced.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: asked.append(args))
+        quick[(1,)](*arguments)
+        quick[(1,)](*arguments)
+    assert len(asked) == 2
+    assert [len(one.launches) for one in compiled] == before
     quick[(1,)](*arguments)
-    assert len(asked) == 1
-    assert [list(one.launches) for one in compiled] == before
+    assert len(asked) == 2
+    assert sum(len(one.launches) for one in compiled) == sum(before) + 1

@@ -2,12 +2,20 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from cce_kernels import backends
+from cce_kernels.runtime import launch
+from cce_kernels.runtime.launch import Quick
 from fitting import losses
 from rank_process import leave_kernels_untuned
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 from linrnn.config import load_config
 from linrnn.models import tuning
@@ -86,6 +94,43 @@ def test_losses_that_may_index_by_results_are_not_rehearsed(
     monkeypatch.setattr(type(run.loss), "compute", lambda *args: (calls.append(1), compute(*args))[1])
     rehearse_step(run)
     assert bool(calls) is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_a_rehearsal_of_many_chunks_runs_no_kernel_that_it_has_compiled(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled kernels are at hand at once, as from Triton's cache on disk. A launch of one fails here.
+
+    On a GPU a launch read memory that no kernel had written: an illegal access, or a loop without an end.
+    """
+    overrides = "loss.workspace_mib=4", "trainer.batch_size=100", "trainer.precision=bf16_autocast"
+    run = Trainer(load_config(small("loss=cce_kahan", *overrides)))
+    asked: list[str] = []
+
+    class Compiled:
+        """A stand-in for a compiled kernel, which cannot run."""
+
+    def compile_at_once(self: Any, key: Any, signature: Any, device: Any, *rest: Any) -> Any:
+        asked.append(self.__name__)
+        return self.device_caches[device][0].setdefault(key, Compiled())
+
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_at_once)
+    monkeypatch.setattr(backends, "_backend_on", lambda device: import_module("cce_kernels.backends.with_triton"))
+    for _ in range(2):
+        with tuning.compile_ahead(1):
+            rehearse_step(run)
+    assert asked.count("product_kernel") > 1, "of dE and of dC"
+    assert not Quick.all_through_triton
+    with pytest.raises(AttributeError, match="Compiled"):
+        rehearse_step(run)  # in earnest: the first kernel that is known is launched
 
 
 def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,8 @@ def rehearse(model: Any, batch: Batch, precision: str, device: torch.device, los
     Without a `rehearsable` loss the sum of all hidden states and of the head takes its place.
     """
     inputs = loss_inputs(model, batch, precision, device)
-    if loss is not None and loss.rehearsable:
-        total = watched_loss(loss, *inputs).sum_nats
-    else:
-        total = inputs[0].sum() + inputs[1].sum()
-    total.backward()
+    if loss is None or not loss.rehearsable:
+        (inputs[0].sum() + inputs[1].sum()).backward()
+        return
+    with loss.rehearsal():
+        watched_loss(loss, *inputs).sum_nats.backward()
