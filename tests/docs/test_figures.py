@@ -87,6 +87,50 @@ def test_the_time_and_memory_of_the_loss_layer() -> None:
     assert found[largest]["d"] % 64, "whose D is no multiple of 64"
 
 
+def test_the_table_of_25_shapes_on_both_gpus() -> None:
+    """Every figure of the table in docs/kernels.md, from the grid's rows."""
+    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    head = "| time, of torch.compile's | H100, peaked | H100, flat | H200, peaked | H200, flat |"
+    lines = text.split(head)[1].split("\n\n")[0].splitlines()[2:]
+    table = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in lines)}
+    for place, (gpu, logits) in enumerate(
+        (g, x) for g in (H100, H100.parent / "nvidia_h200") for x in ("peaked", "flat")
+    ):
+        grid = [own for file in gpu.glob("*.json") if (own := by_backend(json.loads(file.read_text()), "grid"))]
+        assert len(grid) == 25
+
+        def ratios(backend: str, workspace: int | None = None, grid=grid, logits=logits) -> dict[str, float]:
+            return {
+                own[key]["shape"]: own[key]["ratio_to_compiled"]
+                for own in grid
+                for key in [(logits, backend, workspace)]
+            }
+
+        ours, tokens = ratios("cce_kahan"), {own[key]["shape"]: own[key]["n"] for own in grid for key in own}
+        large = {shape: ratio for shape, ratio in ours.items() if tokens[shape] >= 2048}
+        few = [ratio for shape, ratio in ours.items() if tokens[shape] < 2048]
+        filtered = [
+            ratio
+            for own, ratio in zip(grid, ratios("cce_filter").values(), strict=True)
+            if own[logits, "cce_filter", None]["de_err_ratio"] > 1.5
+        ]
+        expected = {
+            "`cce_kahan`, median of 25 shapes": f"{statistics.median(ours.values()):.2f}",
+            "three cuBLAS products alone, median": f"{statistics.median(ratios('three_products_cublas').values()):.2f}",
+            "2,048 tokens and more: shapes of at most 1.02, of 21": f"{sum(x <= 1.02 for x in large.values())}",
+            "fewer tokens, four shapes": f"{min(few):.2f} to {max(few):.2f}",
+            "`workspace_mib=256`, slowest shape": f"{max(ratios('cce_kahan', 256).values()):.2f}",
+            "`cce_filter`, median of the 12 shapes that it filters": f"{statistics.median(filtered):.2f}",
+            "`cce_filter`, slowest of them": f"{max(filtered):.2f}",
+        }
+        slow = {shape.replace("x", " x ") for shape, ratio in large.items() if ratio > 1.02}
+        assert slow <= table.keys(), "every slow shape is named"
+        named = table.keys() - expected.keys()
+        expected |= {shape: f"{ours[shape.replace(' ', '')]:.2f}" for shape in named}
+        assert len(filtered) == 12
+        assert {row: cells[place] for row, cells in table.items()} == expected
+
+
 def test_liger_needs_less_memory_and_more_time_and_errs_more() -> None:
     errors = []
     for shape in SHAPES.values():
