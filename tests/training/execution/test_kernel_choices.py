@@ -167,3 +167,23 @@ def test_kernels_compiled_ahead_compute_the_same(
     one_by_one = losses(trained([*overrides, "group=one_by_one"]))
     assert ahead[0] == one_by_one[0]
     assert ahead == pytest.approx(one_by_one, rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second and the third rehearsal find the loss's kernels compiled."""
+    leave_kernels_untuned(monkeypatch.setattr)
+    overrides = [
+        o for o in small("loss=cce_kahan", "loss.workspace_mib=4", "trainer.batch_size=100") if o != "device=cpu"
+    ]
+    compile_once = training.compile_kernels
+
+    def compile_three_times(run: Any) -> None:
+        for _ in range(3):
+            compile_once(run)
+            torch.cuda.synchronize()
+
+    monkeypatch.setattr(training, "compile_kernels", compile_three_times)
+    rehearsed = losses(trained([*overrides, "device=cuda", "group=rehearsed"]))
+    monkeypatch.setattr(training, "compile_kernels", lambda run: None)
+    assert rehearsed == losses(trained([*overrides, "device=cuda", "group=plain"]))
