@@ -50,6 +50,23 @@ def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(argument
     check_targets_apart("cpu", *arguments)
 
 
+@pytest.mark.parametrize("depth", [32 * 100, 32 * 256 - 5])  # steps of 32 terms, in series of 16
+@pytest.mark.parametrize("transposed", [False, True])
+def test_long_sums_in_fp32_err_less_than_terms_added_one_after_another(depth, transposed):
+    from cce_kernels.kernels.matmul import product
+    from cce_kernels.runtime.tiles import aligned
+
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.rand(64, depth, generator=g), torch.rand(depth, 64, generator=g)
+    found, truth = torch.empty(64, 64), a.double() @ b.double()
+    product(aligned(a.T.contiguous() if transposed else a), aligned(b), found, transpose_a=transposed)
+    one_sum = torch.zeros(64, 64)
+    for first in range(0, depth, 32):
+        one_sum += a[:, first : first + 32] @ b[first : first + 32]
+    error, error_of_one = ((x.double() - truth).norm() / truth.norm() for x in (found, one_sum))
+    assert error < 0.6 * error_of_one
+
+
 # Few draws: the interpreter is slow. test_linear_cross_entropy draws many more on the torch path.
 
 

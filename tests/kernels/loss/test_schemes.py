@@ -159,7 +159,8 @@ def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_
 
 # ------------------------------------------------------------------------------------------------- filter_if_faster
 FILTER = {"filter_eps": 2.0**-12, "filter_unbiased": True}
-OVERFLOWED = "4096x8192x128256", "flat"  # in rows of kernels before 9dbadfa, whose lists were shorter
+# Rows of kernels before 9dbadfa, whose shorter lists overflowed.
+OVERFLOWED = {(run, "4096x8192x128256", "flat") for run in ("20261124T104417.227879", "20261124T102239.031347")}
 ROWS = sorted((Path(__file__).parents[3] / "results" / "bench_loss").glob("*/*.json"))
 
 
@@ -242,7 +243,7 @@ def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
             against = exact.get((row["logits"], row["set"], row["run"]))
             if words[0] != "cce_filter" or against is None or "filter_mass" in row["backend"]:
                 continue
-            if (row["shape"], row["logits"]) == OVERFLOWED:
+            if (row["run"], row["shape"], row["logits"]) in OVERFLOWED:
                 continue
             given = {name: json.loads(value) for name, value in (word.split("=") for word in words[1:])}
             found = if_faster((row["n"], row["d"], row["v"]), **given)
