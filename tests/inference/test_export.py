@@ -15,7 +15,7 @@ from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.config.schema import GenerateConfig
-from linrnn.core.errors import ConfigError, DataError, StorageError
+from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError
 from linrnn.inference.export import export
 from linrnn.inference.generate import prompt_of, readable, samples
 from linrnn.inference.load import load_trained
@@ -76,6 +76,21 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
     assert len(expected[0][1]) == 12 or expected[0][1][-1] == 0
     assert list(samples(run, options(**greedy))) == expected
     assert list(samples(exported, options(**greedy))) == expected
+
+
+def test_a_version_of_transformers_that_keeps_the_state_from_fla_is_refused(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 5.24, which calls the argument `cache`. Tokens would be wrong, without a word."""
+    run = load_trained(str(trained(small()).directory.path), CPU)
+    given = transformers.GenerationMixin.prepare_inputs_for_generation
+
+    def prepare(self: Any, input_ids: Any, cache: Any = None, **kwargs: Any) -> Any:
+        return given(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "prepare_inputs_for_generation", prepare)
+    with pytest.raises(UnsupportedError, match="does not hand the state"):
+        list(samples(run, options(prompt_tokens=[5, 6, 7])))
 
 
 def test_sampling_follows_seed_temperature_top_k_and_top_p(small: Small) -> None:
