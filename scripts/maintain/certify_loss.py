@@ -19,7 +19,7 @@ from cce_kernels import linear_cross_entropy
 
 from linrnn.bench.loss.certificate import CALLS, DTYPES, SHAPES, calls_of, certified, write
 from linrnn.bench.loss.problems import parse_shape
-from linrnn.bench.records import slug
+from linrnn.bench.records import named_values, slug
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
 
@@ -30,10 +30,7 @@ DEFAULTS = {
 
 
 def main(arguments: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in arguments)
-    if unknown := given.keys() - DEFAULTS.keys():
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(DEFAULTS)}")
-    values = DEFAULTS | given
+    values = named_values(arguments, DEFAULTS)
     options, dtypes = values["options"].split(","), values["dtypes"].split(",")
     if wrong := [name for name in options if name not in CALLS] + [name for name in dtypes if name not in DTYPES]:
         raise SystemExit(f"unknown: {', '.join(wrong)}; known: {', '.join((*CALLS, *DTYPES))}")

@@ -16,7 +16,7 @@ import torch
 
 from linrnn.bench.loss.kernel_profile import profiled, write
 from linrnn.bench.loss.problems import KINDS
-from linrnn.bench.records import slug
+from linrnn.bench.records import named_values, slug
 from linrnn.core.errors import LinrnnError
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
@@ -33,10 +33,7 @@ DEFAULTS = {
 
 
 def main(arguments: list[str]) -> None:
-    given = dict(argument.split("=", 1) for argument in arguments)
-    if unknown := given.keys() - DEFAULTS.keys():
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(DEFAULTS)}")
-    values = DEFAULTS | given
+    values = named_values(arguments, DEFAULTS)
     if values["logits"] not in KINDS:
         raise SystemExit(f"logits={values['logits']}: choose from {', '.join(KINDS)}")
     device = resolve_device(values["device"])

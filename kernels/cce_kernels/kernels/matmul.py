@@ -8,8 +8,8 @@ can be cut into `splits`, each with an fp32 output of its own.
 
 One program owns each output tile. So the result needs no locks or atomics and is deterministic.
 
-In fp32, terms that join one long sum one after another err more the more they are: ten times as much as the rounding of
-the softmax at V = 32,000. So 512 terms are summed first, and the sums of 512 next.
+The error of an fp32 sum grows with the number of terms that join it one after another. So fp32 products sum 512 terms
+first, and then those sums.
 
 Two products that do not depend on each other run side by side (programmatic dependent launch). The last tiles of the
 first leave multiprocessors idle, and the second begins there. Before Hopper one product runs after the other.

@@ -18,6 +18,14 @@ BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig
 AnyRow = TypeVar("AnyRow")
 
 
+def named_values(arguments: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
+    """The defaults, and in their place what arguments of the form name=value say. An unknown name ends the program."""
+    given = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
+    if unknown := given.keys() - defaults.keys():
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(defaults)}")
+    return defaults | given
+
+
 def slug(name: str) -> str:
     """A device's name as a directory: NVIDIA H200 -> nvidia_h200."""
     return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
