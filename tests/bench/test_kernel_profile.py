@@ -5,15 +5,18 @@ import json
 import pytest
 import torch
 
-from linrnn.bench.loss.kernel_profile import KernelRow, page, profiled
+from linrnn.bench.loss.kernel_profile import HOST, STEP, KernelRow, page, profiled
 from linrnn.core.errors import ConfigError
 
 
 def test_a_step_comes_first_and_its_operators_follow_the_longest_first():
     rows = list(profiled(["64x32x500"], ["standard", "cce_kahan"], "peaked", torch.device("cpu")))
     for loss in ("standard", "cce_kahan"):
-        step, *kernels = (row for row in rows if row.loss == loss)
-        assert step.kernel == "(step)"
+        own = [row for row in rows if row.loss == loss]
+        step, host, kernels = own[0], own[1:3], own[3:]
+        assert step.kernel == STEP
+        assert tuple(row.kernel for row in host) == HOST
+        assert all(0 < row.ms for row in host)
         assert [row.ms for row in kernels] == sorted((row.ms for row in kernels), reverse=True)
         unit = step.ms / step.products
         assert all(row.ms / row.products == pytest.approx(unit) for row in kernels), "all in the same product"
@@ -27,12 +30,13 @@ def test_an_unknown_loss_is_refused_before_anything_runs():
 
 
 def test_the_page_holds_every_kernel_of_a_thousandth_of_a_product():
-    kernels = {"(step)": 4.0, "product_kernel": 2.5, "tiny": 0.0001}
+    kernels = {STEP: 4.0, HOST[0]: 0.1, HOST[1]: 0.2, "product_kernel": 2.5, "tiny": 0.0001}
     rows = [KernelRow("mve", "peaked", "cce_kahan", name, 1, 2 * ms, ms) for name, ms in kernels.items()]
     git = {"commit": "abc"}
     run = {"command": "python x", "environment": {"packages": {"torch": "2", "triton": "3"}, "git": git}}
     text = page(rows, run, "gpu")
-    assert "**mve, peaked, cce_kahan**: a step takes 8.00 ms, 4.00 products; its kernels 2.50." in text
+    assert "**mve, peaked, cce_kahan**: a step takes 8.00 ms, 4.00 products; its kernels 2.50. " in text
+    assert "The host takes 0.20 ms for the forward and 0.40 ms for the backward pass." in text
     assert "| `product_kernel` | 1 | 5.000 | 2.500 |" in text
     assert "tiny" not in text
 

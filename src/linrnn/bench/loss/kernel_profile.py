@@ -2,7 +2,8 @@
 
 Each loss runs some steps under torch's profiler, and as many without it. A kernel's time is divided by one product: a
 third of cuBLAS's three products of the same shape, timed in the same process. Kernels that run side by side both count,
-so their sum may exceed the step. The step begins on an idle GPU. What no kernel fills is the host's part.
+so their sum may exceed the step. The step begins on an idle GPU. The host's time is what a call takes until it returns,
+without waiting for the GPU.
 """
 
 import json
@@ -25,13 +26,15 @@ from linrnn.losses import build_loss
 STEPS = 10  # of each loss, profiled and timed
 WARMUP = 3
 LONGEST_NAME = 72  # characters of a kernel's name
+STEP, HOST = "(step)", ("(host, forward)", "(host, backward)")
 
 
 @dataclass(frozen=True)
 class KernelRow:
     """One kernel of one loss. `launches` and `ms` are those of one step.
 
-    The kernel `(step)` is the whole step by the wall clock, from an idle GPU; median of STEPS.
+    The kernel `(step)` is the whole step from an idle GPU, and the HOST ones are what the host takes to launch each
+    pass; medians of STEPS.
     """
 
     shape: str
@@ -44,7 +47,7 @@ class KernelRow:
 
 
 def profiled(shapes: Sequence[str], losses: Sequence[str], logits: str, device: torch.device) -> Iterator[KernelRow]:
-    """The rows of every shape and loss: the step first, then its kernels, the longest first.
+    """The rows of every shape and loss: the step, the host's two times, then the kernels, the longest first.
 
     Raises:
         ConfigError: an unknown shape, loss or option.
@@ -62,7 +65,9 @@ def profiled(shapes: Sequence[str], losses: Sequence[str], logits: str, device: 
             for _ in range(WARMUP):
                 timing.step(loss, problem)
             step_ms = median(timing.time_step_ms(loss, problem)[0] for _ in range(STEPS))
-            yield KernelRow(shape.name, logits, name, "(step)", 1, step_ms, step_ms / product_ms)
+            passes = zip(*(timing.host_ms(loss, problem) for _ in range(STEPS)), strict=True)
+            for kernel, ms in zip((STEP, *HOST), (step_ms, *map(median, passes)), strict=True):
+                yield KernelRow(shape.name, logits, name, kernel, 1, ms, ms / product_ms)
             for kernel, launches, ms in _kernels(loss, problem, device):
                 yield KernelRow(shape.name, logits, name, kernel, launches, ms, ms / product_ms)
             problem.clear_gradients()
@@ -99,7 +104,7 @@ def page(rows: Sequence[KernelRow], run: dict[str, Any], device: str) -> str:
     lines = [f"# Where the loss layer's time goes, {device}", "", *(__doc__ or "").strip().splitlines()[2:], ""]
     for shape, logits, loss in dict.fromkeys((row.shape, row.logits, row.loss) for row in rows):
         own = [row for row in rows if (row.shape, row.logits, row.loss) == (shape, logits, loss)]
-        step, kernels = own[0], own[1:]
+        (step, forward, backward), kernels = own[:3], own[3:]
         busy = sum(row.products for row in kernels)
         cells = [
             (f"`{row.kernel[:LONGEST_NAME]}`", f"{row.launches:g}", f"{row.ms:.3f}", f"{row.products:.3f}")
@@ -108,7 +113,8 @@ def page(rows: Sequence[KernelRow], run: dict[str, Any], device: str) -> str:
         ]
         lines += [
             f"**{shape}, {logits}, {loss}**: a step takes {step.ms:.2f} ms, {step.products:.2f} products; its kernels "
-            f"{busy:.2f}.", "",
+            f"{busy:.2f}. The host takes {forward.ms:.2f} ms for the forward and {backward.ms:.2f} ms for the backward "
+            "pass.", "",
             *Table(("kernel", "launches", "ms", "products"), cells, frozenset({"kernel"})).markdown(), "",
         ]  # fmt: skip
     environment = run["environment"]
