@@ -16,7 +16,7 @@ def test_a_step_comes_first_and_its_operators_follow_the_longest_first():
         step, host, kernels = own[0], own[1:3], own[3:]
         assert step.kernel == STEP
         assert tuple(row.kernel for row in host) == HOST
-        assert all(0 < row.ms for row in host)
+        assert all(row.ms > 0 for row in host)
         assert [row.ms for row in kernels] == sorted((row.ms for row in kernels), reverse=True)
         unit = step.ms / step.products
         assert all(row.ms / row.products == pytest.approx(unit) for row in kernels), "all in the same product"
