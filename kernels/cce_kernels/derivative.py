@@ -70,8 +70,8 @@ def differentiable(
         ]
         if ctx.written[0] is not None:
             ctx.dtypes[1] = None
-        ctx.plan, ctx.finished = plan, False
         _, lse, metrics, state = output
+        ctx.plan, ctx.finished, ctx.program = plan, False, getattr(state, "program", None)
         ctx.set_materialize_grads(False)
         # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass.
         ctx.save_for_backward(e, c, bias, weights, lse, *state, *([metrics] if with_entropy else []))

@@ -86,6 +86,30 @@ def _cross_entropy(
     return loss, rows.lse, rows.metrics, [counted, columns, *copies, *state], plan
 
 
+COUNTED, STORED = 3, 7  # indices among a call's results: loss, LSE, metrics, counted, columns, copies, stored state
+
+
+def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
+    """`_cross_entropy`, repeated from a program where this kind of call has one (runtime/program.py)."""
+    backend = backend_of(inputs[0])
+    if backend.program is None:
+        return _cross_entropy(*inputs)
+    tensors, calls, kind = inputs[:7], backend.program.CALLS, backend.program.kind_of(*inputs)
+    program = calls.find(kind)
+    if program is not None:
+        with kernels_on(inputs[0]):
+            made = program.run(tensors, inputs[0])
+        return *[program.result(i, made) for i in range(COUNTED)], made, program.beside
+    with calls.tape(kind) as tape:
+        *outputs, state, plan = _cross_entropy(*inputs)
+    if plan is None or not plan.capacity:
+        results = [*outputs, *state]
+        sums = STORED + (backend.three_products.SUMS if plan is not None and plan.rows else 0)
+        own = [x for x in (*results[: COUNTED + 1], *results[STORED : STORED + 1], *results[sums:]) if x is not None]
+        calls.keep(kind, tape, tensors, own, results, plan)
+    return *outputs, state, plan
+
+
 _cross_entropy_op = torch.library.custom_op(
     "cce_kernels::cross_entropy",
     filled(_cross_entropy),
@@ -273,9 +297,15 @@ def _keep(ctx, inputs) -> None:
 
 
 def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather, finish_stored, with_entropy=False):
-    e, c, bias, weights, lse, counted, columns, e_as, c_as, *state = ctx.saved_tensors
-    entropy = state.pop() if with_entropy else None
+    e, c, bias, weights, lse, *kept = ctx.saved_tensors
+    entropy = kept.pop() if with_entropy else None
     main_grad_c, stats = ctx.written
+    if ctx.program is not None:
+        once = not ctx.finished and ctx.plan is not None and ctx.plan.rows
+        if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None and stats is None:
+            return _finish_again(ctx, grad_loss, e, c, weights, kept)
+        kept = ctx.program.all_results(kept)[COUNTED:]
+    counted, columns, e_as, c_as, *state = kept
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
         plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
@@ -306,9 +336,32 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
     )  # fmt: skip
 
 
+def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor | None, made: list[Tensor]) -> Any:
+    """The gradients of e, c and bias of a call that was repeated: this pass is repeated, too, or recorded."""
+    program, main_grad_c, stored = ctx.program, ctx.written[0], backend_of(e).three_products
+    ctx.finished, counted = True, program.result(COUNTED, made)
+    scale = grad_loss if counted is None else grad_loss / counted
+    inputs = [scale, e, c, weights, main_grad_c, *made]
+    kind = backend_of(e).program.kind_of(scale)
+    again = program.next.find(kind)
+    if again is not None:
+        with kernels_on(e):
+            again.run(inputs, e)
+    else:
+        columns, _, _, *state = used_up(program.all_results(made)[COUNTED + 1 :])
+        with program.next.tape(kind) as tape:
+            _finish_stored(
+                scale, None, e, c, columns, weights, ctx.plan.rows, state[: stored.SUMS], state[stored.SUMS :],
+                main_grad_c, None, *ctx.plan.options(options_of(*ctx.options)).values(),
+            )  # fmt: skip
+        program.next.keep(kind, tape, inputs)
+    grads = [program.result(STORED + index, made) for index in (stored.GRAD_E, stored.GRAD_C, stored.GRAD_BIAS)]
+    return used_up(grads)
+
+
 _apply = differentiable(
     _cross_entropy_op,
-    _cross_entropy,
+    _cross_entropy_again,
     _keep,
     partial(_gradients, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op),
     partial(_gradients, recompute=_recompute, gather=_gather, finish_stored=_finish_stored),

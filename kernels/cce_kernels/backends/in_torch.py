@@ -29,6 +29,8 @@ from ..row_math import reduce_loss as reduce_loss
 from ..row_math import row_coefficients as row_coefficients
 from ..row_math import target_columns as target_columns
 
+program = None  # nothing is repeated without Python (runtime/program.py)
+
 _MULTIPLE = 16  # a chunk's columns are a multiple, which aligns the workspace's rows for the CPU's vector units
 _CACHE_BYTES = 8 * 2**20  # a chunk's logits stay within the CPU's caches; wider chunks are slower
 

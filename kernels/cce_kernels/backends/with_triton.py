@@ -15,13 +15,14 @@ from ..kernels.targets.columns import target_columns
 from ..options import Options
 from ..parallel.combine import settle
 from ..planner import Plan, Problem
+from ..runtime import program
 from ..runtime.tiles import aligned as prepare
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
 
 __all__ = [
     "backward", "filter_figures", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare",
-    "reduce_loss", "row_coefficients", "select", "settle", "target_columns", "three_products",
+    "program", "reduce_loss", "row_coefficients", "select", "settle", "target_columns", "three_products",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ compiled kernel. A small problem's kernels run no longer than that takes. A quic
                                                              everything that Triton specialises on
 
 If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. Within `through_triton` every
-launch is Triton's.
+launch is Triton's. A tape (tape.py) hears of every launch of its thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .interpreter import INTERPRETED
-from .repeated import Call, call_of
+from .interpreter import INTERPRETED, opened_in_interpreter
+from .repeated import Call, opened
+from .tape import RECORDING
 
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
@@ -55,30 +57,38 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        tape = RECORDING.tape
         if Quick.all_through_triton:
+            if tape is not None:
+                tape.add(None)
             self.kernel[grid](*args, **options)
             return
         active = driver.active
         device = active.get_current_device()
         exact = _exact([device, grid, *options.items()], args)
         call = self._repeated.get(exact)
-        if call is not None and not _hooked():
+        if call is not None and tape is None and not _hooked():
             call.launch(*call.grid, active.get_current_stream(device), *call.rest)
             return
         compiled = self._find(device, grid, args, options)
         if compiled is None:
+            if tape is not None:
+                tape.add(None)
             return
         if len(args) < len(self._names):
             args += tuple(options[name] for name in self._names[len(args) :])
-        if _hooked():
-            compiled[(*grid, 1, 1)](*args)
-            return
         x, y, z, *_ = (*grid, 1, 1)
+        launch = None if _hooked() else opened(compiled, (x, y, z), args)
+        if tape is not None:
+            tape.add(launch)
+        if _hooked():
+            compiled[(x, y, z)](*args)
+            return
         stream = active.get_current_stream(device)
-        call = call_of(compiled, (x, y, z), args)
-        if call is None:
+        if launch is None:
             compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
             return
+        call = launch[0].at([tensor.data_ptr() for tensor in launch[1]])
         call.launch(x, y, z, stream, *call.rest)
         if len(self._repeated) >= MOST_REPEATED:
             self._repeated.clear()
@@ -99,8 +109,25 @@ class Quick:
 
 
 def quick(kernel: Any) -> Any:
-    """The kernel with quick launches. In the interpreter, which compiles nothing, the kernel itself."""
-    return kernel if INTERPRETED else Quick(kernel)
+    """The kernel with quick launches. The interpreter compiles nothing: there a tape hears of the launches, no more."""
+    return Interpreted(kernel) if INTERPRETED else Quick(kernel)
+
+
+class Interpreted:
+    """A kernel of `triton.jit` in the interpreter."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if RECORDING.tape is not None:
+            RECORDING.tape.add(opened_in_interpreter(self.kernel, grid, args, options))
+        with _disable_current_modes():  # the interpreter copies tensors with operators of torch
+            self.kernel[grid](*args, **options)
 
 
 @contextmanager
@@ -121,6 +148,11 @@ def _hooked() -> bool:
     """Whether a launch hook of Triton's is set."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a hook chain, a function or None
+
+
+def watched() -> bool:
+    """Whether every launch has to go through Triton, because of hooks or `through_triton`."""
+    return Quick.all_through_triton or _hooked()
 
 
 def _exact(key: list[Any], args: tuple) -> tuple:

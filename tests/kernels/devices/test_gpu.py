@@ -335,7 +335,7 @@ def test_repeated_launches_give_the_bits_of_tritons_own(monkeypatch, dim):
     from cce_kernels.runtime import launch, repeated
 
     e, c, targets, _ = draw(Case("repeated", shape=(700,), dim=dim, vocab=5000, dtype=BF16), "cuda")
-    expanded, real = [], launch.call_of
+    expanded, real = [], launch.opened
 
     def steps():
         found = []
@@ -353,7 +353,7 @@ def test_repeated_launches_give_the_bits_of_tritons_own(monkeypatch, dim):
         expanded.append(True)
         return real(*args)
 
-    monkeypatch.setattr(launch, "call_of", count)
+    monkeypatch.setattr(launch, "opened", count)
     ours = steps()
     if repeated.known_version():
         assert 0 < len(expanded) < 40, "9 steps of about 8 launches each; later steps repeat those of the first two"

@@ -1,0 +1,217 @@
+"""A pass of the loss, recorded once and then repeated without the Python that leads to its launches.
+
+That Python takes five times as long as the launches themselves, and a small problem's kernels wait for it. But a
+training step repeats the passes of the step before: the same shapes and options, and so the same launches. `Passes`
+therefore runs a pass of its kind as usual, the second one under a `Tape`, and repeats every later one from its `Program`.
+
+A program holds a tape's launches, with their addresses open, and a plan of the memory:
+
+    inputs      tensors that the caller gives; their addresses may change from call to call
+    own         memory that leaves the pass as a tensor of its own: losses, gradients, exponentials
+    arena       one allocation for everything else. Memory that the launches use one after another shares its bytes
+
+A pass is repeatable if nothing but launches and allocations happens in it. A pass that computes anything with torch's
+operators runs as usual every time, and so does every pass while a profiler's launch hooks are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from .launch import watched
+from .tape import Tape, memory_of
+
+ALIGNMENT = 512  # bytes, as torch's allocator aligns
+MOST_PASSES = 64  # kinds of passes that are remembered
+MOST_BOUND = 8  # sets of addresses that a program remembers its launches for
+MOST_TRIES = 4  # recordings of a kind of pass; a launch that has to be compiled spoils a recording
+
+
+class View(NamedTuple):
+    """A tensor in one of a program's memories."""
+
+    place: tuple[int, int]  # which memory, and bytes from its beginning
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, memory: Tensor) -> Tensor:
+        """This tensor in `memory`."""
+        if memory.shape == self.shape and memory.dtype == self.dtype and memory.stride() == self.stride:
+            return memory
+        first = memory.storage_offset() * memory.itemsize + self.place[1]
+        whole = memory.new_empty(0, dtype=self.dtype)
+        return whole.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
+
+
+class Made(list[Tensor]):
+    """What a run of a program has allocated."""
+
+    program: Program
+
+
+class Program:
+    """The launches of a recorded pass, for any addresses.
+
+    memories: the pass's inputs, then what it allocates (`made`): its own tensors, then the arena.
+    """
+
+    def __init__(
+        self, tape: Tape, inputs: Sequence[Tensor | None], own: Sequence[Tensor] = (),
+        results: Sequence[Tensor | None] = (), beside: Any = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            own: results that need memory of their own.
+            results: all tensors that the pass hands on; their memory lasts as long as `made`.
+            beside: what the pass returns besides tensors.
+
+        Raises:
+            LookupError: a launch reads memory that is neither an input nor made in the pass.
+        """
+        self._count = len(inputs)
+        made = [tape.made[memory] for memory in dict.fromkeys(map(memory_of, own))]
+        self._allocations = [(x.shape, x.dtype) for x in made]
+        placed = {memory_of(x): (self._count + i, 0) for i, x in enumerate(made)}
+        kept = {memory_of(x) for x in results if x is not None}
+        offsets, self._arena_bytes = arranged(_lives(tape, placed.keys(), kept))
+        placed |= {memory: (self._count + len(made), offset) for memory, offset in offsets.items()}
+        given = [(i, x.data_ptr(), memory_of(x)) for i, x in enumerate(inputs) if x is not None]
+        self._launches = [(launch, [_place(x, placed, given) for x in tensors]) for launch, tensors in tape.launches]
+        self._results = [
+            None if x is None else View(_place(x, placed, given), x.shape, x.stride(), x.dtype) for x in results
+        ]
+        self._bound: dict[tuple[int, ...], list[Any]] = {}
+        self.beside, self.next = beside, Passes()  # next: of the pass that takes up these results
+
+    def run(self, inputs: Sequence[Tensor | None], like: Tensor) -> Made:
+        """Launch the pass; returns what it has allocated, on the device of `like`."""
+        made = Made([like.new_empty(shape, dtype=dtype) for shape, dtype in self._allocations])
+        made.program = self
+        made.append(like.new_empty(self._arena_bytes, dtype=torch.uint8))
+        addresses = tuple([0 if x is None else x.data_ptr() for x in (*inputs, *made)])
+        calls = self._bound.get(addresses)
+        if calls is None:
+            calls = [launch.at([addresses[memory] + offset for memory, offset in at]) for launch, at in self._launches]
+            if len(self._bound) >= MOST_BOUND:
+                self._bound.clear()
+            self._bound[addresses] = calls
+        stream = _stream(like)
+        for launch, grid, rest in calls:
+            launch(*grid, stream, *rest)
+        return made
+
+    def result(self, index: int, made: Sequence[Tensor]) -> Tensor | None:
+        """The tensor number `index` of `results` in what a run has made."""
+        view = self._results[index]
+        return None if view is None else view.of(made[view.place[0] - self._count])
+
+    def all_results(self, made: Sequence[Tensor]) -> list[Tensor | None]:
+        return [self.result(index, made) for index in range(len(self._results))]
+
+
+def _stream(x: Tensor) -> Any:
+    if not x.is_cuda:
+        return None
+    active = driver.active
+    return active.get_current_stream(active.get_current_device())
+
+
+def _place(
+    x: Tensor, placed: dict[int, tuple[int, int]], given: Sequence[tuple[int, int, int]]
+) -> tuple[int, int]:  # fmt: skip
+    """Which memory of a program x lies in, and how many bytes from its beginning.
+
+    placed: what the pass has made. given: (number, address, memory) of its inputs. Several inputs may lie in one
+    memory, as the parameters of a sharded model do. x then has to begin where one of them begins.
+    """
+    address, memory = x.data_ptr(), memory_of(x)
+    if memory in placed:
+        number, offset = placed[memory]
+        return number, offset + address - memory
+    within = [(number, address - begin) for number, begin, its_memory in given if its_memory == memory]
+    exact = [place for place in within if place[1] == 0]
+    if exact or len(within) == 1:
+        return (exact or within)[0]
+    raise LookupError("a launch reads memory that is neither an input nor made in the pass")
+
+
+def _lives(
+    tape: Tape, placed: Collection[int], kept: set[int]
+) -> dict[int, tuple[int, float, float]]:  # fmt: skip
+    """(bytes, first launch, last launch) of the memory that goes into the arena, by address. `kept` has no last one.
+
+    A launch may begin before the one before it ends (matmul.py). So memory stays until a launch after its last one.
+    """
+    lives: dict[int, tuple[int, float, float]] = {}
+    for number, (_, tensors) in enumerate(tape.launches):
+        for memory in {memory_of(x) for x in tensors} & tape.made.keys() - set(placed):
+            size, first, _ = lives.get(memory, (tape.made[memory].untyped_storage().nbytes(), number, 0))
+            lives[memory] = size, first, number + 1
+    for memory in kept & tape.made.keys() - set(placed):
+        size, first, _ = lives.get(memory, (tape.made[memory].untyped_storage().nbytes(), 0, 0))
+        lives[memory] = size, first, float("inf")
+    return lives
+
+
+def arranged(lives: dict[int, tuple[int, float, float]]) -> tuple[dict[int, int], int]:
+    """An offset for each piece of memory, and the bytes of them all. Pieces that live at the same time do not overlap.
+
+    lives: (bytes, first, last) by name. The largest piece comes first, and each goes to the lowest place that is free.
+    """
+    placed: list[tuple[int, int, float, float]] = []  # begin, end, first, last
+    offsets = {}
+    for name, (size, first, last) in sorted(lives.items(), key=lambda item: -item[1][0]):
+        offset = 0
+        for begin, end, other_first, other_last in sorted(placed):
+            if first <= other_last and other_first <= last and begin < offset + size and offset < end:
+                offset = end
+        placed.append((offset, offset + -(-size // ALIGNMENT) * ALIGNMENT, first, last))
+        offsets[name] = offset
+    return offsets, max((end for _, end, *_ in placed), default=0)
+
+
+def kind_of(*inputs: Any) -> Hashable:
+    """All that the launches of a pass with these inputs depend on, but the addresses of the tensors."""
+    return tuple([
+        (x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, Tensor)
+        else tuple(x) if type(x) is list else x
+        for x in inputs
+    ])  # fmt: skip
+
+
+class Passes:
+    """Programs by the kind of a pass (`kind_of`)."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Program | int] = {}  # or how often the pass was met
+
+    def find(self, kind: Hashable) -> Program | None:
+        """The program of this kind of pass, if it is recorded and may run now."""
+        found = self._known.get(kind)
+        return found if isinstance(found, Program) and not watched() else None
+
+    def tape(self, kind: Hashable) -> AbstractContextManager[Tape | None]:
+        """A tape for this pass, which runs as usual, if it is to be recorded: from its second call on."""
+        met = self._known.get(kind, 0)
+        if isinstance(met, Program) or met > MOST_TRIES or watched():
+            return nullcontext()
+        if met == 0 and len(self._known) >= MOST_PASSES:
+            self._known.clear()
+        self._known[kind] = met + 1
+        return Tape() if met else nullcontext()
+
+    def keep(self, kind: Hashable, tape: Tape | None, *program: Any) -> None:
+        """Make a tape's program, for later passes of this kind, if the pass can be repeated. program: see `Program`."""
+        if tape is not None and not tape.foreign:
+            with suppress(LookupError):
+                self._known[kind] = Program(tape, *program)
+
+
+CALLS = Passes()  # forward passes of the loss

@@ -1,0 +1,148 @@
+"""Calls that repeat an earlier one from its program: the same bits as a call that runs as usual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from cases import BF16, FP32, IGNORE
+from cce_kernels import linear_cross_entropy
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Repeated:
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: int = 384  # per chunk of three products, of 200 rows; 0: four products
+    forward: bool = True  # whether forward and backward pass are repeatable
+    backward: bool = True
+    weights: bool = False
+    main_grad: bool = False
+    bias: bool = False
+    of: tuple[bool, bool] = (True, True)  # whether e and c get gradients
+    vocab: int = 400
+
+    def __str__(self) -> str:
+        return self.name
+
+
+REPEATED = [
+    Repeated("one chunk"),
+    Repeated("chunks", rows=128),
+    Repeated("an odd vocabulary", vocab=399),
+    Repeated("sum", {"reduction": "sum"}),
+    Repeated("z_loss", {"z_loss": 1e-3}, forward=False, backward=False),
+    Repeated("row losses", {"reduction": "none"}, backward=False),
+    Repeated("lse", {"return_lse": True}),
+    Repeated("weights, chunks", rows=128, weights=True),
+    Repeated("main_grad, chunks", rows=128, main_grad=True),
+    Repeated("bias", bias=True, backward=False),
+    Repeated("softcap, chunks", {"softcap": 30.0}, rows=128),
+    Repeated("fp32 sums, chunks", {"accumulate": "fp32"}, rows=128),
+    Repeated("metrics", {"return_metrics": True}, forward=False, backward=False),
+    Repeated("smoothed", {"label_smoothing": 0.1}, forward=False, backward=False),
+    Repeated("statistics", {"return_stats": True}, backward=False),
+    Repeated("only e", of=(True, False)),
+    Repeated("only c, chunks", rows=128, of=(False, True)),
+    Repeated("four products", rows=0, backward=False),
+]
+
+
+def check_repeated(device: str, monkeypatch: pytest.MonkeyPatch, case: Repeated) -> None:
+    """Six calls with new values, and in turns with new addresses. The third forward pass is a repetition, and the
+    fourth backward pass. The last loss has a second backward pass, which recomputes the logits."""
+    from cce_kernels.backends import with_triton
+    from cce_kernels.planner import Plan
+    from cce_kernels.runtime import program
+
+    monkeypatch.setattr(program, "MOST_TRIES", 6)  # a kernel's compilation spoils a recording
+    monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(rows=case.rows, columns=256))
+    runs = count_runs(monkeypatch)
+    counts = []
+    held = []  # so that other addresses are given out
+    for step in range(6):
+        inputs = drawn(case, step, device)
+        held += inputs[:1] if step % 2 else []
+        before = len(runs)
+        upstream = -0.5 if step % 3 else 1.0
+        found = call(case, *inputs, upstream, again=step == 5)
+        counts.append(len(runs) - before)
+        with monkeypatch.context() as patched:
+            patched.setattr(program, "watched", lambda: True)  # every pass runs as usual
+            usual = call(case, *inputs, upstream, again=step == 5)
+        assert len(runs) - before == counts[-1]
+        assert len(found) == len(usual)
+        for one, other in zip(found, usual, strict=True):
+            assert torch.equal(one, other), f"step {step}"
+    assert counts[:2] == [0, 0]
+    assert counts[-1] == case.forward + case.backward
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with each run of a program."""
+    from cce_kernels.runtime.program import Program
+
+    runs: list[int] = []
+    run = Program.run
+
+    def counted(*args: Any) -> Any:
+        runs.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(Program, "run", counted)
+    return runs
+
+
+def drawn(case: Repeated, seed: int, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    e, c = torch.randn(200, 64, generator=g), torch.randn(case.vocab, 64, generator=g) / 4
+    targets = torch.randint(0, case.vocab, (200,), generator=g)
+    targets[::5] = IGNORE
+    extras = {}
+    if case.weights:
+        extras["token_weights"] = torch.rand(200, generator=g).to(device)
+    if case.main_grad:
+        extras["main_grad_c"] = torch.randn(case.vocab, 64, generator=g).to(device)
+    if case.bias:
+        extras["bias"] = torch.randn(case.vocab, generator=g).to(device, BF16).requires_grad_()
+    leaves = [x.to(device, BF16).requires_grad_(needs) for x, needs in zip((e, c), case.of, strict=True)]
+    return leaves[0], leaves[1], targets.to(device), extras
+
+
+def call(
+    case: Repeated, e: Tensor, c: Tensor, targets: Tensor, extras: dict[str, Tensor], upstream: float, again: bool
+) -> list[Tensor]:
+    """Loss, other results and gradients; with `again` those of a second backward pass, too."""
+    extras = dict(extras)
+    if case.main_grad:
+        extras["main_grad_c"] = extras["main_grad_c"].clone()
+    found = linear_cross_entropy(e, c, targets, **extras, **case.options)
+    loss, *others = found if isinstance(found, tuple) else (found,)
+    leaves = [x for x in (e, c, extras.get("bias")) if x is not None and x.requires_grad]
+    results = [loss.detach()]
+    for retain in (True, False) if again else (False,):
+        (loss.sum() * upstream).backward(retain_graph=retain)
+        results += [x.grad for x in leaves if x.grad is not None]
+        for x in leaves:
+            x.grad = None
+    results += [x.detach() for x in others if isinstance(x, Tensor)]
+    results += [value for x in others if isinstance(x, dict) for value in x.values()]
+    return results + ([extras["main_grad_c"]] if case.main_grad else [])
+
+
+def check_evaluation(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass alone, in fp32, and then with gradients: two kinds of calls."""
+    from cce_kernels.runtime import program
+
+    monkeypatch.setattr(program, "MOST_TRIES", 6)
+    runs = count_runs(monkeypatch)
+    g = torch.Generator().manual_seed(0)
+    e, c = (torch.randn(n, 32, generator=g).to(device, FP32) for n in (40, 90))
+    targets = torch.randint(0, 90, (40,), generator=g).to(device)
+    losses = [linear_cross_entropy(e, c, targets) for _ in range(5)]
+    assert all(torch.equal(losses[0], loss) for loss in losses)
+    assert len(runs) >= 1
+    assert linear_cross_entropy(e.requires_grad_(), c, targets).requires_grad
