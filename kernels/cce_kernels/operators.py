@@ -99,7 +99,8 @@ def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, S
     if program is not None:
         with kernels_on(inputs[0]):
             made = program.run(tensors, inputs[0])
-        return *[program.result(i, made) for i in range(COUNTED)], made, program.beside
+        loss, lse, metrics = (program.result(i, made) for i in range(COUNTED))
+        return loss, lse, metrics, made, program.beside
     with calls.tape(kind) as tape:
         *outputs, state, plan = _cross_entropy(*inputs)
     if plan is None or not plan.capacity:
@@ -302,8 +303,11 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
     main_grad_c, stats = ctx.written
     if ctx.program is not None:
         once = not ctx.finished and ctx.plan is not None and ctx.plan.rows
-        if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None and stats is None:
-            return _finish_again(ctx, grad_loss, e, c, weights, kept)
+        if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None:
+            gradients = _finish_again(ctx, grad_loss, e, c, weights, kept)
+            if stats is not None:
+                FilterStats.write_exact(stats)
+            return gradients
         kept = ctx.program.all_results(kept)[COUNTED:]
     counted, columns, e_as, c_as, *state = kept
     o, plan = options_of(*ctx.options), ctx.plan

@@ -44,7 +44,7 @@ REPEATED = [
     Repeated("fp32 sums, chunks", {"accumulate": "fp32"}, rows=128),
     Repeated("metrics", {"return_metrics": True}, forward=False, backward=False),
     Repeated("smoothed", {"label_smoothing": 0.1}, forward=False, backward=False),
-    Repeated("statistics", {"return_stats": True}, backward=False),
+    Repeated("statistics", {"return_stats": True}),
     Repeated("only e", of=(True, False)),
     Repeated("only c, chunks", rows=128, of=(False, True)),
     Repeated("four products", rows=0, backward=False),

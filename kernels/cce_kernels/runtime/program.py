@@ -2,7 +2,7 @@
 
 That Python takes five times as long as the launches themselves, and a small problem's kernels wait for it. But a
 training step repeats the passes of the step before: the same shapes and options, and so the same launches. `Passes`
-therefore runs a pass of its kind as usual, the second one under a `Tape`, and repeats every later one from its `Program`.
+therefore runs the first pass of a kind as usual, the second one under a `Tape`, and later ones from its `Program`.
 
 A program holds a tape's launches, with their addresses open, and a plan of the memory:
 

@@ -124,6 +124,7 @@ def opened(compiled: Any, grid: tuple[int, int, int], args: tuple) -> tuple[Open
     first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     nothing = None, None, None  # launch metadata and two hooks
     nested = hasattr(run, "arg_annotations")  # 3.7
+    head: tuple
     if nested:
         scratch = None, None
         head = (*first, compiled.packed_metadata, *nothing, *scratch, run.arg_annotations, run.kernel_signature)
