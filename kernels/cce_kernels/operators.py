@@ -64,7 +64,7 @@ def _cross_entropy(
         # Before any computation, because it refuses a workspace that is too small.
         plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
         o = o if plan is None else plan.options(o)
-        e_as, c_as = backend.prepare(e.to(dtype)), backend.prepare(c.to(dtype))
+        e_as, c_as = backend.prepare(e, dtype), backend.prepare(c, dtype)
         bias = None if bias is None else bias.contiguous()
         state: State = []
         dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
@@ -86,7 +86,8 @@ def _cross_entropy(
     return loss, rows.lse, rows.metrics, [counted, columns, *copies, *state], plan
 
 
-COUNTED, STORED = 3, 7  # indices among a call's results: loss, LSE, metrics, counted, columns, copies, stored state
+# Indices among a call's results: loss, LSE, metrics, divisor of the mean, columns, copies of e and c, stored state.
+COUNTED, COPIES, STORED = 3, 5, 7
 
 
 def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
@@ -99,16 +100,15 @@ def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, S
     if program is not None:
         with kernels_on(inputs[0]):
             made = program.run(tensors, inputs[0])
-        loss, lse, metrics = (program.result(i, made) for i in range(COUNTED))
-        return loss, lse, metrics, made, program.beside
+        return *program.results(made, 0, COUNTED), made, program.beside
     with calls.tape(kind) as tape:
-        *outputs, state, plan = _cross_entropy(*inputs)
+        loss, lse, metrics, state, plan = _cross_entropy(*inputs)
     if plan is None or not plan.capacity:
-        results = [*outputs, *state]
+        results = [loss, lse, metrics, *state]
         sums = STORED + (backend.three_products.SUMS if plan is not None and plan.rows else 0)
-        own = [x for x in (*results[: COUNTED + 1], *results[STORED : STORED + 1], *results[sums:]) if x is not None]
-        calls.keep(kind, tape, tensors, own, results, plan)
-    return *outputs, state, plan
+        own = (*results[: COUNTED + 1], *results[COPIES : STORED + 1], *results[sums:])  # at STORED: the exponentials
+        calls.keep(kind, tape, tensors, [x for x in own if x is not None], results, plan)
+    return loss, lse, metrics, state, plan
 
 
 _cross_entropy_op = torch.library.custom_op(
@@ -133,7 +133,7 @@ def _fake_cross_entropy(
     backend = backend_of(e)
     copies = []
     for x in (e, c):
-        x_as = backend.prepare(x.to(dtype))
+        x_as = backend.prepare(x, dtype)
         copies.append(None if x_as is x else x_as)
     state = []
     if plan.rows:
@@ -308,7 +308,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
             if stats is not None:
                 FilterStats.write_exact(stats)
             return gradients
-        kept = ctx.program.all_results(kept)[COUNTED:]
+        kept = ctx.program.results(kept, COUNTED)
     counted, columns, e_as, c_as, *state = kept
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
@@ -344,6 +344,8 @@ def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor 
     """The gradients of e, c and bias of a call that was repeated: this pass is repeated, too, or recorded."""
     program, main_grad_c, stored = ctx.program, ctx.written[0], backend_of(e).three_products
     ctx.finished, counted = True, program.result(COUNTED, made)
+    e_as, c_as = program.results(made, COPIES, STORED)
+    e, c = e if e_as is None else e_as, c if c_as is None else c_as
     scale = grad_loss if counted is None else grad_loss / counted
     inputs = [scale, e, c, weights, main_grad_c, *made]
     kind = backend_of(e).program.kind_of(scale)
@@ -352,7 +354,7 @@ def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor 
         with kernels_on(e):
             again.run(inputs, e)
     else:
-        columns, _, _, *state = used_up(program.all_results(made)[COUNTED + 1 :])
+        columns, _, _, *state = used_up(program.results(made, COUNTED + 1))
         with program.next.tape(kind) as tape:
             _finish_stored(
                 scale, None, e, c, columns, weights, ctx.plan.rows, state[: stored.SUMS], state[stored.SUMS :],

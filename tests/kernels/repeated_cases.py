@@ -24,6 +24,9 @@ class Repeated:
     bias: bool = False
     of: tuple[bool, bool] = (True, True)  # whether e and c get gradients
     vocab: int = 400
+    dim: int = 64
+    dtype: torch.dtype = BF16  # of c
+    autocast: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -47,6 +50,9 @@ REPEATED = [
     Repeated("statistics", {"return_stats": True}),
     Repeated("only e", of=(True, False)),
     Repeated("only c, chunks", rows=128, of=(False, True)),
+    Repeated("padded rows", dim=60),
+    Repeated("fp32 weights under autocast, chunks", rows=128, dtype=FP32, autocast=True),
+    Repeated("padded fp32 weights under autocast", dim=40, dtype=FP32, autocast=True),
     Repeated("four products", rows=0, backward=False),
 ]
 
@@ -98,18 +104,18 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def drawn(case: Repeated, seed: int, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     g = torch.Generator().manual_seed(seed)
-    e, c = torch.randn(200, 64, generator=g), torch.randn(case.vocab, 64, generator=g) / 4
+    e, c = torch.randn(200, case.dim, generator=g), torch.randn(case.vocab, case.dim, generator=g) / 4
     targets = torch.randint(0, case.vocab, (200,), generator=g)
     targets[::5] = IGNORE
     extras = {}
     if case.weights:
         extras["token_weights"] = torch.rand(200, generator=g).to(device)
     if case.main_grad:
-        extras["main_grad_c"] = torch.randn(case.vocab, 64, generator=g).to(device)
+        extras["main_grad_c"] = torch.randn(case.vocab, case.dim, generator=g).to(device)
     if case.bias:
         extras["bias"] = torch.randn(case.vocab, generator=g).to(device, BF16).requires_grad_()
-    leaves = [x.to(device, BF16).requires_grad_(needs) for x, needs in zip((e, c), case.of, strict=True)]
-    return leaves[0], leaves[1], targets.to(device), extras
+    e, c = e.to(device, BF16).requires_grad_(case.of[0]), c.to(device, case.dtype).requires_grad_(case.of[1])
+    return e, c, targets.to(device), extras
 
 
 def call(
@@ -119,7 +125,8 @@ def call(
     extras = dict(extras)
     if case.main_grad:
         extras["main_grad_c"] = extras["main_grad_c"].clone()
-    found = linear_cross_entropy(e, c, targets, **extras, **case.options)
+    with torch.autocast(e.device.type, BF16, enabled=case.autocast):
+        found = linear_cross_entropy(e, c, targets, **extras, **case.options)
     loss, *others = found if isinstance(found, tuple) else (found,)
     leaves = [x for x in (e, c, extras.get("bias")) if x is not None and x.requires_grad]
     results = [loss.detach()]

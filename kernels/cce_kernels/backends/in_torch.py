@@ -35,9 +35,9 @@ _MULTIPLE = 16  # a chunk's columns are a multiple, which aligns the workspace's
 _CACHE_BYTES = 8 * 2**20  # a chunk's logits stay within the CPU's caches; wider chunks are slower
 
 
-def prepare(x: Tensor) -> Tensor:
-    """x itself: this backend takes operands with any strides."""
-    return x
+def prepare(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in the products' dtype: this backend takes operands with any strides."""
+    return x.to(dtype)
 
 
 def find_targets(

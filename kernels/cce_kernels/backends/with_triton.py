@@ -9,6 +9,7 @@ from ..filter.figures import filter_figures
 from ..filter.recomputed import backward
 from ..kernels.logits import find_targets
 from ..kernels.loss_sum import reduce_loss
+from ..kernels.operands import prepare
 from ..kernels.row_coefficients import row_coefficients
 from ..kernels.row_stats import forward
 from ..kernels.targets.columns import target_columns
@@ -16,7 +17,6 @@ from ..options import Options
 from ..parallel.combine import settle
 from ..planner import Plan, Problem
 from ..runtime import program
-from ..runtime.tiles import aligned as prepare
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
 

@@ -74,9 +74,9 @@ def _forward(
         here = spread.columns(columns)
         bias = None if bias is None else bias.contiguous()
         gathered = Gathered(spread, e.to(dtype))
-        e_as, c_as = backend.prepare(gathered.whole), backend.prepare(c.to(dtype))
+        e_as, c_as = backend.prepare(gathered.whole, dtype), backend.prepare(c, dtype)
         if e_as is not gathered.whole or not plan.rows:  # prepare copies all rows, or the scheme reads all at once
-            e_as = backend.prepare(gathered.all())
+            e_as = backend.prepare(gathered.all(), dtype)
         # Every row needs a target on every rank: another column stands in for a target on another rank.
         standing = torch.where(here == IGNORED, torch.arange(len(here), device=e.device) % spread.size, here)
         state: State = []
@@ -126,7 +126,7 @@ def _fake_forward(
         return losses, torch.empty_like(losses), metrics, [], plan
     n_rows = e.shape[0] * (len(shards) if own else 1)
     whole = e.new_empty(n_rows, e.shape[1], dtype=dtype) if own else e.to(dtype)
-    e_as, c_as = backend.prepare(whole), backend.prepare(c.to(dtype))
+    e_as, c_as = backend.prepare(whole, dtype), backend.prepare(c, dtype)
     copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
     state = []
     if plan.rows:

@@ -8,7 +8,9 @@ A program holds a tape's launches, with their addresses open, and a plan of the 
 
     inputs      tensors that the caller gives; their addresses may change from call to call
     own         memory that leaves the pass as a tensor of its own: losses, gradients, exponentials
-    arena       one allocation for everything else. Memory that the launches use one after another shares its bytes
+    arena       one allocation for all small tensors that the next pass takes up
+    scratch     one allocation for everything else, until the pass ends. Tensors that the launches use one after another
+                share its bytes
 
 A pass is repeatable if nothing but launches and allocations happens in it. A pass that computes anything with torch's
 operators runs as usual every time, and so does every pass while a profiler's launch hooks are set.
@@ -59,7 +61,7 @@ class Made(list[Tensor]):
 class Program:
     """The launches of a recorded pass, for any addresses.
 
-    memories: the pass's inputs, then what it allocates (`made`): its own tensors, then the arena.
+    memories: the pass's inputs, then what it allocates (`made`): its own tensors and the arena; last the scratch.
     """
 
     def __init__(
@@ -77,11 +79,15 @@ class Program:
         """
         self._count = len(inputs)
         made = [tape.made[memory] for memory in dict.fromkeys(map(memory_of, own))]
-        self._allocations = [(x.shape, x.dtype) for x in made]
+        self._allocations: list[tuple[tuple[int, ...], torch.dtype]] = [(x.shape, x.dtype) for x in made]
         placed = {memory_of(x): (self._count + i, 0) for i, x in enumerate(made)}
-        kept = {memory_of(x) for x in results if x is not None}
-        offsets, self._arena_bytes = arranged(_lives(tape, placed.keys(), kept))
-        placed |= {memory: (self._count + len(made), offset) for memory, offset in offsets.items()}
+        kept = {memory_of(x) for x in results if x is not None} & tape.made.keys() - placed.keys()
+        always = {memory: (tape.made[memory].untyped_storage().nbytes(), 0, 0) for memory in kept}
+        scratch = _lives(tape, placed.keys() | kept)
+        for number, lives in enumerate((always, scratch), self._count + len(made)):
+            offsets, size = arranged(lives)
+            self._allocations.append(((size,), torch.uint8))
+            placed |= {memory: (number, offset) for memory, offset in offsets.items()}
         given = [(i, x.data_ptr(), memory_of(x)) for i, x in enumerate(inputs) if x is not None]
         self._launches = [(launch, [_place(x, placed, given) for x in tensors]) for launch, tensors in tape.launches]
         self._results = [
@@ -94,7 +100,6 @@ class Program:
         """Launch the pass; returns what it has allocated, on the device of `like`."""
         made = Made([like.new_empty(shape, dtype=dtype) for shape, dtype in self._allocations])
         made.program = self
-        made.append(like.new_empty(self._arena_bytes, dtype=torch.uint8))
         addresses = tuple([0 if x is None else x.data_ptr() for x in (*inputs, *made)])
         calls = self._bound.get(addresses)
         if calls is None:
@@ -105,15 +110,17 @@ class Program:
         stream = _stream(like)
         for launch, grid, rest in calls:
             launch(*grid, stream, *rest)
+        made.pop()  # the scratch
         return made
 
-    def result(self, index: int, made: Sequence[Tensor]) -> Tensor | None:
-        """The tensor number `index` of `results` in what a run has made."""
+    def result(self, index: int, made: Sequence[Tensor]) -> Any:
+        """The tensor number `index` of the pass's results, or None, in what a run has made."""
         view = self._results[index]
         return None if view is None else view.of(made[view.place[0] - self._count])
 
-    def all_results(self, made: Sequence[Tensor]) -> list[Tensor | None]:
-        return [self.result(index, made) for index in range(len(self._results))]
+    def results(self, made: Sequence[Tensor], first: int, end: int | None = None) -> Any:
+        """The results from number `first` on, before `end`."""
+        return [self.result(index, made) for index in range(len(self._results))[first:end]]
 
 
 def _stream(x: Tensor) -> Any:
@@ -142,30 +149,25 @@ def _place(
     raise LookupError("a launch reads memory that is neither an input nor made in the pass")
 
 
-def _lives(
-    tape: Tape, placed: Collection[int], kept: set[int]
-) -> dict[int, tuple[int, float, float]]:  # fmt: skip
-    """(bytes, first launch, last launch) of the memory that goes into the arena, by address. `kept` has no last one.
+def _lives(tape: Tape, elsewhere: Collection[int]) -> dict[int, tuple[int, int, int]]:
+    """(bytes, first launch, last launch) of the memory that goes into the scratch, by address.
 
     A launch may begin before the one before it ends (matmul.py). So memory stays until a launch after its last one.
     """
-    lives: dict[int, tuple[int, float, float]] = {}
+    lives: dict[int, tuple[int, int, int]] = {}
     for number, (_, tensors) in enumerate(tape.launches):
-        for memory in {memory_of(x) for x in tensors} & tape.made.keys() - set(placed):
+        for memory in {memory_of(x) for x in tensors} & tape.made.keys() - set(elsewhere):
             size, first, _ = lives.get(memory, (tape.made[memory].untyped_storage().nbytes(), number, 0))
             lives[memory] = size, first, number + 1
-    for memory in kept & tape.made.keys() - set(placed):
-        size, first, _ = lives.get(memory, (tape.made[memory].untyped_storage().nbytes(), 0, 0))
-        lives[memory] = size, first, float("inf")
     return lives
 
 
-def arranged(lives: dict[int, tuple[int, float, float]]) -> tuple[dict[int, int], int]:
+def arranged(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
     """An offset for each piece of memory, and the bytes of them all. Pieces that live at the same time do not overlap.
 
     lives: (bytes, first, last) by name. The largest piece comes first, and each goes to the lowest place that is free.
     """
-    placed: list[tuple[int, int, float, float]] = []  # begin, end, first, last
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, first, last
     offsets = {}
     for name, (size, first, last) in sorted(lives.items(), key=lambda item: -item[1][0]):
         offset = 0

@@ -90,18 +90,27 @@ def gradient_tiles(x: Tensor) -> Tiles:
     return FULL_PRECISION if x.dtype == torch.float32 else row_for(device_of(x)).gradient
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x (R, K) itself if TMA reads it fast, else a copy whose rows begin at lines of 128 bytes.
+def fits_tma(x: Tensor) -> bool:
+    """Whether TMA reads x (R, K) fast.
 
     TMA needs unit column stride, and a base and rows at multiples of 16 bytes. Rows of 16-bit numbers that straddle
-    lines make TMA slow, so they are copied too.
+    lines make TMA slow.
     """
-    line = (128 if x.itemsize == 2 else 16) // x.itemsize
     # Allocations are aligned, so the offset of x in its storage tells whether the base is.
     based = x.storage_offset() % (16 // x.itemsize) == 0
-    if x.stride(1) == 1 and x.stride(0) % line == 0 and x.stride(0) >= x.shape[1] and based:
+    return x.stride(1) == 1 and x.stride(0) % line_of(x.dtype) == 0 and x.stride(0) >= x.shape[1] and based
+
+
+def line_of(dtype: torch.dtype) -> int:
+    """What the numbers of a row must be a multiple of: a line of 128 bytes for 16-bit numbers, else 16 bytes."""
+    return (128 if dtype.itemsize == 2 else 16) // dtype.itemsize
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x (R, K) itself if TMA reads it fast, else a copy whose rows begin at lines of 128 bytes."""
+    if fits_tma(x):
         return x
-    rows, dim = x.shape
+    (rows, dim), line = x.shape, line_of(x.dtype)
     return x.new_empty(rows, cdiv(dim, line) * line)[:, :dim].copy_(x)
 
 
