@@ -163,7 +163,11 @@ def launch_all(
     from cce_kernels.options import Options
 
     e, c, targets, bias = draw(case, "cpu")
-    e, c, options = with_triton.prepare(e.detach()), with_triton.prepare(c.detach()), Options(**case.options)
+    e, c, options = (
+        with_triton.prepare(e.detach(), e.dtype),
+        with_triton.prepare(c.detach(), c.dtype),
+        Options(**case.options),
+    )
     bias = None if bias is None else bias.detach()
     with_triton.target_columns(targets, -100, c.shape[0])
     columns, z_target = with_triton.find_targets(e, c, bias, targets, -100, options)

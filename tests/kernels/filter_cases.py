@@ -143,7 +143,7 @@ def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) ->
     assert capacity
     columns = torch.where(targets == IGNORE, -1, targets)
     _, state = select.forward(
-        with_triton.prepare(e.detach()), with_triton.prepare(c.detach()), columns, capacity, False, o
+        with_triton.prepare(e.detach(), e.dtype), with_triton.prepare(c.detach(), c.dtype), columns, capacity, False, o
     )
     return bool(select.Lists.of(state).void)
 
