@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backends import refuse_device, without_values
+from .backends import refuse_device
 from .options import Options
+from .runtime.devices import without_values
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import without_values
+from .runtime.devices import without_values
 
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
 BIAS, STATS, WEIGHTS = 3, 5, 6  # indices among the inputs

@@ -11,7 +11,6 @@ Tensors without memory (on "meta", or fake) get shapes only.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from functools import lru_cache
 from importlib.util import find_spec
@@ -35,15 +34,6 @@ def refuse_device(e: Tensor) -> None:
             f"e: is on {e.device}; cce_kernels runs on CPU, NVIDIA, AMD (ROCm) and Intel (XPU) devices. Move e, c and "
             "targets to the CPU, or use torch.nn.functional.cross_entropy"
         )
-
-
-def without_values(x: Tensor) -> bool:
-    """Whether x has a shape but no values: a fake tensor, or one on the meta device."""
-    if x.is_meta:
-        return True
-    # Not imported here, because it imports torch's compiler, which takes 2 s. Without it no fake tensor exists.
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is not None and isinstance(x, fake.FakeTensor)
 
 
 def backend_of(x: Tensor) -> ModuleType:

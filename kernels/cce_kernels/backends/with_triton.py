@@ -9,7 +9,6 @@ from ..filter.figures import filter_figures
 from ..filter.recomputed import backward
 from ..kernels.logits import find_targets
 from ..kernels.loss_sum import reduce_loss
-from ..kernels.operands import prepare
 from ..kernels.row_coefficients import row_coefficients
 from ..kernels.row_stats import forward
 from ..kernels.targets.columns import target_columns
@@ -19,6 +18,7 @@ from ..planner import Plan, Problem
 from ..runtime import program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
+from ..schemes.operands import prepare
 
 __all__ = [
     "backward", "filter_figures", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare",

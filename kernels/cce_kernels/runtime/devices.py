@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -47,6 +48,15 @@ def properties(device: torch.device) -> Device:
 def target(capability: int) -> Device:
     """A device of this compute capability, to compile for without having one."""
     return Device(capability, SHARED_KIB[capability] * 1024, 4)
+
+
+def without_values(x: Tensor) -> bool:
+    """Whether x has a shape but no values: a fake tensor, or one on the meta device."""
+    if x.is_meta:
+        return True
+    # Not imported here, because it imports torch's compiler, which takes 2 s. Without it no fake tensor exists.
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(x, fake.FakeTensor)
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

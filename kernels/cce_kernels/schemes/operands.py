@@ -1,4 +1,4 @@
-"""Operands of the products: e and c in the products' dtype, with rows that TMA reads fast.
+"""Operands of the schemes: e and c in the products' dtype, with rows that TMA reads fast.
 
 Cost: nothing for an operand that fits; else it is read and written once.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backends import without_values
+from ..runtime.devices import without_values
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv, fits_tma, line_of, power_of_2
 
