@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from .launch import watched
-from .tape import Tape, memory_of
+from .tape import Piece, Spot, Tape
 
 ALIGNMENT = 512  # bytes, as torch's allocator aligns
 MOST_PASSES = 64  # kinds of passes that are remembered
@@ -78,20 +78,22 @@ class Program:
             LookupError: a launch reads memory that is neither an input nor made in the pass.
         """
         self._count = len(inputs)
-        made = [tape.made[memory] for memory in dict.fromkeys(map(memory_of, own))]
-        self._allocations: list[tuple[tuple[int, ...], torch.dtype]] = [(x.shape, x.dtype) for x in made]
-        placed = {memory_of(x): (self._count + i, 0) for i, x in enumerate(made)}
-        kept = {memory_of(x) for x in results if x is not None} & tape.made.keys() - placed.keys()
-        always = {memory: (tape.made[memory].untyped_storage().nbytes(), 0, 0) for memory in kept}
+        made = list(dict.fromkeys(_piece_of(tape.spot(x)) for x in own))
+        self._allocations: list[tuple[tuple[int, ...], torch.dtype]] = [(piece.shape, piece.dtype) for piece in made]
+        placed = {piece.number: (self._count + i, 0) for i, piece in enumerate(made)}
+        spots = [None if x is None else tape.spot(x) for x in results]
+        kept = {spot.piece.number for spot in spots if spot is not None and spot.piece is not None} - placed.keys()
+        arena = {number: (tape.pieces[number].size, 0, 0) for number in kept}
         scratch = _lives(tape, placed.keys() | kept)
-        for number, lives in enumerate((always, scratch), self._count + len(made)):
+        for memory, lives in enumerate((arena, scratch), self._count + len(made)):
             offsets, size = arranged(lives)
             self._allocations.append(((size,), torch.uint8))
-            placed |= {memory: (number, offset) for memory, offset in offsets.items()}
-        given = [(i, x.data_ptr(), memory_of(x)) for i, x in enumerate(inputs) if x is not None]
-        self._launches = [(launch, [_place(x, placed, given) for x in tensors]) for launch, tensors in tape.launches]
+            placed |= {number: (memory, offset) for number, offset in offsets.items()}
+        given = [(i, tape.spot(x)) for i, x in enumerate(inputs) if x is not None]
+        self._launches = [(launch, [_place(spot, placed, given) for spot in at]) for launch, at in tape.launches]
         self._results = [
-            None if x is None else View(_place(x, placed, given), x.shape, x.stride(), x.dtype) for x in results
+            None if x is None or spot is None else View(_place(spot, placed, given), x.shape, x.stride(), x.dtype)
+            for x, spot in zip(results, spots, strict=True)
         ]
         self._bound: dict[tuple[int, ...], list[Any]] = {}
         self.beside, self.next = beside, Passes()  # next: of the pass that takes up these results
@@ -130,19 +132,22 @@ def _stream(x: Tensor) -> Any:
     return active.get_current_stream(active.get_current_device())
 
 
-def _place(
-    x: Tensor, placed: dict[int, tuple[int, int]], given: Sequence[tuple[int, int, int]]
-) -> tuple[int, int]:  # fmt: skip
-    """Which memory of a program x lies in, and how many bytes from its beginning.
+def _piece_of(spot: Spot) -> Piece:
+    if spot.piece is None:
+        raise LookupError("a result was not made in the pass")
+    return spot.piece
 
-    placed: what the pass has made. given: (number, address, memory) of its inputs. Several inputs may lie in one
-    memory, as the parameters of a sharded model do. x then has to begin where one of them begins.
+
+def _place(spot: Spot, placed: dict[int, tuple[int, int]], given: Sequence[tuple[int, Spot]]) -> tuple[int, int]:
+    """Which memory of a program a spot lies in, and how many bytes from its beginning.
+
+    placed: the places of the pieces that the pass has made. given: the numbers and spots of its inputs. Several inputs
+    may lie in one memory, as the parameters of a sharded model do. Then the spot has to be where one of them begins.
     """
-    address, memory = x.data_ptr(), memory_of(x)
-    if memory in placed:
-        number, offset = placed[memory]
-        return number, offset + address - memory
-    within = [(number, address - begin) for number, begin, its_memory in given if its_memory == memory]
+    if spot.piece is not None:
+        number, offset = placed[spot.piece.number]
+        return number, offset + spot.address - spot.memory
+    within = [(number, spot.address - its.address) for number, its in given if its.memory == spot.memory]
     exact = [place for place in within if place[1] == 0]
     if exact or len(within) == 1:
         return (exact or within)[0]
@@ -150,15 +155,15 @@ def _place(
 
 
 def _lives(tape: Tape, elsewhere: Collection[int]) -> dict[int, tuple[int, int, int]]:
-    """(bytes, first launch, last launch) of the memory that goes into the scratch, by address.
+    """(bytes, first launch, last launch) of the pieces that go into the scratch, by number.
 
-    A launch may begin before the one before it ends (matmul.py). So memory stays until a launch after its last one.
+    A launch may begin before the one before it ends (matmul.py). So a piece stays until a launch after its last one.
     """
     lives: dict[int, tuple[int, int, int]] = {}
-    for number, (_, tensors) in enumerate(tape.launches):
-        for memory in {memory_of(x) for x in tensors} & tape.made.keys() - set(elsewhere):
-            size, first, _ = lives.get(memory, (tape.made[memory].untyped_storage().nbytes(), number, 0))
-            lives[memory] = size, first, number + 1
+    for launch, (_, spots) in enumerate(tape.launches):
+        for piece in {spot.piece for spot in spots if spot.piece is not None and spot.piece.number not in elsewhere}:
+            first = lives[piece.number][1] if piece.number in lives else launch
+            lives[piece.number] = piece.size, first, launch + 1
     return lives
 
 

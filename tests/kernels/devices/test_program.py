@@ -84,6 +84,17 @@ def test_a_program_follows_the_addresses_of_its_inputs_and_keeps_no_tensor():
     assert len(made) == 2, "the result and an empty arena"
 
 
+def test_memory_that_is_allocated_again_at_the_same_address_is_another_piece():
+    x = torch.zeros(1000)
+    with Tape() as tape:
+        for _ in range(20):
+            x.new_empty(1000)  # freed at once: a tape keeps no tensor
+        last = x.new_empty(500)
+        assert tape.spot(last).piece == tape.pieces[20]
+    assert len(tape.pieces) == 21
+    assert tape.spot(x).piece is None
+
+
 def test_a_pass_that_computes_with_torch_is_never_repeated(monkeypatch):
     monkeypatch.setattr(program, "MOST_TRIES", 3)
     passes, log = Passes(), []
