@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from cce_kernels.runtime import launch, repeated
+from cce_kernels.runtime import launch, program, repeated, tape
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
@@ -136,3 +136,27 @@ def test_other_launchers_and_versions_launch_through_triton(quick, monkeypatch):
     assert launcher.by_triton == 2
     assert not launcher.got
     assert not encoded
+
+
+def test_a_program_launches_with_the_addresses_of_other_tensors(quick):
+    """Recorded from one pair of tensors, and run with another: pointers and descriptors follow, also into the scratch."""
+    kernel, launcher, encoded = quick
+    call(kernel)  # compiled
+    with tape.Tape() as recorded:
+        between = X.new_empty(64)
+        call(kernel, x=between)
+        call(kernel, x=between[16:], n=6)
+    found = program.Program(recorded, [Y])
+    launcher.got.clear()
+    encoded.clear()
+    y = torch.zeros(40, 32)[8:]
+    [arena] = found.run([y], y)
+    assert arena.numel() == 0
+    first, second = launcher.values()
+    assert encoded == [(y.data_ptr(), (32, 32))] * 2
+    assert first == [first[0], "map 1", 32, 32, 32, 1, 5, 0.5, 64]
+    assert second == [first[0] + 64, "map 2", 32, 32, 32, 1, 6, 0.5, 64]
+    assert {got[:4] for got in launcher.got} == {(3, 1, 1, 7)}
+
+    found.run([y], y)  # the scratch may lie elsewhere now
+    assert [values[6] for values in launcher.values()] == [5, 6, 5, 6]
