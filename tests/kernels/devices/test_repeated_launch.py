@@ -139,7 +139,7 @@ def test_other_launchers_and_versions_launch_through_triton(quick, monkeypatch):
 
 
 def test_a_program_launches_with_the_addresses_of_other_tensors(quick):
-    """Recorded from one pair of tensors, and run with another: pointers and descriptors follow, also into the scratch."""
+    """Recorded from one pair of tensors, and run with another. Pointers and descriptors follow."""
     kernel, launcher, encoded = quick
     call(kernel)  # compiled
     with tape.Tape() as recorded:
