@@ -109,6 +109,28 @@ def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.C
     assert (output / "runs.json").exists()
 
 
+def test_a_report_holds_the_largest_batches_that_were_searched_in_its_own_group(clone: Path) -> None:
+    first = read_committed(REPORT)[0]
+    found = {"model": first.summary["model"], "size": first.summary["size"], "max_sequences": 7}
+    files = {f"{REPORT.name}/{first.name}/summary.json": first.summary}
+    files |= {f"{REPORT.name}/answers/a/max_batch.json": found}
+    files |= {"max_batch/answers/a/max_batch.json": {**found, "max_sequences": 8}}
+    for name, content in files.items():
+        (clone / name).parent.mkdir(parents=True)
+        (clone / name).write_text(json.dumps(content))
+    written: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            write, "write_report", lambda *arguments, **said: written.append([a["max_sequences"] for a in arguments[3]])
+        )
+        for group in (REPORT.name, "max_batch"):
+            options = [f"group={REPORT.name}", f"results_dir={clone}", f"max_batch_group={group}"]
+            make_report(load_config(options, "report"))
+    for name in (REPORT.name, "max_batch"):
+        shutil.rmtree(clone / name)
+    assert written == [[7], [7, 8]]
+
+
 def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(clone: Path) -> None:
     (clone / "mine" / "a").mkdir(parents=True)
     (clone / "mine" / "a" / "summary.json").write_text("{}")

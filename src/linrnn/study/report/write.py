@@ -64,7 +64,11 @@ def make_report(config: ReportConfig) -> list[Path]:
         output = Path(config.output_dir) if config.output_dir else directory
         return write_pages(runs, output, title, *lists, source=source, again=again)
     output = Path(config.output_dir) if config.output_dir else results / "summaries" / title
-    answers, taken_apart = read_max_batches(results / config.max_batch_group), read_breakdowns(Path(config.breakdowns))
+    searched = dict.fromkeys(
+        (directory, results / config.max_batch_group)
+    )  # find_max_batch.py may have named this group
+    answers = [answer for searched_in in searched for answer in read_max_batches(searched_in)]
+    taken_apart = read_breakdowns(Path(config.breakdowns))
     return write_report(runs, output, title, answers, taken_apart, source=source, again=again)
 
 
