@@ -347,8 +347,9 @@ def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor 
     e_as, c_as = program.results(made, COPIES, STORED)
     e, c = e if e_as is None else e_as, c if c_as is None else c_as
     scale = grad_loss if counted is None else grad_loss / counted
-    inputs = [scale, e, c, weights, main_grad_c, *made]
-    kind = backend_of(e).program.kind_of(scale)
+    inputs = [scale, e, c, weights, main_grad_c]
+    kind = backend_of(e).program.kind_of(*inputs)  # hooks of saved tensors may have laid out e and c anew
+    inputs += made
     again = program.next.find(kind)
     if again is not None:
         with kernels_on(e):

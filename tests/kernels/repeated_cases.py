@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +139,36 @@ def call(
     results += [x.detach() for x in others if isinstance(x, Tensor)]
     results += [value for x in others if isinstance(x, dict) for value in x.values()]
     return results + ([extras["main_grad_c"]] if case.main_grad else [])
+
+
+def check_saved_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of saved tensors, as of offloading: the backward pass gets copies, in which e is contiguous."""
+    from cce_kernels.backends import with_triton
+    from cce_kernels.planner import Plan
+    from cce_kernels.runtime import program
+
+    case = Repeated("hooks")
+    monkeypatch.setattr(program, "MOST_TRIES", 6)
+    monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(rows=384, columns=256))
+    runs = count_runs(monkeypatch)
+
+    def step(seed: int, copied: bool) -> list[Tensor]:
+        e, c, targets, _ = drawn(case, seed, device)
+        wide = torch.cat((e.detach(), e.detach()), dim=1).requires_grad_()
+        pack = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)
+        )
+        with pack if copied else nullcontext():
+            loss = linear_cross_entropy(wide[:, :64], c, targets)
+        return [loss.detach(), *torch.autograd.grad(loss, (wide, c))]
+
+    for seed in range(10):
+        found = step(seed, copied=seed % 2 == 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(program, "watched", lambda: True)
+            usual = step(seed, copied=False)
+        assert all(torch.equal(one, other) for one, other in zip(found, usual, strict=True)), seed
+    assert len(runs) > 10
 
 
 def check_evaluation(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
