@@ -93,7 +93,7 @@ COUNTED, COPIES, STORED = 3, 5, 7
 def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
     """`_cross_entropy`, repeated from a program where this kind of call has one (runtime/program.py)."""
     backend = backend_of(inputs[0])
-    if backend.program is None:
+    if backend.program is None or not backend.program.saves_plainly():
         return _cross_entropy(*inputs)
     tensors, calls, kind = inputs[:7], backend.program.CALLS, backend.program.kind_of(*inputs)
     program = calls.find(kind)
@@ -348,7 +348,7 @@ def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor 
     e, c = e if e_as is None else e_as, c if c_as is None else c_as
     scale = grad_loss if counted is None else grad_loss / counted
     inputs = [scale, e, c, weights, main_grad_c]
-    kind = backend_of(e).program.kind_of(*inputs)  # hooks of saved tensors may have laid out e and c anew
+    kind = backend_of(e).program.kind_of(*inputs)
     inputs += made
     again = program.next.find(kind)
     if again is not None:

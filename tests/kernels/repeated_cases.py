@@ -11,6 +11,7 @@ import torch
 from cases import BF16, FP32, IGNORE
 from cce_kernels import linear_cross_entropy
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def call(
     return results + ([extras["main_grad_c"]] if case.main_grad else [])
 
 
-def check_saved_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks of saved tensors, as of offloading: the backward pass gets copies, in which e is contiguous."""
+def check_hooks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of saved tensors: offloading, and checkpointing, which compares what two forward passes have saved."""
     from cce_kernels.backends import with_triton
     from cce_kernels.planner import Plan
     from cce_kernels.runtime import program
@@ -152,23 +153,27 @@ def check_saved_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(rows=384, columns=256))
     runs = count_runs(monkeypatch)
 
-    def step(seed: int, copied: bool) -> list[Tensor]:
+    def step(seed: int, how: str) -> list[Tensor]:
         e, c, targets, _ = drawn(case, seed, device)
         wide = torch.cat((e.detach(), e.detach()), dim=1).requires_grad_()
-        pack = torch.autograd.graph.saved_tensors_hooks(
-            lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)
-        )
-        with pack if copied else nullcontext():
-            loss = linear_cross_entropy(wide[:, :64], c, targets)
-        return [loss.detach(), *torch.autograd.grad(loss, (wide, c))]
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous().clone())
 
-    for seed in range(10):
-        found = step(seed, copied=seed % 2 == 1)
+        def loss() -> Tensor:
+            return linear_cross_entropy(wide[:, :64], c, targets)
+
+        with hooks if how == "copied" else nullcontext():
+            found = checkpoint(loss, use_reentrant=False) if how == "checkpointed" else loss()
+        return [found.detach(), *torch.autograd.grad(found, (wide, c))]
+
+    for seed in range(9):
+        before = len(runs)
+        found = step(seed, ("copied", "plain", "checkpointed")[seed % 3])
+        repeated = len(runs) - before
         with monkeypatch.context() as patched:
             patched.setattr(program, "watched", lambda: True)
-            usual = step(seed, copied=False)
+            usual = step(seed, "plain")
         assert all(torch.equal(one, other) for one, other in zip(found, usual, strict=True)), seed
-    assert len(runs) > 10
+        assert bool(repeated) == (seed == 7), "the third plain call"
 
 
 def check_evaluation(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ A program holds a tape's launches, with their addresses open, and a plan of the 
                 share its bytes
 
 A pass is repeatable if nothing but launches and allocations happens in it. A pass that computes anything with torch's
-operators runs as usual every time, and so does every pass while a profiler's launch hooks are set.
+operators runs as usual every time. So does every pass while a profiler's launch hooks are set. So does a forward pass
+while hooks handle saved tensors: activation checkpointing compares the saved tensors of two forward passes, and those
+of a program are others.
 """
 
 from __future__ import annotations
@@ -221,4 +223,10 @@ class Passes:
                 self._known[kind] = Program(tape, *program)
 
 
+def saves_plainly() -> bool:
+    """Whether autograd saves tensors as they are. Without torch's private function that knows, this is False."""
+    return _hooks_of_saved_tensors is not None and _hooks_of_saved_tensors(True) is None
+
+
+_hooks_of_saved_tensors = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 CALLS = Passes()  # forward passes of the loss

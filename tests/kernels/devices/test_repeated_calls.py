@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cce_kernels import linear_cross_entropy
-from repeated_cases import REPEATED, check_evaluation, check_repeated, check_saved_elsewhere, count_runs
+from repeated_cases import REPEATED, check_evaluation, check_hooks, check_repeated, count_runs
 
 pytestmark = pytest.mark.gpu
 
@@ -17,8 +17,8 @@ def test_a_forward_pass_alone_is_repeated_too(monkeypatch):
     check_evaluation("cuda", monkeypatch)
 
 
-def test_a_backward_pass_that_gets_copies_of_what_was_saved_is_another_kind(monkeypatch):
-    check_saved_elsewhere("cuda", monkeypatch)
+def test_a_call_whose_saved_tensors_have_hooks_runs_as_usual(monkeypatch):
+    check_hooks("cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(1024, 512, 50304), (16384, 256, 32000), (512, 1024, 32001)])

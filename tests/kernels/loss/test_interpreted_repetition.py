@@ -1,7 +1,7 @@
 """Calls that repeat an earlier one without its Python, in Triton's interpreter."""
 
 import pytest
-from repeated_cases import REPEATED, check_evaluation, check_repeated, check_saved_elsewhere
+from repeated_cases import REPEATED, check_evaluation, check_hooks, check_repeated
 from triton_interpreter import MARKS
 
 pytestmark = MARKS
@@ -16,5 +16,5 @@ def test_a_forward_pass_alone_is_repeated_too(monkeypatch):
     check_evaluation("cpu", monkeypatch)
 
 
-def test_a_backward_pass_that_gets_copies_of_what_was_saved_is_another_kind(monkeypatch):
-    check_saved_elsewhere("cpu", monkeypatch)
+def test_a_call_whose_saved_tensors_have_hooks_runs_as_usual(monkeypatch):
+    check_hooks("cpu", monkeypatch)
