@@ -54,8 +54,9 @@ class Open(NamedTuple):
             if described is None:
                 values[index] = address
             else:  # the sizes that follow the encoded descriptor do not depend on the address
-                described.base = _Address(address)
-                values[index] = make_tensordesc_arg(described, meta)[0]
+                there = copy(described)  # another thread may launch the same program
+                there.base = _Address(address)
+                values[index] = make_tensordesc_arg(there, meta)[0]
         return Call(self.launch, self.grid, (*self.head, values) if self.nested else (*self.head, *values))
 
 
