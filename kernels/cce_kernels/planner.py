@@ -3,7 +3,7 @@
     scheme              chunks of           time, in products of N x D x V
     three products      token rows          3 + 1600 · (chunks − 1) / N
     four products       vocabulary columns  4 + 1600 · chunks / V
-    filter's lists      token rows          1.45 + launches + gathers (`_filter_cost`)
+    filter's lists      token rows          1.34 + 1840 / N + launches + gathers (`_filter_cost`)
 
 schemes/three_products.py stores exponentials. schemes/four_products.py recomputes the logits. A filtered call works
 through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere. With
@@ -64,10 +64,11 @@ LEAST_WIDTH, MOST_WIDTH = 16, 2**16  # columns of a sample at a time
 LIST_PARTS = 8  # the most parts that the lists are sorted in, one after another
 # Time of a call through the lists. The figures are fitted to rows of results/bench_loss with eps = 2^-12 and at least
 # 32,000 entries (flat, peaked and trained logits, H100 and H200). Where the grid's calls are filtered and no list
-# overflowed, the model says 0.74 to 1.06 of their times.
-FILTER_PRODUCTS = 1.45  # the logits, the head, the samples, and what reads the exponentials
+# overflowed, the model says 0.81 to 1.11 of their times.
+FILTER_PRODUCTS = 1.34  # the logits, the head, the samples, and what reads the exponentials
 FILTER_LAUNCHES, LIST_LAUNCHES = 100, 4  # per call; per chunk of rows
 GATHER_SECONDS = 2.5e-13  # per place in the lists and dimension
+HEAD_ROWS = 1840.0  # what the passes over the head and its gradient cost, in rows of a product
 FILTER_SAVES = 0.15  # the share of the exact time that a filter must save by the model
 # On flat logits every p is about 1 / V. Unless eps is this many times as large, rows keep so many entries that the
 # lists overflow.
@@ -218,7 +219,7 @@ def _recompute_cost(p: Problem, columns: int) -> float:
 def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
     """Whether the filter's lists are clearly faster than exact gradients.
 
-    The share of entries above eps is known on the device alone. So the model counts full lists.
+    The share of entries above eps is known on the device alone. So the model counts as many as rows usually list.
     """
     assert o.filter_eps is not None
     if not filtered.capacity or o.filter_eps * p.vocab < LEAST_EPS_TIMES_VOCAB:
@@ -229,11 +230,13 @@ def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
 
 
 def _filter_cost(p: Problem, capacity: int, o: Options) -> float:
-    """Time of a call through lists of `capacity` entries, which are full, in products of N x D x V."""
+    """Time of a call through lists of `capacity` entries that hold the usual number, in products of N x D x V."""
     chunks = math.ceil(p.n_rows / list_rows(p.n_rows, p.dim, p.vocab, capacity, o))
-    gathers = GATHER_SECONDS * capacity * p.dim * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
+    listed = min(capacity, _usually_listed(o) * p.n_rows)
+    gathers = GATHER_SECONDS * listed * p.dim * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
     launches = chunks * LIST_LAUNCHES
-    return max(FILTER_PRODUCTS + _launches(p, launches) + gathers, _launches(p, FILTER_LAUNCHES + launches))
+    products = FILTER_PRODUCTS + HEAD_ROWS / p.n_rows + gathers
+    return max(products + _launches(p, launches), _launches(p, FILTER_LAUNCHES + launches))
 
 
 def _launches(p: Problem, launches: int) -> float:

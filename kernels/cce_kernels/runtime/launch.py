@@ -57,17 +57,16 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        tape = RECORDING.tape
+        tape, active, hooked = RECORDING.tape, driver.active, _hooked()
         if Quick.all_through_triton:
             if tape is not None:
                 tape.add(None)
             self.kernel[grid](*args, **options)
             return
-        active = driver.active
         device = active.get_current_device()
         exact = _exact([device, grid, *options.items()], args)
         call = self._repeated.get(exact)
-        if call is not None and tape is None and not _hooked():
+        if call is not None and tape is None and not hooked:
             call.launch(*call.grid, active.get_current_stream(device), *call.rest)
             return
         compiled = self._find(device, grid, args, options)
@@ -78,10 +77,10 @@ class Quick:
         if len(args) < len(self._names):
             args += tuple(options[name] for name in self._names[len(args) :])
         x, y, z, *_ = (*grid, 1, 1)
-        launch = None if _hooked() else opened(compiled, (x, y, z), args)
+        launch = None if hooked else opened(compiled, (x, y, z), args)
         if tape is not None:
             tape.add(launch)
-        if _hooked():
+        if hooked:
             compiled[(x, y, z)](*args)
             return
         stream = active.get_current_stream(device)
@@ -109,7 +108,7 @@ class Quick:
 
 
 def quick(kernel: Any) -> Any:
-    """The kernel with quick launches. The interpreter compiles nothing: there a tape hears of the launches, no more."""
+    """The kernel with quick launches. The interpreter compiles nothing; there a tape hears of the launches."""
     return Interpreted(kernel) if INTERPRETED else Quick(kernel)
 
 

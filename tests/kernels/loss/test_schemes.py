@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -162,7 +161,7 @@ def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_
 FILTER = {"filter_eps": 2.0**-12, "filter_unbiased": True}
 # Rows of kernels before 9dbadfa, whose shorter lists overflowed, on an H200.
 OVERFLOWED = {("20261124T102239.031347", "4096x8192x128256", "flat")}
-# Shapes whose rows differ most between logits and GPUs, of which the planner sees neither.
+# Shapes whose rows differ most between logits and GPUs, of which the planner sees neither: 0.60 to 0.86.
 BEYOND = ("2048x4096x128256", "4096x7168x129280", "4096x8192x128256")
 ROWS = sorted((Path(__file__).parents[3] / "results" / "bench_loss").glob("*/*.json"))
 
@@ -231,7 +230,7 @@ def test_lists_of_few_rows_hold_what_gaussian_logits_keep_and_lists_of_many_rows
 
 def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
     """Rows of the filter beside the exact loss of the same run. Rows that were exact themselves say nothing."""
-    pairs, beyond = [], {shape: [] for shape in BEYOND}
+    pairs = []
     for path in ROWS:
         rows = [
             row for row in json.loads(path.read_text()) if row["forward_backward_ms"] and row["gradients"] == "bf16"
@@ -251,14 +250,12 @@ def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
             given = {name: json.loads(value) for name, value in (word.split("=") for word in words[1:])}
             found = if_faster((row["n"], row["d"], row["v"]), **given)
             ratio = row["forward_backward_ms"] / against["forward_backward_ms"]
-            if row["shape"] in BEYOND and not found.exact:
-                beyond[row["shape"]].append(ratio)
+            if row["shape"] in BEYOND:
+                assert (ratio > 0.72) if found.exact else (ratio < 1 - FILTER_SAVES), "what the rule promises"
             else:
                 pairs.append((found.exact, ratio))
     taken, left_out = ([ratio for exact, ratio in pairs if exact == kind] for kind in (False, True))
     assert len(taken) > 30
     assert max(taken) < 0.75
-    assert all(median(ratios) < 1 - FILTER_SAVES for ratios in beyond.values()), "what the rule promises"
-    assert max(max(ratios) for ratios in beyond.values()) < 0.87
     assert len(left_out) > 15
     assert min(left_out) > 0.75

@@ -64,10 +64,8 @@ def make_report(config: ReportConfig) -> list[Path]:
         output = Path(config.output_dir) if config.output_dir else directory
         return write_pages(runs, output, title, *lists, source=source, again=again)
     output = Path(config.output_dir) if config.output_dir else results / "summaries" / title
-    searched = dict.fromkeys(
-        (directory, results / config.max_batch_group)
-    )  # find_max_batch.py may have named this group
-    answers = [answer for searched_in in searched for answer in read_max_batches(searched_in)]
+    groups = dict.fromkeys((directory, results / config.max_batch_group))
+    answers = [answer for group in groups for answer in read_max_batches(group)]
     taken_apart = read_breakdowns(Path(config.breakdowns))
     return write_report(runs, output, title, answers, taken_apart, source=source, again=again)
 
