@@ -50,7 +50,8 @@ def differentiable(
         keep: called with (ctx, inputs); stores on ctx `needs`, and what else `gradients` needs besides tensors.
         gradients: called with (ctx, grad_loss, grad_lse); returns the gradients of e, c and bias, computed by custom
             operators. `ctx.saved_tensors` holds e, c, bias, weights, lse and the state, `ctx.written` main_grad_c and
-            stats, `ctx.dtypes` the gradients' dtypes (None if not wanted), `ctx.plan` the plan, or None. The first
+            stats, `ctx.dtypes` the gradients' dtypes (None if not wanted), `ctx.plan` the plan, or None. If the
+            forward pass was repeated, `ctx.program` is its program, and the state is what a run has made. The first
             backward pass through a loss may overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
         with_entropy: whether the third output is the rows' entropies and differentiable. `gradients` then get

@@ -162,7 +162,7 @@ def test_liger_needs_less_memory_and_more_time_and_errs_more() -> None:
                 liger = found[logits, f"liger{options}", None]
                 assert liger["extra_mib"] < found[logits, "cce_kahan", None]["extra_mib"]
                 assert liger["ratio_to_compiled_low"] > 1
-    assert f"its default errs {min(errors)} to {max(errors)} times" in FIRST_SCREEN
+    assert f"Liger's default errs {min(errors)} to {max(errors)} times" in FIRST_SCREEN
 
 
 def test_quack_s_lead_and_its_memory() -> None:

@@ -1,8 +1,8 @@
 """A pass of the loss, recorded once and then repeated without the Python that leads to its launches.
 
-That Python takes five times as long as the launches themselves, and a small problem's kernels wait for it. But a
-training step repeats the passes of the step before: the same shapes and options, and so the same launches. `Passes`
-therefore runs the first pass of a kind as usual, the second one under a `Tape`, and later ones from its `Program`.
+A small problem's kernels wait for that Python. But a training step repeats the passes of the step before: the same
+shapes and options, and so the same launches. `Passes` therefore runs the first pass of a kind as usual, the second one
+under a `Tape`, and later ones from its `Program`.
 
 A program holds a tape's launches, with their addresses open, and a plan of the memory:
 
@@ -63,7 +63,7 @@ class Made(list[Tensor]):
 class Program:
     """The launches of a recorded pass, for any addresses.
 
-    memories: the pass's inputs, then what it allocates (`made`): its own tensors and the arena; last the scratch.
+    Its memories have numbers: the inputs, then what a run allocates (`made`): own tensors, the arena, the scratch.
     """
 
     def __init__(

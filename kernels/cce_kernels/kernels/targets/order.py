@@ -1,9 +1,8 @@
 """The rows sorted by their target, so that each entry of the vocabulary finds its rows.
 
-Up to MOST_COUNTED rows, one launch counts for each row how many come before it. That is N² comparisons: a few µs for
-8,192 rows.
-torch.sort takes six launches, which a small problem would wait for. Longer columns take torch.sort. Both sorts are
-stable, so their results are equal.
+Up to MOST_COUNTED rows, one launch counts for each row how many come before it. That is N² comparisons, few beside the
+N D V multiply-adds of a product. torch.sort takes six launches, which a small problem would wait for, and which cannot
+be repeated (runtime/program.py). Longer columns take torch.sort. Both sorts are stable, so their results are equal.
 """
 
 from __future__ import annotations
