@@ -55,9 +55,10 @@ def test_a_cuda_graph_captures_repeated_calls(monkeypatch):
 
     monkeypatch.setattr(program, "MOST_TRIES", 6)
     runs = count_runs(monkeypatch)
-    e = torch.randn(300, 256, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    c = (torch.randn(5000, 256, dtype=torch.bfloat16, device="cuda") / 16).requires_grad_()
-    targets = torch.randint(0, 5000, (300,), device="cuda")
+    # Large enough for three products: of four products the forward pass alone is repeated.
+    e = torch.randn(1024, 512, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    c = (torch.randn(50304, 512, dtype=torch.bfloat16, device="cuda") / 16).requires_grad_()
+    targets = torch.randint(0, 50304, (1024,), device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

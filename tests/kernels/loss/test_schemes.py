@@ -161,8 +161,10 @@ def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_
 FILTER = {"filter_eps": 2.0**-12, "filter_unbiased": True}
 # Rows of kernels before 9dbadfa, whose shorter lists overflowed, on an H200.
 OVERFLOWED = {("20261124T102239.031347", "4096x8192x128256", "flat")}
-# Shapes whose rows differ most between logits and GPUs, of which the planner sees neither: 0.60 to 0.86.
-BEYOND = ("2048x4096x128256", "4096x7168x129280", "4096x8192x128256")
+# Shapes whose rows differ most between logits and GPUs, of which the planner sees neither: 0.57 to 0.86.
+BEYOND = (
+    "2048x4096x128256", "3001x2880x201088", "4096x7168x129280", "4096x8192x128256", "16384x640x262144",
+)  # fmt: skip
 ROWS = sorted((Path(__file__).parents[3] / "results" / "bench_loss").glob("*/*.json"))
 
 
