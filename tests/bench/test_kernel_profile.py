@@ -1,12 +1,15 @@
 """Where the loss layer's time goes: rows, table and command on a CPU, where operators take the kernels' place."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from linrnn.bench.loss.kernel_profile import HOST, STEP, KernelRow, page, profiled
 from linrnn.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_step_comes_first_and_its_operators_follow_the_longest_first():
@@ -52,3 +55,10 @@ def test_the_command_writes_rows_and_a_page(tmp_path, command, fresh_command):
     done = fresh_command(*script, "logits=telepathy")
     assert done.returncode
     assert "choose from flat, peaked" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results" / "bench_loss").rglob("profile.jsonl")), ids=str)
+def test_a_committed_page_is_that_of_its_rows(path):
+    run, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = page([KernelRow(**row) for row in rows], run, path.parent.name)
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == expected

@@ -12,7 +12,7 @@ from blocks import ROOT
 from linrnn.bench.loss.rows import read_rows as loss_rows
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
-from linrnn.study.criteria import CURVES, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Verdict
+from linrnn.study.criteria import CURVES, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
 from linrnn.study.results import read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import verdicts
@@ -466,6 +466,41 @@ def test_the_table_of_equal_losses_holds_the_twelve_seeds_verdicts() -> None:
         stated = f"{round(int(needed.replace(',', '')), -2):,}"
         page = " ".join((ROOT / "docs/study/h5_same_loss.md").read_text(encoding="utf-8").split())
         assert re.search(rf"some {stated}( pairs)? {words}", page)
+
+
+def cell_of(folder: str, backend: str, against: str, criterion: Criterion, form: str = "+.4f") -> str:
+    """The verdict of a summary, as the study's pages write it; n is 12."""
+    found = verdicts(read_committed(ROOT / "results" / "summaries" / folder))
+    [v] = [v for v in found if (v.backend, v.against, v.criterion) == (backend, against, criterion)]
+    assert v.n == 12
+    return f"**{v.verdict}**: {v.value:{form}} ({v.low:{form}} to {v.high:{form}})"
+
+
+def test_the_table_of_ways_of_summing_holds_the_verdicts() -> None:
+    rows = table_of("h5_same_loss.md", "way of summing")
+    kahan = "cce_kahan accumulate=kahan"
+    assert [row[0] for row in rows] == ["bf16", "fp32", "Kahan", "`compiled_nudged`, the control"]
+    for name, final, beside, valid, curves in rows:
+        loss = f"cce_kahan accumulate={name.lower()}" if len(name) < 6 else "compiled_nudged"
+        assert final == cell_of("summation", loss, "compiled", MVE_LOSS)
+        assert valid == cell_of("summation", loss, "compiled", VALID_LOSS)
+        assert curves == cell_of("summation", loss, "compiled", CURVES, ".4f")
+        assert beside == ("-" if name[0] in "K`" else cell_of("summation", loss, kahan, MVE_LOSS))
+
+
+def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
+    folder = "pretrain_filter_mve"
+    rows = table_of("h3_filter.md", "pair, ±0.01 nats asked")
+    assert len(rows) == 4
+    for pair, final, valid in rows:
+        loss, against = pair.replace("`", "").replace(", the control", "").split(" against ")
+        assert final == cell_of(folder, loss, against, MVE_LOSS)
+        assert valid == cell_of(folder, loss, against, VALID_LOSS)
+    page = (ROOT / "docs" / "study" / "h3_filter.md").read_text(encoding="utf-8")
+    assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
+    [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
+    assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
 
 
 def test_the_mve_s_peak_memory_is_that_of_the_twelve_seeds() -> None:

@@ -162,9 +162,12 @@ FILTER = {"filter_eps": 2.0**-12, "filter_unbiased": True}
 # Rows of kernels before 9dbadfa, whose shorter lists overflowed, on an H200.
 OVERFLOWED = {("20261124T102239.031347", "4096x8192x128256", "flat")}
 # Shapes whose rows differ most between logits and GPUs, of which the planner sees neither: 0.57 to 0.86.
-BEYOND = (
-    "2048x4096x128256", "3001x2880x201088", "4096x7168x129280", "4096x8192x128256", "16384x640x262144",
-)  # fmt: skip
+BEYOND = ("2048x4096x128256", "4096x7168x129280", "4096x8192x128256")
+# Single rows of 8b0e4f0 on an H100, 0.760 and 0.752 of the exact time. Other rows of their shapes stay below 0.75.
+SLOWEST = {
+    ("20261125T093529.182348", "3001x2880x201088", "flat"),
+    ("20261125T093431.927918", "16384x640x262144", "peaked"),
+}  # fmt: skip
 ROWS = sorted((Path(__file__).parents[3] / "results" / "bench_loss").glob("*/*.json"))
 
 
@@ -247,12 +250,13 @@ def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
             against = exact.get((row["logits"], row["set"], row["run"]))
             if words[0] != "cce_filter" or against is None or "filter_mass" in row["backend"]:
                 continue
-            if (row["run"], row["shape"], row["logits"]) in OVERFLOWED:
+            name = row["run"], row["shape"], row["logits"]
+            if name in OVERFLOWED:
                 continue
             given = {name: json.loads(value) for name, value in (word.split("=") for word in words[1:])}
             found = if_faster((row["n"], row["d"], row["v"]), **given)
             ratio = row["forward_backward_ms"] / against["forward_backward_ms"]
-            if row["shape"] in BEYOND:
+            if row["shape"] in BEYOND or name in SLOWEST:
                 assert (ratio > 0.72) if found.exact else (ratio < 1 - FILTER_SAVES), "what the rule promises"
             else:
                 pairs.append((found.exact, ratio))
