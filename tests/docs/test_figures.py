@@ -6,12 +6,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from blocks import ROOT
 
 from linrnn.bench.loss.rows import read_rows as loss_rows
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
-from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, answer, interval_of_median, ratio_of_means
 from linrnn.study.criteria import CURVES, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
 from linrnn.study.results import read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
@@ -210,21 +211,40 @@ def test_liger_needs_less_memory_and_more_time_and_errs_more() -> None:
     assert f"Liger's default errs {min(errors)} to {max(errors)} times" in FIRST_SCREEN
 
 
-def test_quack_s_lead_and_its_memory() -> None:
-    stated = re.findall(r"QuACK is (\d) to (\d) % faster on two of four shapes, and slower with twice", README)
-    directory = ROOT / "results" / "bench_loss" / "nvidia_h100_80gb_hbm3"
-    found = []
-    for path in directory.glob("*.json"):
+def test_the_table_beside_quack_holds_its_fastest_chunks() -> None:
+    section = (ROOT / "docs/kernels.md").read_text(encoding="utf-8").split("### Beside QuACK")[1].split("## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
+    shown = {shape: cells for shape, *cells in lines}
+    faster, memory, errors, slowest = 0, [], [], []
+    for path in H100.glob("*.json"):
         own = by_backend(json.loads(path.read_text(encoding="utf-8")), "rivals_grid")
-        quack = [row for (_, backend, _), row in own.items() if backend.startswith("quack")]
-        if quack:
-            best = min(quack, key=lambda row: float(row["ratio_to_compiled"]))
-            ours = own["peaked", "cce_kahan", None]
-            shares = [best[key] / ours[key] for key in ("ratio_to_compiled", "extra_mib")]
-            found.append((round(100 / shares[0] - 100), shares[1]))
-    leads = sorted(found)
-    assert [lead for lead, _ in leads[2:]] == [int(end) for end in stated[0]]
-    assert all(lead < 0 and round(memory) == 2 for lead, memory in leads[:2])
+        chunks = [row for (_, backend, _), row in own.items() if backend.startswith("quack")]
+        if not chunks:
+            continue
+        ours, quack = own["peaked", "cce_kahan", None], min(chunks, key=lambda row: float(row["ratio_to_compiled"]))
+        ratios = [mine / other for mine, other in zip(ours["rounds_ms"], quack["rounds_ms"], strict=True)]
+        low, high = interval_of_median(np.array(ratios), seed=0)
+        cells = [f"{row['ratio_to_compiled']:.3f}, {row['extra_mib']:,.0f}" for row in (ours, quack)]
+        cells.append(f"{int(quack['backend'].partition('/')[2] or 4096):,}")
+        cells.append(f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+        cells.append(f"{quack['dc_err'] / ours['dc_err']:.1f}")
+        assert shown.pop(" x ".join(f"{ours[size]:,}" for size in "ndv")) == cells
+        faster += high < 1
+        assert high < 1 or low < 1 < high
+        memory.append(quack["extra_mib"] / ours["extra_mib"])
+        errors.append(quack["dc_err"] / ours["dc_err"])
+        slowest.append(statistics.median(ratios))
+    assert shown == {}
+    memory.sort()
+    less = sum(share < 1 for share in memory)
+    text = " ".join(section.split())
+    assert f"`cce_kahan` is faster on {faster} of {len(memory)} shapes" in text
+    assert less == 4
+    assert f"{memory[0]:.2f} to {memory[3]:.2f} of `cce_kahan`'s" in text
+    assert f"other {len(memory) - less} it takes {memory[4]:.1f} to {memory[-1]:.1f} times as much" in text
+    assert f"errs {min(errors):.1f} to {max(errors):.1f} times as much" in text
+    assert f"largest lead is {100 * (max(slowest) - 1):.0f} %" in text
+    assert f"faster than QuACK on {faster} of {len(memory)} shapes" in FIRST_SCREEN
 
 
 @pytest.mark.parametrize(
