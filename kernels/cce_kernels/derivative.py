@@ -84,7 +84,7 @@ def differentiable(
 
     def backward(through, ctx, upstream):
         return [
-            None if dtype is None else grad.to(dtype)
+            None if dtype is None else grad if grad.dtype == dtype else grad.to(dtype)
             for grad, dtype in zip(through(ctx, *upstream[: 3 if with_entropy else 2]), ctx.dtypes, strict=True)
         ]
 
@@ -135,7 +135,7 @@ def empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Te
 
 
 def stored_dtypes(
-    dtype_e: torch.dtype, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None, needs: list[bool]
+    dtype_e: torch.dtype, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]:
     """Dtypes for which the three-product scheme sums the gradients of e, c and bias; None for those not wanted.
 
