@@ -8,7 +8,7 @@ A program holds a tape's launches, with their addresses open, and a plan of the 
 
     inputs      tensors that the caller gives; their addresses may change from call to call
     own         memory that leaves the pass as a tensor of its own: losses, gradients, exponentials
-    arena       one allocation for all small tensors that the next pass takes up
+    arena       one allocation for all small tensors that only the next pass takes up
     scratch     everything else, until the pass ends: in own memory that no launch of the pass uses, dC's for example,
                 or in one allocation. Tensors that the launches use one after another share its bytes
 
@@ -51,8 +51,8 @@ class View(NamedTuple):
         if self.whole:
             return memory
         first = memory.storage_offset() * memory.itemsize + self.place[1]
-        whole = memory.new_empty(0, dtype=self.dtype)
-        return whole.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
+        found = memory.new_empty(0, dtype=self.dtype)
+        return found.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
 
 
 class Made(list[Any]):
