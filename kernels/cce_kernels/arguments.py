@@ -48,12 +48,11 @@ def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
 
 def gradients_wanted(
     e: Tensor, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None
-) -> tuple[tuple[bool, bool, bool], Tensor | None]:
+) -> tuple[list[bool], Tensor | None]:
     """Whether gradients of e, c and bias are wanted; and main_grad_c, or None where c needs no gradient."""
     wanted = torch.is_grad_enabled()
-    need_c = wanted and c.requires_grad
-    needs = wanted and e.requires_grad, need_c, wanted and bias is not None and bias.requires_grad
-    return needs, main_grad_c if need_c else None
+    needs = [wanted and x is not None and x.requires_grad for x in (e, c, bias)]
+    return needs, main_grad_c if needs[1] else None
 
 
 def make_options(preset: str | None, options: dict[str, Any]) -> Options:

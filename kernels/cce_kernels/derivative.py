@@ -135,7 +135,7 @@ def empty_gradient(e: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Te
 
 
 def stored_dtypes(
-    dtype_e: torch.dtype, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None, needs: tuple[bool, bool, bool]
+    dtype_e: torch.dtype, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None, needs: list[bool]
 ) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]:
     """Dtypes for which the three-product scheme sums the gradients of e, c and bias; None for those not wanted.
 

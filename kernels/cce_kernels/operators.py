@@ -51,7 +51,7 @@ def _cross_entropy(
     reduction: str,
     with_lse: bool,
     with_metrics: bool,
-    needs: tuple[bool, bool, bool],
+    needs: list[bool],
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
     """Loss, () or (N,), LSE (N,), metrics (2, N) or None, all fp32; and state and plan of the backward pass.
@@ -99,7 +99,7 @@ def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | 
     if backend.program is None or not backend.program.saves_plainly():
         return _cross_entropy(*inputs)
     tensors, with_lse, calls = inputs[:7], inputs[10], backend.program.CALLS
-    kind = backend.program.kind_of(*tensors, inputs[7:])
+    kind = backend.program.kind_of(*tensors, (*inputs[7:12], *inputs[12], *inputs[13:]))  # inputs[12] is a list
     program = calls.find(kind)
     if program is not None:
         with kernels_on(inputs[0]):
@@ -451,7 +451,7 @@ def _plan(
     main_grad_c: Tensor | None,
     dtype: torch.dtype,
     uniform: bool,
-    needs: tuple[bool, bool, bool],
+    needs: list[bool],
     o: Options,
 ) -> Plan | None:
     """The plan of the backward pass; None if no gradient is wanted."""
