@@ -91,10 +91,7 @@ COUNTED, COPIES, STORED = 3, 5, 7
 
 
 def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None, State, Plan | None]:
-    """`_cross_entropy`, repeated from a program where this kind of call has one (runtime/program.py).
-
-    A repeated call returns None for log-sum-exps that are not wanted.
-    """
+    """`_cross_entropy`, repeated if this kind of call has a program (runtime/program.py). Unwanted LSE is then None."""
     backend = backend_of(inputs[0])
     if backend.program is None or not backend.program.saves_plainly():
         return _cross_entropy(*inputs)
