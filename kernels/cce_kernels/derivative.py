@@ -41,7 +41,7 @@ def differentiable(
     gradients: Callable,
     direct_gradients: Callable,
     with_entropy: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+) -> Callable[..., tuple[Tensor, Any, Tensor | None]]:
     """Give `forward` its derivative.
 
     Args:
@@ -51,15 +51,15 @@ def differentiable(
         gradients: called with (ctx, grad_loss, grad_lse); returns the gradients of e, c and bias, computed by custom
             operators. `ctx.saved_tensors` holds e, c, bias, weights, lse and the state, `ctx.written` main_grad_c and
             stats, `ctx.dtypes` the gradients' dtypes (None if not wanted), `ctx.plan` the plan, or None. If the
-            forward pass was repeated, `ctx.program` is its program, and the state is what a run has made. The first
-            backward pass through a loss may overwrite the state, and then sets `ctx.finished`.
+            forward pass was repeated, `ctx.program` is its program, the state is what a run has made, and lse may be
+            None. The first backward pass through a loss may overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
         with_entropy: whether the third output is the rows' entropies and differentiable. `gradients` then get
             grad_entropy, too, and the entropies are the last of `ctx.saved_tensors`.
 
     Returns:
-        A function of the same inputs that returns loss, LSE and metrics. Loss and LSE are differentiable. Unwanted
-        metrics are None, or empty under torch.compile.
+        A function of the same inputs that returns loss, LSE and metrics. Loss and LSE are differentiable. Unwanted LSE
+        may be None. Unwanted metrics are None, or empty under torch.compile.
     """
 
     def setup_context(ctx, inputs, output, plan=None) -> None:
@@ -84,7 +84,7 @@ def differentiable(
 
     def backward(through, ctx, upstream):
         return [
-            None if dtype is None else grad.to(dtype)
+            None if dtype is None else grad if grad.dtype == dtype else grad.to(dtype)
             for grad, dtype in zip(through(ctx, *upstream[: 3 if with_entropy else 2]), ctx.dtypes, strict=True)
         ]
 
@@ -115,7 +115,7 @@ def differentiable(
                 None if grad is None else Final.apply(grad, *ctx.saved_tensors[:3], *upstream) for grad in grads
             ], None  # fmt: skip
 
-    def call(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def call(*inputs: Any) -> tuple[Tensor, Any, Tensor | None]:
         compiling = torch.compiler.is_compiling()
         if not compiling and not without_values(inputs[0]):
             return Direct.apply(inputs[0], inputs[1], inputs[BIAS], inputs)

@@ -90,23 +90,25 @@ def _cross_entropy(
 COUNTED, COPIES, STORED = 3, 5, 7
 
 
-def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
-    """`_cross_entropy`, repeated from a program where this kind of call has one (runtime/program.py)."""
+def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None, State, Plan | None]:
+    """`_cross_entropy`, repeated if this kind of call has a program (runtime/program.py). Unwanted LSE is then None."""
     backend = backend_of(inputs[0])
     if backend.program is None or not backend.program.saves_plainly():
         return _cross_entropy(*inputs)
-    tensors, calls, kind = inputs[:7], backend.program.CALLS, backend.program.kind_of(*inputs)
+    tensors, with_lse, calls = inputs[:7], inputs[10], backend.program.CALLS
+    kind = backend.program.kind_of(*tensors, (*inputs[7:12], *inputs[12], *inputs[13:]))  # inputs[12] is a list
     program = calls.find(kind)
     if program is not None:
         with kernels_on(inputs[0]):
             made = program.run(tensors, inputs[0])
-        return *program.results(made, 0, COUNTED), made, program.beside
+        lse = program.result(1, made) if with_lse else None
+        return program.taken(0, made), lse, program.taken(2, made), made, program.beside
     with calls.tape(kind) as tape:
         loss, lse, metrics, state, plan = _cross_entropy(*inputs)
     if plan is None or not plan.capacity:
         results = [loss, lse, metrics, *state]
         sums = STORED + (backend.three_products.SUMS if plan is not None and plan.rows else 0)
-        own = (*results[: COUNTED + 1], *results[COPIES : STORED + 1], *results[sums:])  # at STORED: the exponentials
+        own = (loss, lse if with_lse else None, metrics, *results[COPIES : STORED + 1], *results[sums:])  # at STORED: w
         calls.keep(kind, tape, tensors, [x for x in own if x is not None], results, plan)
     return loss, lse, metrics, state, plan
 
@@ -298,6 +300,7 @@ def _keep(ctx, inputs) -> None:
 
 
 def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather, finish_stored, with_entropy=False):
+    direct = finish_stored is _finish_stored  # without custom operators
     e, c, bias, weights, lse, *kept = ctx.saved_tensors
     entropy = kept.pop() if with_entropy else None
     main_grad_c, stats = ctx.written
@@ -308,7 +311,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
             if stats is not None:
                 FilterStats.write_exact(stats)
             return gradients
-        kept = ctx.program.results(kept, COUNTED)
+        lse, kept = ctx.program.result(1, kept), ctx.program.results(kept, COUNTED)
     counted, columns, e_as, c_as, *state = kept
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
@@ -317,9 +320,11 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
     options = plan.options(o).values()
     e_as, c_as, counted = present(e_as), present(c_as), present(counted)
     e, c = e if e_as is None else e_as, c if c_as is None else c_as
-    grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss if counted is None else grad_loss / counted
+    grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss
+    if grad_loss is not None and counted is not None:
+        grad_rows = backend_of(e).mean_gradient(grad_loss, counted) if direct else grad_loss / counted
     if plan.rows and not ctx.finished and grad_entropy is None:  # a second backward pass recomputes the logits
-        if finish_stored is _finish_stored:
+        if direct:
             ctx.finished, state = True, used_up(state)
         stored = backend_of(e).three_products
         held, sums = state[: stored.SUMS], state[stored.SUMS :]
@@ -342,26 +347,23 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
 
 def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor | None, made: list[Tensor]) -> Any:
     """The gradients of e, c and bias of a call that was repeated: this pass is repeated, too, or recorded."""
-    program, main_grad_c, stored = ctx.program, ctx.written[0], backend_of(e).three_products
-    ctx.finished, counted = True, program.result(COUNTED, made)
-    e_as, c_as = program.results(made, COPIES, STORED)
-    e, c = e if e_as is None else e_as, c if c_as is None else c_as
-    scale = grad_loss if counted is None else grad_loss / counted
-    inputs = [scale, e, c, weights, main_grad_c]
-    kind = backend_of(e).program.kind_of(*inputs)
-    inputs += made
-    again = program.next.find(kind)
+    program, main_grad_c, backend = ctx.program, ctx.written[0], backend_of(e)
+    stored, inputs = backend.three_products, (grad_loss, e, c, weights, main_grad_c)
+    kind = backend.program.kind_of(*inputs)
+    again, ctx.finished = program.next.find(kind), True
     if again is not None:
         with kernels_on(e):
-            again.run(inputs, e)
+            again.run((*inputs, *made), e)
     else:
-        columns, _, _, *state = used_up(program.results(made, COUNTED + 1))
+        counted, columns, e_as, c_as, *state = used_up(program.results(made, COUNTED))
         with program.next.tape(kind) as tape:
             _finish_stored(
-                scale, None, e, c, columns, weights, ctx.plan.rows, state[: stored.SUMS], state[stored.SUMS :],
-                main_grad_c, None, *ctx.plan.options(options_of(*ctx.options)).values(),
+                grad_loss if counted is None else backend.mean_gradient(grad_loss, counted), None,
+                e if e_as is None else e_as, c if c_as is None else c_as, columns, weights, ctx.plan.rows,
+                state[: stored.SUMS], state[stored.SUMS :], main_grad_c, None,
+                *ctx.plan.options(options_of(*ctx.options)).values(),
             )  # fmt: skip
-        program.next.keep(kind, tape, inputs)
+        program.next.keep(kind, tape, (*inputs, *made))
     grads = [program.result(STORED + index, made) for index in (stored.GRAD_E, stored.GRAD_C, stored.GRAD_BIAS)]
     return used_up(grads)
 
@@ -375,10 +377,10 @@ _apply = differentiable(
 )
 
 
-def cross_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def cross_entropy(*inputs: Any) -> tuple[Tensor, Any, Tensor | None]:
     """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS.
 
-    Metrics that are not wanted are None, or empty under torch.compile.
+    LSE that are not wanted may be None. Metrics that are not wanted are None, or empty under torch.compile.
     """
     return _apply(*inputs)
 

@@ -109,6 +109,11 @@ def reduce_loss(
     return rows.sum() / counted, counted
 
 
+def mean_gradient(grad_loss: Tensor, counted: Tensor) -> Tensor:
+    """dL/d(each row's weighted loss), () fp32, from dL/dloss () and the divisor of `reduce_loss` (), for a mean."""
+    return grad_loss / counted
+
+
 def row_coefficients(
     grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
 ) -> tuple[Tensor, Tensor]:

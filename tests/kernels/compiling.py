@@ -182,7 +182,8 @@ def launch_all(
         )[1]  # fmt: skip
         upstream = (ones, ones) if with_lse else (ones[0], None)
         stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1], weights=weights)
-        with_triton.reduce_loss(ones, columns, "mean", weights)
+        _, counted = with_triton.reduce_loss(ones, columns, "mean", weights)
+        with_triton.mean_gradient(ones[0], counted)
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])

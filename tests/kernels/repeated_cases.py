@@ -176,6 +176,38 @@ def check_hooks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(repeated) == (seed == 7), "the third plain call"
 
 
+def check_changed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss may be changed in place: loss /= steps. That a forward pass is repeated must not forbid this.
+
+    A repeated pass with gradients allocates five times: loss, exponentials, both gradients and all small tensors.
+    """
+    from cce_kernels.backends import with_triton
+    from cce_kernels.planner import Plan
+    from cce_kernels.runtime import program
+
+    case = Repeated("changed")
+    monkeypatch.setattr(program, "MOST_TRIES", 6)
+    monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(rows=384, columns=256))
+    made: list[int] = []
+    run = program.Program.run
+
+    def counted(*args: Any) -> Any:
+        found = run(*args)
+        made.append(len(found))
+        return found
+
+    monkeypatch.setattr(program.Program, "run", counted)
+    e, c, targets, _ = drawn(case, 0, device)
+    expected = None
+    for _ in range(7):
+        loss = linear_cross_entropy(e, c, targets)
+        loss /= 4
+        found = torch.autograd.grad(loss, (e, c))
+        expected = expected or found
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert made[-2:] == [5, 0]
+
+
 def check_evaluation(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass alone, in fp32, and then with gradients: two kinds of calls."""
     from cce_kernels.runtime import program

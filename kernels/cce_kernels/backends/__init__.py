@@ -38,7 +38,7 @@ def refuse_device(e: Tensor) -> None:
 
 def backend_of(x: Tensor) -> ModuleType:
     """The backend of x's device: a module with target_columns, find_targets, prepare, plan, forward, backward,
-    reduce_loss, row_coefficients, mean_logits and filter_figures.
+    reduce_loss, mean_gradient, row_coefficients, mean_logits and filter_figures.
 
     with_triton.py also has settle, three_products, select and gather, for plans that only it makes, and the module
     program, which repeats passes; in_torch.py has None for it.

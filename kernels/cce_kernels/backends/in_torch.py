@@ -25,6 +25,7 @@ from ..filter_rule import filter_figures as filter_figures
 from ..options import Options
 from ..planner import Plan, Problem
 from ..row_math import Rows, empty_metrics, where_it_counts
+from ..row_math import mean_gradient as mean_gradient
 from ..row_math import reduce_loss as reduce_loss
 from ..row_math import row_coefficients as row_coefficients
 from ..row_math import target_columns as target_columns

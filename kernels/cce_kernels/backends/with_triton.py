@@ -8,7 +8,7 @@ from ..filter.draw import mean_logits
 from ..filter.figures import filter_figures
 from ..filter.recomputed import backward
 from ..kernels.logits import find_targets
-from ..kernels.loss_sum import reduce_loss
+from ..kernels.loss_sum import mean_gradient, reduce_loss
 from ..kernels.row_coefficients import row_coefficients
 from ..kernels.row_stats import forward
 from ..kernels.targets.columns import target_columns
@@ -21,8 +21,8 @@ from ..schemes import three_products
 from ..schemes.operands import prepare
 
 __all__ = [
-    "backward", "filter_figures", "find_targets", "forward", "gather", "mean_logits", "plan", "prepare",
-    "program", "reduce_loss", "row_coefficients", "select", "settle", "target_columns", "three_products",
+    "backward", "filter_figures", "find_targets", "forward", "gather", "mean_gradient", "mean_logits", "plan",
+    "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle", "target_columns", "three_products",
 ]  # fmt: skip
 
 

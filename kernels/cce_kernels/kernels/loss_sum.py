@@ -1,4 +1,4 @@
-"""The sum or the mean of the row losses in one launch; row_math.reduce_loss takes five for the mean.
+"""The sum or the mean of the row losses in one launch; row_math.reduce_loss takes five for the mean. And its gradient.
 
 One program adds the rows up in one order. So two calls give the same bits.
 
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..row_math import IGNORED, weighted
+from ..runtime.devices import kernels_on
 from ..runtime.launch import quick
 from ..runtime.tiles import power_of_2
 
@@ -73,3 +74,22 @@ def reduce_loss(
     block = min(BLOCK, max(1024, power_of_2(rows.shape[0])))
     loss_sum_kernel[(1,)](rows, columns, weights, loss, counted, rows.shape[0], IGNORED, block, num_warps=16)
     return loss, counted
+
+
+@quick
+@triton.jit
+def mean_gradient_kernel(
+    grad_ptr,  # () fp32, dL/d(mean)
+    counted_ptr,  # () int64 or fp32, the mean's divisor
+    scale_ptr,  # () fp32, written: dL/d(each row's weighted loss)
+):
+    """One quotient, rounded as torch rounds it."""
+    tl.store(scale_ptr, tl.div_rn(tl.load(grad_ptr), tl.load(counted_ptr).to(tl.float32)))
+
+
+def mean_gradient(grad_loss: Tensor, counted: Tensor) -> Tensor:
+    """The same as `row_math.mean_gradient`, in a launch that a program can repeat (runtime/program.py)."""
+    scale = grad_loss.new_empty(())
+    with kernels_on(grad_loss):
+        mean_gradient_kernel[(1,)](grad_loss, counted, scale)
+    return scale

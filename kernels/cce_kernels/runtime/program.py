@@ -8,9 +8,9 @@ A program holds a tape's launches, with their addresses open, and a plan of the 
 
     inputs      tensors that the caller gives; their addresses may change from call to call
     own         memory that leaves the pass as a tensor of its own: losses, gradients, exponentials
-    arena       one allocation for all small tensors that the next pass takes up
-    scratch     one allocation for everything else, until the pass ends. Tensors that the launches use one after another
-                share its bytes
+    arena       one allocation for all small tensors that only the next pass takes up
+    scratch     everything else, until the pass ends: in own memory that no launch of the pass uses, dC's for example,
+                or in one allocation. Tensors that the launches use one after another share its bytes
 
 A pass is repeatable if nothing but launches and allocations happens in it. A pass that computes anything with torch's
 operators runs as usual every time. So does every pass while a profiler's launch hooks are set. So does a forward pass
@@ -44,18 +44,19 @@ class View(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    whole: bool  # whether the memory is allocated as this tensor
 
     def of(self, memory: Tensor) -> Tensor:
         """This tensor in `memory`."""
-        if memory.shape == self.shape and memory.dtype == self.dtype and memory.stride() == self.stride:
+        if self.whole:
             return memory
         first = memory.storage_offset() * memory.itemsize + self.place[1]
-        whole = memory.new_empty(0, dtype=self.dtype)
-        return whole.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
+        found = memory.new_empty(0, dtype=self.dtype)
+        return found.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
 
 
-class Made(list[Tensor]):
-    """What a run of a program has allocated."""
+class Made(list[Any]):
+    """What a run of a program has allocated: tensors, but None for what was `taken`."""
 
     program: Program
 
@@ -81,28 +82,45 @@ class Program:
         """
         self._count = len(inputs)
         made = list(dict.fromkeys(_piece_of(tape.spot(x)) for x in own))
-        self._allocations: list[tuple[tuple[int, ...], torch.dtype]] = [(piece.shape, piece.dtype) for piece in made]
+        self._allocations = [(tuple(x.shape), x.stride, x.dtype) for x in made]
         placed = {piece.number: (self._count + i, 0) for i, piece in enumerate(made)}
         spots = [None if x is None else tape.spot(x) for x in results]
         kept = {spot.piece.number for spot in spots if spot is not None and spot.piece is not None} - placed.keys()
-        arena = {number: (tape.pieces[number].size, 0, 0) for number in kept}
-        scratch = _lives(tape, placed.keys() | kept)
-        for memory, lives in enumerate((arena, scratch), self._count + len(made)):
-            offsets, size = arranged(lives)
-            self._allocations.append(((size,), torch.uint8))
-            placed |= {number: (memory, offset) for number, offset in offsets.items()}
+        arena = arranged({number: (tape.pieces[number].size, 0, 0) for number in kept})
+        scratch = arranged(_lives(tape, placed.keys() | kept))
+        used = {spot.piece for _, at in tape.launches for spot in at}
+        idle = next((placed[x.number][0] for x in made if x not in used and x.size >= scratch[1]), None)
+        placed |= self._allocate(*arena)
+        self._kept = len(self._allocations)  # the others last until the pass ends
+        placed |= self._allocate(*scratch, idle)
         given = [(i, tape.spot(x)) for i, x in enumerate(inputs) if x is not None]
         self._launches = [(launch, [_place(spot, placed, given) for spot in at]) for launch, at in tape.launches]
         self._results = [
-            None if x is None or spot is None else View(_place(spot, placed, given), x.shape, x.stride(), x.dtype)
+            None if x is None or spot is None else self._view(x, _place(spot, placed, given))
             for x, spot in zip(results, spots, strict=True)
         ]
         self._bound: dict[tuple[int, ...], list[Any]] = {}
         self.beside, self.next = beside, Passes()  # next: of the pass that takes up these results
 
+    def _allocate(self, offsets: dict[int, int], size: int, memory: int | None = None) -> dict[int, tuple[int, int]]:
+        """The places of pieces of these offsets (`arranged`): in `memory`, if it is given, or in an allocation."""
+        if memory is None:
+            memory = self._count + len(self._allocations)
+            if offsets:
+                self._allocations.append(((size,), (1,), torch.uint8))
+        return {number: (memory, offset) for number, offset in offsets.items()}
+
+    def _view(self, x: Tensor, place: tuple[int, int]) -> View:
+        made = place[0] - self._count
+        whole = made >= 0 and self._allocations[made] == (x.shape, x.stride(), x.dtype)
+        return View(place, x.shape, x.stride(), x.dtype, whole)
+
     def run(self, inputs: Sequence[Tensor | None], like: Tensor) -> Made:
         """Launch the pass; returns what it has allocated, on the device of `like`."""
-        made = Made([like.new_empty(shape, dtype=dtype) for shape, dtype in self._allocations])
+        device = like.device
+        made = Made([
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self._allocations
+        ])  # fmt: skip
         made.program = self
         addresses = tuple([0 if x is None else x.data_ptr() for x in (*inputs, *made)])
         calls = self._bound.get(addresses)
@@ -111,27 +129,27 @@ class Program:
             if len(self._bound) >= MOST_BOUND:
                 self._bound.clear()
             self._bound[addresses] = calls
-        stream = _stream(like)
+        stream = driver.active.get_current_stream(device.index) if like.is_cuda else None
         for launch, grid, rest in calls:
             launch(*grid, stream, *rest)
-        made.pop()  # the scratch
+        del made[self._kept :]  # the scratch
         return made
 
-    def result(self, index: int, made: Sequence[Tensor]) -> Any:
+    def result(self, index: int, made: Sequence[Any]) -> Any:
         """The tensor number `index` of the pass's results, or None, in what a run has made."""
         view = self._results[index]
         return None if view is None else view.of(made[view.place[0] - self._count])
 
-    def results(self, made: Sequence[Tensor], first: int, end: int | None = None) -> Any:
-        """The results from number `first` on, before `end`."""
-        return [self.result(index, made) for index in range(len(self._results))[first:end]]
+    def taken(self, index: int, made: Made) -> Any:
+        """As `result`, for one that the next pass does not read. `made` forgets it: its user may change it in place."""
+        view, found = self._results[index], self.result(index, made)
+        if view is not None:
+            made[view.place[0] - self._count] = None
+        return found
 
-
-def _stream(x: Tensor) -> Any:
-    if not x.is_cuda:
-        return None
-    active = driver.active
-    return active.get_current_stream(active.get_current_device())
+    def results(self, made: Sequence[Any], first: int) -> Any:
+        """The results from number `first` on."""
+        return [self.result(index, made) for index in range(first, len(self._results))]
 
 
 def _piece_of(spot: Spot) -> Piece:

@@ -30,6 +30,7 @@ class Piece(NamedTuple):
     number: int
     size: int  # bytes
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -79,7 +80,7 @@ class Tape(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         if operator in _ALLOCATE:
             memory = result.untyped_storage()
-            piece = Piece(len(self.pieces), memory.nbytes(), result.shape, result.dtype)
+            piece = Piece(len(self.pieces), memory.nbytes(), result.shape, result.stride(), result.dtype)
             self.pieces.append(piece)
             self._at[memory.data_ptr()] = piece
         elif operator not in _VIEW:

@@ -81,7 +81,22 @@ def test_a_program_follows_the_addresses_of_its_inputs_and_keeps_no_tensor():
     assert wrote == read_again
     assert wrote_result == found.result(0, made).data_ptr()
     assert found.result(0, made).shape == (50,)
-    assert len(made) == 2, "the result and an empty arena"
+    assert len(made) == 1, "the result; no arena, because it would be empty"
+
+
+@pytest.mark.parametrize(("size", "lent"), [(99, False), (ALIGNMENT // 4, True)])
+def test_own_memory_that_no_launch_uses_serves_as_scratch(size, lent):
+    """The stand-in's temporary takes 400 bytes, which are aligned to 512."""
+    log: list = []
+    x = torch.zeros(50)
+    with Tape() as tape:
+        idle, temporary, result = x.new_empty(size), x.new_empty(100), torch.empty_like(x)
+        tape.add((Launch(log), [x, temporary]))
+        tape.add((Launch(log), [temporary, result]))
+    found = Program(tape, [x], [result, idle], [result, idle])
+    made = found.run([x], x)
+    assert [tuple(one.shape) for one in made] == [(50,), (size,)]
+    assert (log[0][1] == made[1].data_ptr()) == lent
 
 
 def test_memory_that_is_allocated_again_at_the_same_address_is_another_piece():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cce_kernels import linear_cross_entropy
-from repeated_cases import REPEATED, check_evaluation, check_hooks, check_repeated, count_runs
+from repeated_cases import REPEATED, check_changed, check_evaluation, check_hooks, check_repeated, count_runs
 
 pytestmark = pytest.mark.gpu
 
@@ -15,6 +15,10 @@ def test_a_repeated_call_gives_the_bits_of_a_usual_one(case, monkeypatch):
 
 def test_a_forward_pass_alone_is_repeated_too(monkeypatch):
     check_evaluation("cuda", monkeypatch)
+
+
+def test_a_repeated_loss_may_be_changed_in_place(monkeypatch):
+    check_changed("cuda", monkeypatch)
 
 
 def test_a_call_whose_saved_tensors_have_hooks_runs_as_usual(monkeypatch):

@@ -58,6 +58,21 @@ def test_the_loss_of_a_call_is_torchs_sum_and_mean(reduction, n_rows, weighted, 
 
 
 @devices
+def test_the_gradient_of_a_mean_has_the_bits_of_torchs_quotient(device):
+    backend = backends.backend_of(torch.zeros((), device=device))
+    numerators = (1.0, -0.5, 3e38, 1e-39, 0.0, torch.inf, torch.nan)
+    divisors = [torch.tensor(n) for n in (1, 3, 160, 2**24 + 1, 2**31 + 3, 0.7, -1e-3, torch.inf)]
+    for grad in (torch.tensor(x, device=device) for x in numerators):
+        for divisor in (x.to(device) for x in divisors):
+            found, expected = backend.mean_gradient(grad, divisor), grad / divisor
+            assert found.dtype == torch.float32
+            assert found.shape == ()
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) or (
+                found.isnan() and expected.isnan()
+            )
+
+
+@devices
 def test_the_mean_of_ignored_rows_alone_is_0(device):
     columns = torch.full((70,), -1, device=device)
     rows = torch.zeros(70, device=device)
