@@ -512,6 +512,14 @@ def test_rivals_with_gpu_kernels_are_refused_on_a_cpu(name):
         check_loss(LossConfig(name), CPU)
 
 
+def test_nothing_gives_memory_for_a_loss_and_both_gradients():
+    hidden_ND, weight_VD = (torch.randn(rows, 8, requires_grad=True) for rows in (4, 16))
+    output = build_loss(LossConfig("nothing"), device=CPU)(hidden_ND, weight_VD, torch.zeros(4, dtype=torch.long))
+    assert output.sum_nats.shape == ()
+    output.sum_nats.backward()
+    assert (hidden_ND.grad.shape, weight_VD.grad.shape) == (hidden_ND.shape, weight_VD.shape)
+
+
 @pytest.fixture
 def quack(monkeypatch):
     """A stand-in for QuACK, which needs a GPU: its calls' chunk sizes, and whether it takes scaled exponentials."""

@@ -3,7 +3,8 @@
 Each loss runs some steps under torch's profiler, and as many without it. A kernel's time is divided by one product: a
 third of cuBLAS's three products of the same shape, timed in the same process. Kernels that run side by side both count,
 so their sum may exceed the step. The step begins on an idle GPU. The host's time is what a call takes until it returns,
-without waiting for the GPU.
+without waiting for the GPU. The loss `nothing` is an autograd function that computes nothing: the floor of the host's
+time.
 """
 
 import json
