@@ -159,10 +159,8 @@ def test_every_plan_has_columns_for_a_backward_pass_that_makes_logits(workspace_
 
 # ------------------------------------------------------------------------------------------------- filter_if_faster
 FILTER = {"filter_eps": 2.0**-12, "filter_unbiased": True}
-# Rows of kernels before 9dbadfa, whose shorter lists overflowed, on an H200.
-OVERFLOWED = {("20261124T102239.031347", "4096x8192x128256", "flat")}
-# Shapes whose rows differ most between logits and GPUs, of which the planner sees neither: 0.57 to 0.86.
-BEYOND = ("2048x4096x128256", "4096x7168x129280", "4096x8192x128256")
+# Shapes whose rows differ most between logits and GPUs, of which the planner sees neither: 0.60 to 0.81.
+BEYOND = ("4096x7168x129280", "4096x8192x128256")
 # Single rows of 8b0e4f0 on an H100, 0.760 and 0.752 of the exact time. Other rows of their shapes stay below 0.75.
 SLOWEST = {
     ("20261125T093529.182348", "3001x2880x201088", "flat"),
@@ -251,13 +249,12 @@ def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
             if words[0] != "cce_filter" or against is None or "filter_mass" in row["backend"]:
                 continue
             name = row["run"], row["shape"], row["logits"]
-            if name in OVERFLOWED:
-                continue
             given = {name: json.loads(value) for name, value in (word.split("=") for word in words[1:])}
             found = if_faster((row["n"], row["d"], row["v"]), **given)
             ratio = row["forward_backward_ms"] / against["forward_backward_ms"]
             if row["shape"] in BEYOND or name in SLOWEST:
-                assert (ratio > 0.72) if found.exact else (ratio < 1 - FILTER_SAVES), "what the rule promises"
+                assert not found.exact
+                assert ratio < 1 - FILTER_SAVES, "what the rule promises"
             else:
                 pairs.append((found.exact, ratio))
     taken, left_out = ([ratio for exact, ratio in pairs if exact == kind] for kind in (False, True))
