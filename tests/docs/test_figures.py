@@ -13,7 +13,7 @@ from blocks import ROOT
 from linrnn.bench.loss.rows import read_rows as loss_rows
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.runs.intervals import AT_LEAST, answer, interval_of_median, ratio_of_means
-from linrnn.study.criteria import CURVES, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
+from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
 from linrnn.study.results import read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import verdicts
@@ -155,7 +155,9 @@ def test_the_table_of_repeated_calls_holds_rows_and_what_was_printed_before() ->
 
 def test_the_table_of_the_host_s_times_holds_the_profile_s_rows() -> None:
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    head = "| N x D x V | compiled: forward | backward | `cce_kahan`: forward | backward | nothing: forward | backward |"
+    head = (
+        "| N x D x V | compiled: forward | backward | `cce_kahan`: forward | backward | nothing: forward | backward |"
+    )
     lines = text.split(head)[1].split("\n\n")[0].splitlines()[2:]
     rows = H100.parent / "nvidia_h200" / "profile.jsonl"
     profile = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()[1:]]
@@ -490,11 +492,11 @@ def test_the_table_of_equal_losses_holds_the_twelve_seeds_verdicts() -> None:
         assert re.search(rf"some {stated}( pairs)? {words}", page)
 
 
-def cell_of(folder: str, backend: str, against: str, criterion: Criterion, form: str = "+.4f") -> str:
-    """The verdict of a summary, as the study's pages write it; n is 12."""
+def cell_of(folder: str, backend: str, against: str, criterion: Criterion, form: str = "+.4f", n: int = 12) -> str:
+    """The verdict of a summary from n pairs, as the study's pages write it."""
     found = verdicts(read_committed(ROOT / "results" / "summaries" / folder))
     [v] = [v for v in found if (v.backend, v.against, v.criterion) == (backend, against, criterion)]
-    assert v.n == 12
+    assert v.n == n
     return f"**{v.verdict}**: {v.value:{form}} ({v.low:{form}} to {v.high:{form}})"
 
 
@@ -523,6 +525,33 @@ def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
     [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
     assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
+
+
+def test_the_table_of_350m_holds_the_verdicts_of_five_seeds_and_their_means() -> None:
+    folder, pages = "pretrain_filter", ROOT / "docs" / "study"
+    rows = table_of("h5_same_loss.md", "350M, five seeds, against compiled")
+    assert len(rows) == 4
+    for pair, *cells in rows:
+        loss, _, against = pair.replace("`", "").replace(", the control", "").partition(" against ")
+        criteria = (FINAL_LOSS, VALID_LOSS, CURVES)
+        forms = ("+.4f", "+.4f", ".4f")
+        expected = [
+            cell_of(folder, loss, against or "compiled", criterion, form, 5)
+            for criterion, form in zip(criteria, forms, strict=True)
+        ]
+        assert cells == expected
+    h3 = " ".join((pages / "h3_filter.md").read_text(encoding="utf-8").split())
+    assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', FINAL_LOSS, n=5)}, as for the control | 5 |" in h3
+    h5 = " ".join((pages / "h5_same_loss.md").read_text(encoding="utf-8").split())
+    runs = read_committed(ROOT / "results" / "summaries" / folder)
+    losses = {name: [] for name in ("cce_kahan", "cce_filter", "compiled_nudged", "compiled")}
+    for run in runs:
+        losses[run.summary["loss"]].append(run.summary["train_loss_nats"])
+    kahan, filtered, control, compiled = (f"{statistics.mean(own):.3f}" for own in losses.values())
+    assert f"{kahan} (`cce_kahan`), {filtered} (`cce_filter`), {control} (the control) and {compiled} (compiled)" in h5
+    assert f"{filtered} nats with the filter, between `cce_kahan` ({kahan}) and compiled ({compiled})" in h3
+    scatter = [f"{statistics.stdev(own):.2f}" for own in losses.values()]
+    assert f"scatter by {min(scatter)} to {max(scatter)} nats (standard deviation over the seeds)" in h5
 
 
 def test_the_mve_s_peak_memory_is_that_of_the_twelve_seeds() -> None:

@@ -172,6 +172,20 @@ def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats(tmp_p
     assert criteria.RESTATED in write_report([*base, *ours], tmp_path, "g")[0].read_text()
 
 
+@pytest.mark.usefixtures("text_alone")
+def test_the_final_loss_of_a_larger_model_is_judged_and_says_how_many_pairs_its_margin_needs(tmp_path: Path) -> None:
+    drifts = (0.03, -0.03, 0.03, -0.03, 0.0)
+    ours = [run("cce_kahan", seed=s, size="350m", nats=5 + d) for s, d in enumerate(drifts)]
+    base = [run("compiled", seed=s, size="350m") for s in range(5)]
+    found = verdicts.verdicts([*base, *ours])
+    for criterion in (criteria.FINAL_LOSS, criteria.VALID_LOSS):
+        verdict = only(found, criterion, "cce_kahan", "compiled")
+        assert verdict.verdict == "undecided"
+        assert verdict.remark == "±0.01 needs about 25 pairs at this scatter", "(1.645 x 0.03 / 0.01)² = 24.4"
+    assert not [v for v in found if v.criterion is criteria.MVE_LOSS]
+    assert criteria.FINAL_ADDED in write_report([*base, *ours], tmp_path, "g")[0].read_text()
+
+
 def test_an_interval_on_both_sides_of_the_target_decides_nothing() -> None:
     nothing = None
     for rule, target, expected in (

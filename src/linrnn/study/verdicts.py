@@ -8,12 +8,13 @@ from statistics import median
 from typing import Any
 
 from linrnn.runs.figures import host_decides
-from linrnn.runs.intervals import LEAST_PAIRS, pairs_for
+from linrnn.runs.intervals import LEAST_PAIRS, WITHIN, pairs_for
 from linrnn.runs.mixtures import same_origin
 from linrnn.study.criteria import (
     BACKWARD,
     BATCH,
     CURVES,
+    FINAL_LOSS,
     LEAST_MEASURED,
     LEAST_STEPS,
     MEMORY,
@@ -168,8 +169,9 @@ PAIRED: tuple[tuple[Criterion, Compare], ...] = (
     (CURVES, curve_difference),
 )
 PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
-OF_LOSSES = (PERPLEXITY, VALID_LOSS, CURVES, MVE_LOSS)
+OF_LOSSES = (PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS, MVE_LOSS)
 OF_TIMES: tuple[Compare, ...] = (speed_ratio, speed_ratio_across_batches, backward_speed_up)
+PAIRED_LARGER: tuple[tuple[Criterion, Compare], ...] = ((FINAL_LOSS, _difference("train_loss_nats")),)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
     (MVE_MEMORY, memory_ratio),
     (MVE_SPEED, speed_ratio),
@@ -249,7 +251,7 @@ def _against(
     """The verdicts on one backend's runs against one baseline."""
     first = own[0].summary
     criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
-    criteria += PAIRED_MVE if first["size"] == "mve" else ()
+    criteria += PAIRED_MVE if first["size"] == "mve" else PAIRED_LARGER
     if of_losses := backend == CONTROL or against not in BASELINES:
         criteria = [(criterion, compare) for criterion, compare in criteria if criterion in OF_LOSSES]
     base = by_setting[setting].get(against, [])
@@ -299,7 +301,7 @@ def _paired(
         doubts += _noise(median(values), least, most)
     words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
     verdict = judge(criterion, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
-    if criterion == PERPLEXITY and verdict.verdict == UNDECIDED and verdict.n >= LEAST_PAIRS:
+    if criterion.rule == WITHIN and verdict.verdict == UNDECIDED and verdict.n >= LEAST_PAIRS:
         return replace(verdict, remark="; ".join(filter(None, [verdict.remark, _too_narrow(values, criterion.target)])))
     return verdict
 

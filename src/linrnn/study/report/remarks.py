@@ -7,7 +7,17 @@ from linrnn.runs.figures import NOT_MEASURED, host_decides
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
-from linrnn.study.criteria import MVE_CHANGED, OPEN, RESTATED, RULES, RULES_CHANGED, VALID_LOSS, Verdict
+from linrnn.study.criteria import (
+    FINAL_ADDED,
+    FINAL_LOSS,
+    MVE_CHANGED,
+    OPEN,
+    RESTATED,
+    RULES,
+    RULES_CHANGED,
+    VALID_LOSS,
+    Verdict,
+)
 from linrnn.study.hypotheses import branches
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
 from linrnn.study.results import Run, backend_names
@@ -149,6 +159,8 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
         lines.append(ON_CONTROL)
     if any(verdict.criterion == VALID_LOSS and verdict.value is not None for verdict in found):
         lines.append(RESTATED)
+    if any(verdict.criterion == FINAL_LOSS and verdict.value is not None for verdict in found):
+        lines.append(FINAL_ADDED)
     if any(verdict.criterion.name.startswith("MVE") for verdict in found):
         lines.append(MVE_CHANGED)
     if any(run.summary["tokens_per_second"] and not by_wall_clock(run.summary) for run in runs):
