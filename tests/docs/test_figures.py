@@ -138,6 +138,24 @@ def test_the_table_of_25_shapes_on_both_gpus() -> None:
         assert {row: cells[place] for row, cells in table.items()} == expected
 
 
+def test_the_floor_in_256_mib_is_four_of_cublas_s_products() -> None:
+    text = " ".join((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").split())
+    for names, form in (
+        (("4096x7168x129280", "4096x8192x128256"), "alone would take {} to {}, and the loss takes {} to {}."),
+        (("3001x2880x201088",), "they would take {} to {}, and the loss takes {} to {}:"),
+    ):
+        floors, taken = [], []
+        for gpu in (H100, H100.parent / "nvidia_h200"):
+            for name in names:
+                grid = by_backend(json.loads((gpu / f"{name}.json").read_text(encoding="utf-8")), "grid")
+                for logits in ("peaked", "flat"):
+                    floors.append(4 / 3 * grid[logits, "three_products_cublas", None]["ratio_to_compiled"])
+                    taken.append(grid[logits, "cce_kahan", 256]["ratio_to_compiled"])
+        ends = [f"{end(values):.2f}" for values in (floors, taken) for end in (min, max)]
+        assert form.format(*ends) in text
+    assert f"tiles of 128 x 256 to {3001 * 2880 / (24 * 128 * 12 * 256):.0%}".replace("%", " %") in text
+
+
 def test_the_table_of_repeated_calls_holds_rows_and_what_was_printed_before() -> None:
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     printed = (ROOT / "results" / "log" / "2026-11-25" / "grid_312fe4c.txt").read_text(encoding="utf-8")
