@@ -218,6 +218,12 @@ def test_more_memory_is_slower_in_one_case_and_the_default_is_close_to_the_best_
     worst = shares.pop("mve")
     assert f"The default takes {worst:.2f} times as long on 16384 x 256 x 32000" in text
     assert f"On the other nine shapes it takes at most {max(shares.values()):.2f} times as long" in text
+    mve = json.loads((H100 / "mve.json").read_text(encoding="utf-8"))
+    for of_set, one_chunk, words in (("workspace", 1024, "that is"), ("rivals_grid", 4096, "it is")):
+        rounds = [by_backend(mve, of_set)["peaked", "cce_kahan", size]["rounds_ms"] for size in (None, one_chunk)]
+        ratios = np.array(rounds[0]) / np.array(rounds[1])
+        low, high = interval_of_median(ratios, seed=0)
+        assert f"{words} {np.median(ratios):.3f} ({low:.3f} to {high:.3f})" in text
 
 
 def test_liger_needs_less_memory_and_more_time_and_errs_more() -> None:
