@@ -14,10 +14,12 @@ launch is Triton's. A tape (tape.py) hears of every launch of its thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
@@ -141,6 +143,26 @@ def through_triton() -> Iterator[None]:
         yield
     finally:
         Quick.all_through_triton = before
+
+
+@contextmanager
+def rehearsed() -> Iterator[None]:
+    """`through_triton` for a call whose kernels are compiled and not run: what they do not write holds zeros.
+
+    The filter gathers rows by what a kernel has ranked. Of memory that nothing has written torch would make wrong
+    indices; a zero is a right one. New memory of every thread holds zeros within the context.
+    """
+
+    def zeroed(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **options: empty(*args, **options).zero_()
+
+    with through_triton(), ExitStack() as patches:
+        for owner, name in _NEW_MEMORY:
+            patches.enter_context(patch.object(owner, name, zeroed(getattr(owner, name))))
+        yield
+
+
+_NEW_MEMORY = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
 
 def _hooked() -> bool:

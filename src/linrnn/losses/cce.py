@@ -242,11 +242,11 @@ class CceKahan(LossBackend):
 
     @property
     def rehearsable(self) -> bool:
-        """Not a filter, which gathers rows by what its kernels have ranked; nor ranks, which compare their calls."""
-        return not self._spread and not filters(self.config)
+        """Not with a vocabulary over several ranks, which compare their calls."""
+        return not self._spread
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        return import_module("cce_kernels.runtime.launch").through_triton()
+        return import_module("cce_kernels.runtime.launch").rehearsed()
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -1,5 +1,7 @@
 """A call in which no kernel runs, for compiling all kernels ahead, reads nothing that a kernel would have written."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ pytest.importorskip("triton")
 
 from cce_kernels import backends, linear_cross_entropy
 from cce_kernels.backends import with_triton
+from cce_kernels.runtime.launch import rehearsed
 from compiling import pretend
 
 HOPPER, AMPERE = 90, 80
@@ -36,6 +39,40 @@ def test_the_exact_loss_depends_on_no_result_of_a_kernel(
     assert len(launches) > forward, "the backward pass launched kernels as well"
     assert hidden.grad is not None
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"filter_unbiased": True},
+        {"filter_unbiased": True, "workspace_mib": 64},
+        {"filter_unbiased": True, "filter_mass": 0.3},
+        {"filter_unbiased": True, "filter_c": False},
+        {"filter_unbiased": True, "return_stats": True},
+        {},
+    ],
+    ids=str,
+)
+def test_a_rehearsal_of_a_filter_indexes_by_zeros(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without zeros, an unbiased filter's indices are wrong ones. Afterwards new memory is what it was."""
+    launches = pretend(monkeypatch, HOPPER)
+    monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
+    spoil_new_memory(monkeypatch)
+    hidden = torch.randn(3000, 64).bfloat16().requires_grad_()
+    weight = torch.randn(50_000, 64).bfloat16().requires_grad_()
+    labels = torch.randint(50_000, (3000,))
+
+    def step() -> None:
+        found = linear_cross_entropy(hidden, weight, labels, reduction="sum", filter_eps=2.0**-12, **options)
+        (found[0] if isinstance(found, tuple) else found).backward()
+
+    with rehearsed():
+        step()
+    assert len({launch.name for launch in launches}) >= 10
+    assert torch.empty(2).isnan().all()
+    if options:
+        with pytest.raises(IndexError):
+            step()
 
 
 def spoil_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:

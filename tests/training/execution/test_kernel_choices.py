@@ -80,11 +80,11 @@ def test_models_that_may_index_by_results_are_not_rehearsed(overrides: list[str]
     ("overrides", "expected"),
     [
         (["loss=cce_kahan", "loss.workspace_mib=64"], True),
-        (["loss=cce_filter"], False),  # gathers the rows that a kernel has ranked
+        (["loss=cce_filter", "loss.filter_if_faster=false"], True),
         (["loss=standard"], False),
     ],
 )
-def test_losses_that_may_index_by_results_are_not_rehearsed(
+def test_our_losses_are_rehearsed(
     overrides: list[str], expected: bool, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Trainer(load_config(small(*overrides)))
@@ -170,12 +170,20 @@ def test_kernels_compiled_ahead_compute_the_same(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ["loss=cce_kahan", "loss.workspace_mib=4"],
+        ["loss=cce_filter", "loss.filter_if_faster=false", "trainer.precision=bf16_autocast"],
+    ],
+    ids=lambda loss: loss[0],
+)
+def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
+    loss: list[str], small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second and the third rehearsal find the loss's kernels compiled."""
     leave_kernels_untuned(monkeypatch.setattr)
-    overrides = [
-        o for o in small("loss=cce_kahan", "loss.workspace_mib=4", "trainer.batch_size=100") if o != "device=cpu"
-    ]
+    overrides = [o for o in small(*loss, "trainer.batch_size=100") if o != "device=cpu"]
     compile_once = training.compile_kernels
 
     def compile_three_times(run: Any) -> None:
