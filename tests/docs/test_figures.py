@@ -168,6 +168,21 @@ def test_the_floor_in_256_mib_is_four_of_cublas_s_products() -> None:
     assert f"tiles of 128 x 256 to {3001 * 2880 / (24 * 128 * 12 * 256):.0%}".replace("%", " %") in text
 
 
+def test_what_one_more_chunk_costs_at_d_1000() -> None:
+    text = " ".join((ROOT / "docs" / "kernel_figures.md").read_text(encoding="utf-8").split())
+    ends = []
+    for workspace in (256, None):
+        ratios = [
+            by_backend(json.loads((gpu / "5120x1000x50304.json").read_text(encoding="utf-8")), "grid")[
+                logits, "cce_kahan", workspace
+            ]["ratio_to_compiled"]
+            for gpu in (H100, H100.parent / "nvidia_h200")
+            for logits in ("peaked", "flat")
+        ]
+        ends += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+    assert "5120 x 1000 x 50304 takes {} to {} with 256 MiB, and {} to {} by default".format(*ends) in text
+
+
 def test_the_table_of_repeated_calls_holds_rows_and_what_was_printed_before() -> None:
     text = (ROOT / "docs" / "kernel_methods.md").read_text(encoding="utf-8")
     printed = (ROOT / "results" / "log" / "2026-11-25" / "grid_312fe4c.txt").read_text(encoding="utf-8")

@@ -39,7 +39,7 @@ from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
 from ..runtime.launch import quick
 from ..runtime.tile_table import hopper_tiles
-from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, logits_tiles, multiprocessors
+from ..runtime.tiles import GROUP, by_eights, cdiv, descriptor, grouped, in_eights, logits_tiles, multiprocessors
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .softcap import softcapped
@@ -53,7 +53,7 @@ ROWS, INNER = 16, {2: 256, 4: 32}
 
 
 @quick
-@triton.jit(do_not_specialize=["targets_stride", "N", "V", "D", "ignore_index"])
+@triton.jit(do_not_specialize=["targets_stride", "N", "V", "ignore_index"])
 def target_logits_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     c_ptr,  # (V, D), rows c_stride apart
@@ -76,11 +76,13 @@ def target_logits_kernel(
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SKIP: tl.constexpr,
+    EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
 ):
     """The target's logit of each row: the diagonal of the product of E with the targets' rows of C.
 
     A row without a target takes another column's logit.
     """
+    D, e_stride, c_stride = by_eights(D, EIGHTS), by_eights(e_stride, EIGHTS), by_eights(c_stride, EIGHTS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     if targets_ptr is None:
@@ -224,6 +226,7 @@ def _target_logits(
         e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
         IGNORED, OUTSIDE, ROWS, INNER[e.itemsize], o.softcap is not None, skip,
+        in_eights(dim, e.stride(0), c.stride(0)),
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return z

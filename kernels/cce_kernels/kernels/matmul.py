@@ -28,7 +28,18 @@ from torch import Tensor
 
 from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from ..runtime.launch import quick
-from ..runtime.tiles import GROUP, cdiv, descriptor, grouped, launches_overlap, power_of_2, tiles_for, transposed_tiles
+from ..runtime.tiles import (
+    GROUP,
+    by_eights,
+    cdiv,
+    descriptor,
+    grouped,
+    in_eights,
+    launches_overlap,
+    power_of_2,
+    tiles_for,
+    transposed_tiles,
+)
 from .kahan import read_sum, write_sum
 from .targets.live_rows import Live
 
@@ -107,8 +118,10 @@ def product_kernel(
     KEEP: tl.constexpr,  # whether to write lost
     OVERLAP: tl.constexpr,  # whether the next launch may begin before this one ends
     SERIES: tl.constexpr,  # steps whose sum is complete before it joins the tile's sum; 0 for all steps
+    EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
 ):
     """out (+)= A B; see this file's docstring."""
+    COLS = by_eights(COLS, EIGHTS)
     if OVERLAP:
         gdc_launch_dependents()
     row_tiles, col_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(COLS, BLOCK_N)
@@ -298,5 +311,6 @@ def product(
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
         tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a, _places(tiles.rows, n_rows, depth), read,
         lost is not None and scale is None, overlap, SERIES_FP32 if a.dtype == torch.float32 else 0,
+        in_eights(cols),
         **tiles.launch, **({"launch_pdl": True} if beside and overlap else {}),
     )  # fmt: skip

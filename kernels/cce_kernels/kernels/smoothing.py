@@ -25,7 +25,7 @@ ROWS, COLS = 64, 128  # of a block
 
 
 @quick
-@triton.jit(do_not_specialize=["R", "K", "rows_per_part"])
+@triton.jit(do_not_specialize=["R", "rows_per_part"])
 def column_sum_kernel(
     x_ptr,  # (R, K), rows x_stride apart
     weight_ptr,  # (R,) fp32 or None
@@ -52,7 +52,7 @@ def column_sum_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "D"])
+@triton.jit(do_not_specialize=["N"])
 def row_products_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     vector_ptr,  # (D,) fp32

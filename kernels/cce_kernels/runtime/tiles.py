@@ -150,6 +150,22 @@ def launches_overlap(x: Tensor) -> bool:
     return device_of(x).capability >= 90
 
 
+def in_eights(*sizes: int) -> bool:
+    """Whether all sizes are multiples of 8, and one of them is no multiple of 16 (`by_eights`)."""
+    return all(size % 8 == 0 for size in sizes) and any(size % 16 for size in sizes)
+
+
+@triton.jit
+def by_eights(size, EIGHTS: tl.constexpr):
+    """The size. The compiler then knows that it is a multiple of 8, if EIGHTS (`in_eights`).
+
+    Triton itself looks for multiples of 16 alone. Rows of another length are read and written one number at a time.
+    """
+    if EIGHTS:
+        size = size // 8 * 8
+    return size
+
+
 @triton.jit
 def grouped(unit, n_rows, n_cols, GROUP: tl.constexpr):
     """(row, column) of tile number `unit` of n_rows × n_cols tiles: GROUP rows at a time, column by column."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
 from ..kernels.targets.live_rows import Live
 from ..planner import fits_vocab, splits_alone, splits_beside
-from ..runtime.tiles import cdiv, multiprocessors, power_of_2
+from ..runtime.tiles import cdiv, in_eights, multiprocessors, power_of_2
 from .stored_rows import hidden_kernel, rows_of, scaled_rows
 
 
@@ -165,6 +165,7 @@ def _finish_e(x: LastChunk, parts: Tensor, lost: Tensor | None, grad_e: Tensor, 
     hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
         parts, lost, x.c, rows_of(part, x.columns), rows_of(part, x.factor), rows_of(part, x.coefficient), left, right,
         x.end, rows_of(part, grad_e), x.c.stride(0), parts.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
+        in_eights(dim, x.c.stride(0), parts.stride(0)),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..runtime.devices import without_values
 from ..runtime.launch import quick
-from ..runtime.tiles import aligned, cdiv, fits_tma, line_of, power_of_2
+from ..runtime.tiles import aligned, by_eights, cdiv, fits_tma, in_eights, line_of, power_of_2
 
 ROWS = 16  # of a program
 
@@ -28,8 +28,10 @@ def copied_kernel(
     D,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
 ):
     """out = x, rounded to out's dtype."""
+    D, x_stride, out_stride = by_eights(D, EIGHTS), by_eights(x_stride, EIGHTS), by_eights(out_stride, EIGHTS)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
@@ -47,6 +49,6 @@ def prepare(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = x.new_empty(n_rows, cdiv(dim, line) * line, dtype=dtype)
     block_d = min(256, power_of_2(dim))
     copied_kernel[(cdiv(n_rows, ROWS), cdiv(dim, block_d))](
-        x, out, x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d
+        x, out, x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d, in_eights(dim, x.stride(0), out.stride(0))
     )
     return out[:, :dim]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.kahan import read_sum, write_sum
 from ..kernels.targets.live_rows import Live
 from ..runtime.launch import quick
-from ..runtime.tiles import cdiv, power_of_2
+from ..runtime.tiles import by_eights, cdiv, in_eights, power_of_2
 
 ROWS = 16  # of a program
 
@@ -31,8 +31,10 @@ def scaled_rows_kernel(
     D,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
 ):
     """out_i = factor_i · x_i."""
+    D, x_stride, out_stride = by_eights(D, EIGHTS), by_eights(x_stride, EIGHTS), by_eights(out_stride, EIGHTS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
@@ -60,7 +62,7 @@ def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None = None, live: Liv
     block_d = min(256, power_of_2(dim))
     scaled_rows_kernel[(cdiv(n_rows, ROWS), cdiv(dim, block_d))](
         x, factor, None if live is None else live.rows, None if live is None else live.count, out,
-        x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d,
+        x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d, in_eights(dim, x.stride(0), out.stride(0)),
     )  # fmt: skip
     return out
 
@@ -79,7 +81,7 @@ def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "splits", "c_stride", "part_stride"])
+@triton.jit(do_not_specialize=["N", "splits"])
 def hidden_kernel(
     part_ptr,  # (splits, N, D), splits part_stride apart: parts of w C
     lost_ptr,  # (N, D) int8 or None: rounding error of w C, with one split
@@ -98,8 +100,10 @@ def hidden_kernel(
     splits,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
 ):
     """dE = scale · (factor · (w C) + coefficient · C_target + left · right)."""
+    D, c_stride, part_stride = by_eights(D, EIGHTS), by_eights(c_stride, EIGHTS), by_eights(part_stride, EIGHTS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]

@@ -72,7 +72,7 @@ def live_rows_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "D", "x_stride"])
+@triton.jit(do_not_specialize=["N"])
 def gather_kernel(
     x_ptr,  # (rows, D), rows x_stride apart
     rows_ptr,  # (N,) int64

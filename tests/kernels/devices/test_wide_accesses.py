@@ -1,0 +1,53 @@
+"""Kernels read and write 8 or 16 bytes at a time, also where D is a multiple of 8 and not of 16."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cce_kernels.backends import with_triton
+from cce_kernels.options import Options
+from cce_kernels.runtime.tiles import in_eights
+from compiling import pretend
+from triton.runtime import jit
+
+KERNELS = {"copied_kernel", "target_logits_kernel", "product_kernel", "scaled_rows_kernel", "hidden_kernel"}
+BF16 = torch.bfloat16
+
+
+def test_eights_are_sizes_of_which_triton_knows_nothing() -> None:
+    assert [in_eights(*sizes) for sizes in ((1000, 1024), (1024, 64), (1000, 1001), (1001,))] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("rows", [256, 128], ids=["one chunk", "two chunks"])
+@pytest.mark.parametrize("dim", [1000, 1024])
+def test_no_kernel_moves_single_numbers_of_16_bits(dim: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At D = 1000 every gradient was read and written 2 bytes at a time, and its rounding error 1 byte at a time."""
+    compile_kernel = jit.JITFunction.run
+    with monkeypatch.context() as patch:
+        launches = pretend(patch, 90)
+        e, c = (with_triton.prepare(torch.randn(n, dim).to(BF16), BF16) for n in (200, 1024))
+        targets, ones, o, stored = torch.randint(1024, (200,)), torch.ones(200), Options(), with_triton.three_products
+        columns, z_target = with_triton.find_targets(e, c, None, targets, -100, o)
+        _, state = stored.forward(e, c, columns, rows, (BF16, BF16, None), False, o, z_target=z_target)
+        stored.backward(e, c, columns, ones[0], rows, state, None, o)
+        patch.setattr(jit.JITFunction, "run", compile_kernel)
+        found = [launch for launch in launches if launch.name in KERNELS]
+        narrow = {
+            launch.name: seen
+            for launch in found
+            if (seen := Counter(re.findall(r"(?:ld|st)\.global\.b(?:8|16)\b", launch.compile().asm["ptx"])))
+        }
+    assert {launch.name for launch in found} >= {"product_kernel", "scaled_rows_kernel", "target_logits_kernel"}
+    assert ("copied_kernel" in {launch.name for launch in found}) == (dim == 1000)
+    assert narrow == {}
