@@ -32,6 +32,7 @@ from .interpreter import INTERPRETED, opened_in_interpreter
 from .repeated import Call, opened
 from .tape import RECORDING
 
+_NEW_MEMORY = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
 
@@ -149,8 +150,8 @@ def through_triton() -> Iterator[None]:
 def rehearsed() -> Iterator[None]:
     """`through_triton` for a call whose kernels are compiled and not run: what they do not write holds zeros.
 
-    The filter gathers rows by what a kernel has ranked. Of memory that nothing has written torch would make wrong
-    indices; a zero is a right one. New memory of every thread holds zeros within the context.
+    The filter gathers rows by what a kernel has ranked. Memory that nothing has written may hold indices out of range,
+    and torch would refuse them. Zero is in range. Within the context, new memory of every thread holds zeros.
     """
 
     def zeroed(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -160,9 +161,6 @@ def rehearsed() -> Iterator[None]:
         for owner, name in _NEW_MEMORY:
             patches.enter_context(patch.object(owner, name, zeroed(getattr(owner, name))))
         yield
-
-
-_NEW_MEMORY = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
 
 def _hooked() -> bool:

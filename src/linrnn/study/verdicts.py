@@ -171,7 +171,7 @@ PAIRED: tuple[tuple[Criterion, Compare], ...] = (
 PAIRED_FILTER: tuple[tuple[Criterion, Compare], ...] = ((BACKWARD, backward_speed_up),)
 OF_LOSSES = (PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS, MVE_LOSS)
 OF_TIMES: tuple[Compare, ...] = (speed_ratio, speed_ratio_across_batches, backward_speed_up)
-PAIRED_LARGER: tuple[tuple[Criterion, Compare], ...] = ((FINAL_LOSS, _difference("train_loss_nats")),)
+PAIRED_OTHER_SIZES: tuple[tuple[Criterion, Compare], ...] = ((FINAL_LOSS, _difference("train_loss_nats")),)
 PAIRED_MVE: tuple[tuple[Criterion, Compare], ...] = (
     (MVE_MEMORY, memory_ratio),
     (MVE_SPEED, speed_ratio),
@@ -251,7 +251,7 @@ def _against(
     """The verdicts on one backend's runs against one baseline."""
     first = own[0].summary
     criteria = [*PAIRED, *(PAIRED_FILTER if first["loss"] in FILTERS else ())]
-    criteria += PAIRED_MVE if first["size"] == "mve" else PAIRED_LARGER
+    criteria += PAIRED_MVE if first["size"] == "mve" else PAIRED_OTHER_SIZES
     if of_losses := backend == CONTROL or against not in BASELINES:
         criteria = [(criterion, compare) for criterion, compare in criteria if criterion in OF_LOSSES]
     base = by_setting[setting].get(against, [])

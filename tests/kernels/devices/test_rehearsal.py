@@ -1,4 +1,4 @@
-"""A call in which no kernel runs, for compiling all kernels ahead, reads nothing that a kernel would have written."""
+"""A call in which no kernel runs, for compiling all kernels ahead, needs nothing that a kernel would have written."""
 
 from typing import Any
 

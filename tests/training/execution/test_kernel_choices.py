@@ -84,7 +84,7 @@ def test_models_that_may_index_by_results_are_not_rehearsed(overrides: list[str]
         (["loss=standard"], False),
     ],
 )
-def test_our_losses_are_rehearsed(
+def test_which_losses_are_rehearsed(
     overrides: list[str], expected: bool, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Trainer(load_config(small(*overrides)))
