@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 MOST_DEFAULT_MIB = 2048  # limit of a chunk's exponentials, without a workspace_mib
 SLOWER = 1.04  # the default may take this multiple of the fastest chunks' time, in order to save memory
+LARGER_WITH_COPIES, SLOWER_WITH_COPIES = 1.05, 1.12  # see `_rows`
 LEAST_ROWS = 512  # in a chunk of three products
 ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 256
 CHUNK_COST = 1600.0
@@ -258,6 +260,11 @@ def fits_hidden(dim: int) -> bool:
     return dim % 64 == 0
 
 
+def copied_bytes(n_rows: int, dim: int, vocab: int) -> int:
+    """Bytes of copies of e and c, 16 bits, whose rows begin at lines of 128 bytes; 0 where contiguous rows do so."""
+    return 0 if fits_hidden(dim) else 2 * (n_rows + vocab) * math.ceil(dim / 64) * 64
+
+
 def fits_vocab(n_rows: int, vocab: int, grad_c: torch.dtype, splits: int) -> bool:
     """Whether dC's memory can hold the parts of w C, fp32, until dC is written."""
     return 4 * splits * n_rows <= grad_c.itemsize * vocab
@@ -294,8 +301,12 @@ def _rows(p: Problem, programs: int, o: Options) -> int:
     With `workspace_mib`: as many rows as fit. Without: the least memory that is at most SLOWER times as slow as the
     fastest, or the fastest, among the chunks that respect two limits. A chunk's exponentials take at most
     MOST_DEFAULT_MIB. Several chunks and their sums take no more than all logits in 16 bits.
+
+    Copies of e and c may make the choice larger than all logits. Then the fastest chunks that are not larger, copies
+    included, replace it, if they are at most SLOWER_WITH_COPIES times as slow.
     """
     budget = None if o.workspace_mib is None else o.workspace_mib * MIB
+    logits, copies = 2 * p.n_rows * p.vocab, copied_bytes(p.n_rows, p.dim, p.vocab)
     choices, fastest = [], math.inf
     for chunks in range(1, (max(1, p.n_rows // LEAST_ROWS) if p.uniform else 1) + 1):
         rows = math.ceil(math.ceil(p.n_rows / chunks) / ROW_MULTIPLE) * ROW_MULTIPLE
@@ -306,12 +317,16 @@ def _rows(p: Problem, programs: int, o: Options) -> int:
             continue
         cost, total = _stored_cost(p, rows), exponentials + beside
         fastest = min(fastest, cost)
-        if exponentials <= MOST_DEFAULT_MIB * MIB and (chunks == 1 or total <= 2 * p.n_rows * p.vocab):
+        if exponentials <= MOST_DEFAULT_MIB * MIB and (chunks == 1 or total <= logits):
             choices.append((total, cost, rows))
     if not choices:
         return 0
     quick = [x for x in choices if x[1] <= SLOWER * fastest]
-    return min(quick)[2] if quick else min(choices, key=lambda x: x[1])[2]
+    best = min(quick) if quick else min(choices, key=itemgetter(1))
+    if copies and best[0] + copies > LARGER_WITH_COPIES * logits:
+        leaner = [x for x in choices if x[0] + copies <= logits and x[1] <= SLOWER_WITH_COPIES * fastest]
+        best = min(leaner, key=itemgetter(1)) if leaner else best
+    return best[2]
 
 
 def _columns(p: Problem, o: Options, fixed_bytes: int = 0) -> int:

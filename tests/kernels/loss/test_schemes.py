@@ -15,6 +15,7 @@ from cce_kernels.planner import (
     MOST_DEFAULT_MIB,
     ROW_MULTIPLE,
     SLOWER,
+    SLOWER_WITH_COPIES,
     STATE_BYTES_PER_ENTRY,
     Plan,
     Problem,
@@ -75,6 +76,18 @@ def test_the_default_is_close_to_the_fastest_and_takes_less_memory_where_that_co
 def test_the_default_takes_almost_all_of_its_limit_where_logits_are_larger_and_rows_are_few():
     mib = 2 * chosen((8192, 2304, 256000)).rows * 256000 / MIB
     assert 0.9 * MOST_DEFAULT_MIB <= mib <= MOST_DEFAULT_MIB
+
+
+def test_the_default_takes_no_more_memory_than_the_logits_where_operands_are_copied():
+    shape = (n_rows, dim, vocab) = (5120, 1000, 50304)
+    copies = 2 * (n_rows + vocab) * 1024
+    one, rows = sum(stored(shape, n_rows)) + copies, chosen(shape).rows
+    assert one > 1.2 * 2 * n_rows * vocab
+    assert rows == n_rows // 2
+    assert sum(stored(shape, rows)) + copies <= 2 * n_rows * vocab
+    assert products(shape, rows) <= SLOWER_WITH_COPIES * 3
+    assert chosen((3001, dim, vocab)).rows >= 3001  # two chunks would be larger than the logits as well
+    assert chosen((n_rows, 1024, vocab)).rows == n_rows  # nothing is copied
 
 
 def test_more_workspace_is_never_slower_by_the_model():
