@@ -12,6 +12,8 @@ from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.models import check_supported
+from linrnn.models.architecture import resolve
+from linrnn.models.build import build_model
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.training.trainer import Trainer
 
@@ -56,6 +58,33 @@ def test_a_graph_break_is_counted_with_its_reason() -> None:
     assert report["graph_breaks"] == sum(report["reasons"].values()) == 1
     assert in_words(report).startswith("torch.compile: 2 graphs, 1 graph breaks (1 x ")
     assert GraphCounter().report()["graphs"] == 0, "a later counter starts anew"
+
+
+@pytest.mark.parametrize("mode", ["blocks", "model"])
+def test_layers_that_read_their_number_share_graphs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch recompiles eight times at most. Beyond that, layers would run uncompiled."""
+    layers = 10
+    options = ["model=transformer", "size=smoke", "size.vocab_size=64", f"size.num_layers={layers}"]
+    config = load_config(options)
+    model = build_model(resolve(config.model, config.size, 64), device="cpu", seed=0)
+    kind = type(model.mixers[0])
+    forward = kind.forward
+
+    @torch.compiler.disable
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def numbered(self: torch.nn.Module, hidden_states: torch.Tensor, **named: object) -> object:
+        return forward(self, kernel(hidden_states + 0 * self.layer_idx), **named)
+
+    monkeypatch.setattr(kind, "forward", numbered)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    counter = GraphCounter()
+    torch._dynamo.reset()
+    model.set_compile(mode)
+    with torch.no_grad():
+        model(torch.zeros(1, 16, dtype=torch.int64))
+    assert counter.report()["graphs"] < layers
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
