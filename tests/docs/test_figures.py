@@ -647,7 +647,7 @@ def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> Non
         means = [statistics.mean(own[int(step)] for own in seeds) for seeds in (*curves, masses)]
         assert cells == [*(f"{mean:+.3f}" for mean in means[:3]), f"{means[3]:.3f}"]
     ends = statistics.mean(mean_of_last(run.statistics["dropped_mass_mean"]) or 0 for run in filtered)
-    assert f"{ends:.0%}".replace("%", " %") + " of the mass still is" in " ".join(page.split())
+    assert f"{ends:.0%}".replace("%", " %") + " of the mass still is dropped." in " ".join(page.split())
     for loss in ("compiled", CONTROL):
         for seed in range(12):
             assert dropping[loss, seed].losses == summing[loss, seed].losses, "bit for bit"
