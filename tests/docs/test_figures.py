@@ -12,11 +12,12 @@ from blocks import ROOT
 
 from linrnn.bench.loss.rows import read_rows as loss_rows
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
-from linrnn.runs.intervals import AT_LEAST, answer, interval_of_median, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, answer, interval_of_median, pairs_for, ratio_of_means
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
-from linrnn.study.results import read_committed
+from linrnn.study.curves import difference, mean_of_last
+from linrnn.study.results import Run, read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
-from linrnn.study.verdicts import verdicts
+from linrnn.study.verdicts import CONTROL, verdicts
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_SCREEN = " ".join(README.split("## Install")[0].split())
@@ -610,6 +611,74 @@ def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
     [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
     assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
+
+
+def by_loss_and_seed(folder: str) -> dict[tuple[str, int], Run]:
+    runs = read_committed(ROOT / "results" / "summaries" / folder)
+    return {(run.summary["loss"], run.summary["seed"]): run for run in runs}
+
+
+def above(runs: dict[tuple[str, int], Run], loss: str, base: str) -> list[dict[int, float]]:
+    """For each seed the distance of two training losses by step, as a mean of 20 steps."""
+    seeds = sorted({seed for _, seed in runs})
+    return [dict(difference(runs[loss, seed].losses, runs[base, seed].losses)) for seed in seeds]
+
+
+def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> None:
+    folder = "apple"
+    rows = table_of("h3_filter.md", "305 steps, twelve seeds")
+    assert len(rows) == 4
+    for pair, *cells in rows:
+        loss, against = re.sub(r"`|,( the control)?", "", pair).split(" against ")
+        names = loss.replace("dropped entries", "cce_filter"), against
+        criteria = ((MVE_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
+        assert cells == [cell_of(folder, *names, criterion, form) for criterion, form in criteria]
+    page = (ROOT / "docs" / "study" / "h3_filter.md").read_text(encoding="utf-8")
+    assert f"10 M parameters | {cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
+
+    dropping, sampling, summing = (by_loss_and_seed(name) for name in (folder, "pretrain_filter_mve", "summation"))
+    curves = [above(runs, "cce_filter", "compiled") for runs in (dropping, sampling)]
+    curves.append(above(dropping, CONTROL, "compiled"))
+    filtered = [run for (loss, _), run in dropping.items() if loss == "cce_filter"]
+    masses = [dict(run.statistics["dropped_mass_mean"]) for run in filtered]
+    found = table_of("h3_filter.md", "step | dropped, nats above compiled | sampled, nats above compiled")
+    assert [row[0] for row in found] == ["20", "35", "55", "100", "150", "200", "250", "305"]
+    for step, *cells in found:
+        means = [statistics.mean(own[int(step)] for own in seeds) for seeds in (*curves, masses)]
+        assert cells == [*(f"{mean:+.3f}" for mean in means[:3]), f"{means[3]:.3f}"]
+    ends = statistics.mean(mean_of_last(run.statistics["dropped_mass_mean"]) or 0 for run in filtered)
+    assert f"{ends:.0%}".replace("%", " %") + " of the mass still is dropped." in " ".join(page.split())
+    for loss in ("compiled", CONTROL):
+        for seed in range(12):
+            assert dropping[loss, seed].losses == summing[loss, seed].losses, "bit for bit"
+
+
+def test_350m_at_a_lower_learning_rate_is_told_as_its_rows_have_it() -> None:
+    folders = {"learning rate 1e-3": "pretrain_filter", "learning rate 2e-4": "pretrain_filter_low_lr"}
+    rows = table_of("h5_same_loss.md", "350M, five seeds, `cce_filter` against `cce_kahan`")
+    assert [row[0] for row in rows] == list(folders)
+    for name, *cells in rows:
+        criteria = ((FINAL_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
+        assert cells == [cell_of(folders[name], "cce_filter", "cce_kahan", *criterion, n=5) for criterion in criteria]
+    h3, h5 = (
+        " ".join((ROOT / "docs" / "study" / name).read_text(encoding="utf-8").split())
+        for name in ("h3_filter.md", "h5_same_loss.md")
+    )
+    low, high = (by_loss_and_seed(folder) for folder in reversed(folders.values()))
+    final = cell_of("pretrain_filter_low_lr", "cce_filter", "cce_kahan", FINAL_LOSS, n=5)
+    assert f"2e-4, without a control | {final} | 5 |" in h3
+    ends = [[runs["cce_kahan", seed].summary["train_loss_nats"] for seed in range(5)] for runs in (low, high)]
+    assert "`cce_kahan` ends at {:.3f} nats instead of {:.3f}".format(*map(statistics.mean, ends)) in h5
+    apart = [
+        [runs["cce_filter", seed].summary["train_loss_nats"] - own[seed] for seed in range(5)]
+        for runs, own in zip((low, high), ends, strict=True)
+    ]
+    assert "by {:.3f} nats over the pairs, and by {:.3f} at 1e-3".format(*map(statistics.stdev, apart)) in h5
+    mean = statistics.mean(apart[0])
+    assert f"The mean of the differences is {mean:.3f} nats" in h5
+    assert round(pairs_for(apart[0], 0.01 - abs(mean)), -1) == 10, "some ten pairs"
+    late = max(abs(nats) for own in above(low, "cce_filter", "cce_kahan") for step, nats in own.items() if step > 150)
+    assert f"After step 150 no pair differs by more than {late:.2f} nats" in h5
 
 
 def test_the_table_of_350m_holds_the_verdicts_of_five_seeds_and_their_means() -> None:

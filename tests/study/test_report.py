@@ -15,6 +15,7 @@ from linrnn.core.errors import DataError
 from linrnn.study.criteria import MEMORY, OPEN, judge
 from linrnn.study.report import make_report, verdict_table, write
 from linrnn.study.report.page import Pictures, inline, to_html
+from linrnn.study.report.remarks import ON_DROPPED
 from linrnn.study.report.sections import sections
 from linrnn.study.report.tables import of_verdicts
 from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, read_committed, read_list
@@ -226,6 +227,19 @@ def test_a_committed_report_is_what_its_rows_give(
     committed = re.sub(r"(?m)^## Plots\n\n(!.*\n)+\n", "", (report / "report.md").read_text())
     assert short.read_text() == committed, "run python scripts/report.py group=…"
     assert whole.read_text() == (report / "verdicts.md").read_text()
+
+
+def test_a_report_says_if_the_filter_of_its_runs_is_biased() -> None:
+    of_every = {path: [run.summary.get("loss_options") or {} for run in read_committed(path)] for path in REPORTS}
+    kinds = {
+        path: {own["filter_unbiased"] for own in every if "filter_unbiased" in own} for path, every in of_every.items()
+    }
+    assert {frozenset(kind) for kind in kinds.values()} == {
+        frozenset(own) for own in ((), (False,), (True,), (False, True))
+    }
+    for path, kind in kinds.items():
+        for name in ("report.md", "verdicts.md"):
+            assert (ON_DROPPED in (path / name).read_text()) == (kind == {False}), "names tell two filters apart"
 
 
 def test_text_of_a_run_cannot_become_part_of_the_page() -> None:

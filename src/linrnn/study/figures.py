@@ -1,7 +1,7 @@
 """Draw the pictures of README and docs from committed rows into results/figures/."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,21 @@ from linrnn.bench.loss.plots import hero
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
-from linrnn.core.plot_style import save
+from linrnn.core.plot_style import looks, save
 from linrnn.study.plots import Row as ForestRow
-from linrnn.study.plots import forest, largest_batches, loss_rows, memory_parts, peak_rows, speed_rows, study_rows
-from linrnn.study.results import MAX_BATCHES, read_committed, read_list
+from linrnn.study.plots import (
+    distances,
+    forest,
+    largest_batches,
+    loss_rows,
+    memory_parts,
+    peak_rows,
+    speed_rows,
+    study_rows,
+)
+from linrnn.study.results import MAX_BATCHES, Run, read_committed, read_list
 from linrnn.study.step_speed import step_peaks, step_speeds
-from linrnn.study.verdicts import verdicts
+from linrnn.study.verdicts import CONTROL, verdicts
 
 # Groups below results/summaries for the study's picture: the MVE over twelve seeds, and the models at 1.3B.
 SEEDS = "same_loss"
@@ -28,6 +37,7 @@ STUDY = (
 )
 NO_CHECKPOINTING, CHECKPOINTING = "phase2_expandable", "phase2_expandable_gla_full"
 BATCHES = ("phase2_expandable", "phase2_expandable_gla_full", "phase2_expandable_transformer")
+FILTERS = ("apple", "pretrain_filter_mve")  # MVE: a filter that drops, and one that samples
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
 
@@ -43,6 +53,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "study": study,
         "peak_memory": peak_memory,
         "largest_batch": largest_batch,
+        "filters": filters,
     }
     return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
@@ -90,6 +101,29 @@ def largest_batch(results: Path) -> Any:
     if not answers:
         raise DataError(f"{results / 'summaries'} holds no largest batches", "python scripts/find_max_batch.py")
     return largest_batches(answers)
+
+
+def filters(results: Path) -> Any:
+    """Pretraining with a filter that drops entries and with one that samples them: distances from the exact loss."""
+    dropping, sampling = (read_committed(results / "summaries" / group) for group in FILTERS)
+    found = looks(["compiled_nudged", "cce_filter", "paper"])
+    curves = {
+        "small entries of dE dropped, dC exact (paper/cce_kahan_full_c)": (
+            found["paper"],
+            _pairs(dropping, "cce_filter"),
+        ),
+        "small entries estimated from a sample (cce_filter)": (found["cce_filter"], _pairs(sampling, "cce_filter")),
+        "control: rounding alone (compiled_nudged, 305 steps)": (found["compiled_nudged"], _pairs(dropping, CONTROL)),
+    }
+    [n] = {len(pairs) for _, pairs in curves.values()}
+    note = f"GLA of 10 M parameters from random weights, n = {n}. The schedules end after 305 and 512 steps."
+    return distances(curves, "Pretraining with a filter that drops, and with one that samples", note)
+
+
+def _pairs(runs: Sequence[Run], loss: str) -> list[tuple[Run, Run]]:
+    """Each run of a loss beside compiled's of the same seed."""
+    bases = {run.summary["seed"]: run for run in runs if run.summary["loss"] == "compiled"}
+    return [(run, bases[run.summary["seed"]]) for run in runs if run.summary["loss"] == loss]
 
 
 def _device(directory: Path, rows: list[Row]) -> str:

@@ -2,7 +2,7 @@
 
 from linrnn.core.plot_style import save
 from linrnn.study.plots.forest import Row, forest, loss_rows, peak_rows, speed_rows, study_rows
-from linrnn.study.plots.learning import dropped_mass, loss_curves
+from linrnn.study.plots.learning import distances, dropped_mass, loss_curves
 from linrnn.study.plots.memory import largest_batches, memory_parts
 from linrnn.study.plots.scaling import (
     AXES,
@@ -32,6 +32,7 @@ __all__ = [
     "chunk_sizes",
     "clock_of",
     "crossover_lines",
+    "distances",
     "dropped_mass",
     "forest",
     "largest_batches",

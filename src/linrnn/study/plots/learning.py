@@ -1,7 +1,7 @@
 """Curves by training step: losses, and what a filter leaves out of the gradient. A loss's seeds form one band."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -57,6 +57,27 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
     some = " of thinned curves" if any(run.thinned for run in runs) else ""
     seeds = "Bands: lowest to highest seed. " if len({run.summary["seed"] for run in runs}) > 1 else ""
     legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps{some}. {seeds}Grey: ±0.01 nats.")
+    return figure
+
+
+def distances(curves: Mapping[str, tuple[Look, Sequence[tuple[Run, Run]]]], title: str, note: str) -> Any:
+    """How far training losses lie above a baseline's, by step. The runs of a pair have the same seed and course.
+
+    Args:
+        curves: by the words of the legend how a curve is drawn, and its pairs of a run and its baseline.
+        note: stands below the legend.
+    """
+    figure, axes = subplots(figsize=(7.2, 4.4))
+    lines = {
+        words: _band(axes, [difference(run.losses, base.losses) for run, base in pairs], look)
+        for words, (look, pairs) in curves.items()
+    }
+    axes.axhspan(-0.01, 0.01, color=PALE, zorder=0)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("training loss minus compiled's, nats")
+    figure.suptitle(title)
+    bands = f"Means over {SMOOTHED_STEPS} steps. Bands: lowest to highest seed. Grey: ±0.01 nats."
+    legend_below(figure, lines, f"{bands}\n{note}")
     return figure
 
 

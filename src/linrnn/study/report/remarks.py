@@ -29,6 +29,10 @@ ON_CONTROL = (
     "the last place in every step. Its difference from `compiled` is what rounding alone makes of equal losses. A loss "
     "that differs no more than the control shows no difference of its own."
 )
+ON_DROPPED = (
+    "`cce_filter` drops small entries in these runs (`loss.filter_unbiased=false`), so its gradients are biased. By "
+    "default it estimates these entries from a sample."
+)
 FREE_LOSS = "The last column is the most that a faster loss could give: a step as fast as if the loss took no time."
 NO_BOTTLENECK = f"The next bottleneck: {OPEN}; scripts/breakdown.py finds it."
 FOLLOW_UPS = (
@@ -157,6 +161,9 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     lines = [RULES]
     if any(verdict.backend == CONTROL for verdict in found):
         lines.append(ON_CONTROL)
+    unbiased = [options["filter_unbiased"] for run in runs if "filter_unbiased" in (options := _options(run))]
+    if unbiased and not any(unbiased):  # where some are, the losses' names tell them apart
+        lines.append(ON_DROPPED)
     if any(verdict.criterion == VALID_LOSS and verdict.value is not None for verdict in found):
         lines.append(RESTATED)
     if any(verdict.criterion == FINAL_LOSS and verdict.value is not None for verdict in found):
@@ -166,6 +173,10 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     if any(run.summary["tokens_per_second"] and not by_wall_clock(run.summary) for run in runs):
         lines.append(RULES_CHANGED)
     return lines
+
+
+def _options(run: Run) -> dict[str, Any]:
+    return run.summary.get("loss_options") or {}
 
 
 def on_branches(found: Sequence[Verdict]) -> list[str]:
