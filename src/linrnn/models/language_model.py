@@ -183,8 +183,8 @@ class LanguageModel(nn.Module):
         FLA's recurrent kernels stay outside the graphs (:mod:`linrnn.profiling.graphs` counts the breaks).
         """
         if mode != "none":
-            # FLA's layers read their number, `layer_idx`. torch 2.11 compiles a layer anew for each number, at most eight
-            # times, and runs all further layers uncompiled. As a variable, the number serves all layers.
+            # FLA's layers read their number, `layer_idx`. torch 2.11 compiles a layer anew for each number, eight times
+            # at most, and runs all further layers uncompiled. As a variable, the number serves all layers.
             torch._dynamo.config.allow_unspec_int_on_nn_module = True
         self._compiled = mode
         whole = MethodType(type(self.backbone).forward, self.backbone)  # a compiled module would be a part of this one
