@@ -24,6 +24,7 @@ Cost: 3 N D V multiply-adds on the tensor cores; N × width × 2 bytes of worksp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,14 +121,22 @@ def gradients(
                 e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies,
                 active, entropy,
             )  # fmt: skip
+            launches: list[partial[None]] = []
             if out_c is not None and eps == o.eps_c:
                 into = None if main_grad_c is None else main_grad_c[chunk]
-                product(dz, e, out_c[chunk], transpose_a=True, scale=scale, into=into, active=active)
-            if sum_e is not None and eps == o.eps_e:  # after dC: its tiles are shorter
+                launches.append(
+                    partial(product, dz, e, out_c[chunk], transpose_a=True, scale=scale, into=into, active=active)
+                )
+            if sum_e is not None and eps == o.eps_e:
                 ends = scale if chunk.stop == vocab else None
-                beside = out_c is not None and eps == o.eps_c
                 read = first > 0 or at_target is not None
-                product(dz, c_chunk, sum_e.value, sum_e.lost, read=read, scale=ends, beside=beside, active=active)
+                launches.append(
+                    partial(product, dz, c_chunk, sum_e.value, sum_e.lost, read=read, scale=ends, active=active)
+                )
+            # Side by side. The shorter tiles come last, and occupy the multiprocessors that the longer ones leave idle:
+            # a tile of dC sums over all rows, and one of dE over the chunk's columns.
+            for number, launch in enumerate(reversed(launches) if dz.shape[1] > n_rows else launches):
+                launch(beside=number > 0)
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak.value).to(dtype_bias)
     del dz, workspace  # frees their memory for the sort
