@@ -14,7 +14,7 @@ from graph_stand_in import Graphs
 
 from linrnn.bench.records import append_rows
 from linrnn.bench.steps import report, run
-from linrnn.bench.steps.lines import parse_line
+from linrnn.bench.steps.lines import parse_line, title_of
 from linrnn.bench.steps.rows import AGAIN, Row, ratio_of, read_rows
 from linrnn.bench.training_step import TrainingStep
 from linrnn.config import load_config
@@ -269,6 +269,11 @@ def test_the_plot_names_every_loss_but_the_baseline(tmp_path: Path) -> None:
     assert texts[0] == "gla 1b3, 8 x 2,048 tokens, V = 128,256"
     assert texts[3] == f"{texts[0]}, float8=blocks"
     assert texts[1] == "2.0 ms, 11.0 GiB"
+
+
+def test_a_heading_names_a_shared_projection_once() -> None:
+    line, label = f"{ROW.line} model.shared_projection_rank=512", "gla shared_projection_rank=512"
+    assert title_of(line, label, "1b3", 8, 2048, 128_256) == f"{label} 1b3, 8 x 2,048 tokens, V = 128,256"
 
 
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)

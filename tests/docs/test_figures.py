@@ -781,3 +781,162 @@ def test_the_study_s_index_holds_the_h100_s_rows() -> None:
         [v] = [v for v in found if (v.backend, v.criterion, v.against) == ("cce_kahan", MVE_LOSS, against)]
         assert f"{v.value:+.4f} nats ({v.low:+.4f} to {v.high:+.4f})" in cell
         assert f"**{v.verdict}**" in cell
+
+
+# Model lines of the follow-ups, and the lines that they are compared with; by the name of the model.
+FOLLOW_UPS = STEPS.parent / f"{STEPS.name}_followups"
+PLAIN, BLOCKS, FLOAT8 = "{} 1b3", "{} 1b3, compile=blocks", "{} 1b3, compile=blocks, float8=blocks"
+RANKS = tuple("{} " + f"shared_projection_rank={rank} 1b3" for rank in (512, 1024))
+COMPARED = ((BLOCKS, PLAIN), (FLOAT8, BLOCKS), (FLOAT8, PLAIN), *((rank, PLAIN) for rank in RANKS))
+
+
+def follow_ups() -> dict[str, dict[str, Row]]:
+    found = by_name(read_rows(FOLLOW_UPS))
+    assert {row.rounds for own in found.values() for row in own.values()} == {6}
+    return found
+
+
+def percent(share: float | None) -> str:
+    assert share is not None
+    return f"{share:.1%}".replace("%", " %")
+
+
+def with_interval(one: Any, digits: int = 3) -> str:
+    return f"{one.value:.{digits}f} ({one.low:.{digits}f} to {one.high:.{digits}f})"
+
+
+def test_the_table_of_the_follow_ups_speeds_holds_the_rows_and_verdicts() -> None:
+    judged = {(one.verdict.setting, one.verdict.backend): one.verdict for one in step_speeds(read_rows(FOLLOW_UPS))}
+    expected = []
+    for name, row in follow_ups().items():
+        cells = [name, *(f"{row[loss].step_ms:.1f}" for loss in ("compiled", "cce_kahan"))]
+        cells += [answer_of(judged[name, "cce_kahan"]), with_interval(judged[name, AGAIN])]
+        expected.append([*cells, f"{host_share(row['compiled']):.0%}".replace("%", " %")])
+    assert sorted(table_of("h7_follow_ups.md", "H100, 8 x 2048 tokens, step")) == sorted(expected)
+
+
+def test_the_table_of_the_follow_ups_shares_holds_the_rows() -> None:
+    attainable = {
+        one.verdict.setting: one.attainable
+        for one in step_speeds(read_rows(FOLLOW_UPS))
+        if one.verdict.backend == "cce_kahan"
+    }
+    expected = []
+    for name, row in follow_ups().items():
+        both = [row[loss] for loss in ("compiled", "cce_kahan")]
+        cells = [name, *(f"{one.loss_layer_ms:.1f}" for one in both), *(percent(one.loss_layer_share) for one in both)]
+        expected.append([*cells, f"{attainable[name]:.3f}", *(f"{one.peak_gib:.2f}" for one in both)])
+    assert sorted(table_of("h7_follow_ups.md", "H100, loss layer")) == sorted(expected)
+
+
+def test_the_table_of_the_follow_ups_models_compares_their_rounds() -> None:
+    found, expected = follow_ups(), []
+    for model in ("GLA", "Transformer"):
+        for pair in COMPARED:
+            name, other = (text.format(model) for text in pair)
+            cells = [name, other]
+            for loss in ("compiled", "cce_kahan"):
+                cells.append(with_interval(ratio_of_means(found[name][loss].wall_ms, found[other][loss].wall_ms)))
+            gains = [
+                [base / own for own, base in zip(row["cce_kahan"].wall_ms, row["compiled"].wall_ms, strict=True)]
+                for row in (found[name], found[other])
+            ]
+            one = ratio_of_means(*gains)
+            assert one.low is not None
+            assert one.high is not None
+            word = {False: "missed", True: "met", None: "undecided"}[answer(one.low, one.high, AT_LEAST, 1.0)]
+            expected.append([*cells, f"**{word}**: {with_interval(one)}"])
+    assert table_of("h7_follow_ups.md", "model line") == expected
+
+
+def test_the_follow_ups_sentences_hold_the_rows() -> None:
+    """The page's figures outside its tables, and those of the pages that link to it."""
+    found = follow_ups()
+    pages = {
+        name: " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+        for name in ("study/h7_follow_ups.md", "study/index.md", "study/h1b_step_speed.md", "models.md", "training.md")
+    }
+    page = pages["study/h7_follow_ups.md"]
+    gains = {name: cells for name, other, *cells in table_of("h7_follow_ups.md", "model line") if "compile" in other}
+    gain = gains["Transformer 1b3, compile=blocks, float8=blocks"][2].partition(": ")[2]
+    assert f"our gain with float8 is {gain} of the gain without it." in page
+    low = float(gain.split()[1].lstrip("("))
+    assert f"**Both gains multiply within {1 - low:.1%}**".replace("%", " %") in page
+
+    shared = [own["cce_kahan"].loss_layer_share for name, own in found.items() if "shared" in name]
+    low, high = (f"{100 * end(shared):.1f}" for end in (min, max))
+    assert f"Our loss layer still takes {low} to {high} % of a step. What the other " in page
+    rest = [f"{100 * (1 - share):.0f}" for share in (max(shared), min(shared))]
+    assert f"What the other {rest[0]} to {rest[1]} % are was not profiled." in page
+    least = min(1 - (own[loss].loss_layer_share or 0) for own in found.values() for loss in ("compiled", "cce_kahan"))
+    assert f"**In every line the rest takes {int(100 * least)} % of a step or more**" in page
+    fewer = [
+        1 - found[rank.format(model)]["compiled"].parameters / found[PLAIN.format(model)]["compiled"].parameters
+        for model in ("GLA", "Transformer")
+        for rank in RANKS
+    ]
+    assert f"These models have {100 * min(fewer):.1f} to {100 * max(fewer):.1f} % fewer parameters" in page
+    ms = {name: f"{own['compiled'].step_ms:.1f}" for name, own in found.items()}
+    shares = {name: percent(own["compiled"].loss_layer_share) for name, own in found.items()}
+    for model in ("GLA", "Transformer"):
+        blocks, float8 = BLOCKS.format(model), FLOAT8.format(model)
+        assert (
+            f"A step goes from {ms[blocks]} to {ms[float8]} ms, both with compiled blocks and the compiled loss."
+            in page
+        )
+        assert f"{ms[blocks]} to {ms[float8]} ms" in pages["training.md"]
+    plain, blocks, float8 = (name.format("Transformer") for name in (PLAIN, BLOCKS, FLOAT8))
+    rise = f"from {shares[plain]} in bf16 to {shares[blocks]} with compiled blocks and {shares[float8]} with float8."
+    assert rise in page
+    assert f"**GLA's share falls** from {shares[PLAIN.format('GLA')]} to {shares[FLOAT8.format('GLA')]} with" in page
+    assert f"takes {shares[plain]} of the Transformer's step in bf16 and {shares[float8]} with" in pages["training.md"]
+    hosts = [f"{host_share(found[text.format('GLA')]['compiled']):.0%}" for text in (FLOAT8, BLOCKS)]
+    words = f"kernels for {hosts[0]} of the time, instead of {hosts[1]} without float8."
+    assert words.replace("%", " %") in page
+    rounds = found[FLOAT8.format("GLA")]["cce_kahan"].wall_ms
+    assert f"takes {max(rounds) / min(rounds):.2f} times as long as the fastest." in page
+    twice = [abs((own["compiled"].loss_layer_ms or 0) - (own[AGAIN].loss_layer_ms or 0)) for own in found.values()]
+    assert f"Compiled built twice differs by up to {max(twice):.1f} ms." in page
+
+    shorter = [
+        1 - ratio_of_means(found[rank.format(model)][loss].wall_ms, found[PLAIN.format(model)][loss].wall_ms).value
+        for model in ("GLA", "Transformer")
+        for rank in RANKS
+        for loss in ("compiled", "cce_kahan")
+    ]
+    low, high = (f"{100 * end(shorter):.1f}" for end in (min, max))
+    assert f"**Shared projections shorten a step** by {low} to {high} % for both models." in page
+    assert f"{low} to {high} % shorter" in pages["models.md"]
+
+    judged = {one.verdict.setting: one for one in step_speeds(read_rows(FOLLOW_UPS)) if one.row.loss == "cce_kahan"}
+    above = [name for name, one in judged.items() if (one.verdict.low or 0) > 1]
+    assert len(above) == 5
+    assert not [name for name in above if "float8" in name]
+    assert {one.verdict.verdict for one in judged.values()} == {"missed"}
+    most = max(judged[name].verdict.value or 0 for name in above) - 1
+    assert f"so ours is faster there, by up to {100 * most:.1f} % in the median." in page
+    attainable = [f"{judged[name].attainable:.3f} times" for name in (plain, float8)]
+    assert f"step {attainable[0]} as fast in bf16, and {attainable[1]} with float8." in page
+    controls = [one.verdict for one in step_speeds(read_rows(FOLLOW_UPS)) if one.row.loss == AGAIN]
+    medians = [v.value for v in controls if v.value is not None]
+    assert f"The control's medians lie at {min(medians):.3f} to {max(medians):.3f}, about" in page
+    beside = {v.setting for v in controls if v.low is not None and v.high is not None and not v.low <= 1 <= v.high}
+    assert beside == {BLOCKS.format("GLA"), RANKS[0].format("Transformer")}
+    with_float8, with_blocks = (judged[name].verdict for name in (float8, blocks))
+    assert f"with float8 {with_interval(with_float8)}, without {with_interval(with_blocks)}" in pages["study/index.md"]
+    for model in ("GLA", "Transformer"):
+        again = judged[PLAIN.format(model)].verdict
+        assert with_interval(again) in pages["study/h1b_step_speed.md"].partition("Measured again")[2]
+    old = by_name(read_rows(STEPS))
+    gla, transformer = (
+        [f"{rows[PLAIN.format(model)]['compiled'].step_ms:.1f}" for rows in (old, found)]
+        for model in ("GLA", "Transformer")
+    )
+    assert f"with compiled took {gla[0]} ms then and {gla[1]} ms now." in page
+    assert f"The Transformer's took {transformer[0]} and {transformer[1]} ms." in page
+    for text, word in ((PLAIN, "in bf16"), (FLOAT8, "with float8")):
+        row = found[text.format("GLA")]["compiled"]
+        assert re.search(rf"{row.loss_nats:.3f}( nats for GLA)? {word}", page)
+        assert f"{row.gradient_norm:.0f} {word}" in page
+    norms = [f"{found[text.format('Transformer')]['compiled'].gradient_norm:.1f}" for text in (PLAIN, FLOAT8)]
+    assert f"The Transformer's norms are {norms[0]} and {norms[1]}." in page

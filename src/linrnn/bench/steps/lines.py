@@ -48,7 +48,8 @@ def parse_line(text: str, config: BenchStepsConfig) -> Config:
 
 def title_of(line: str, model: str, size: str, batch: int, seq: int, v: int) -> str:
     """A line as a heading."""
-    told = ("model", "model.config", "size", "size.vocab_size", "trainer.batch_size", "trainer.seq_len")
+    of_label = ("model", "model.config", "model.shared_projection_rank")
+    told = (*of_label, "size", "size.vocab_size", "trainer.batch_size", "trainer.seq_len")
     rest = [word for word in line.split() if word.split("=")[0] not in told and word not in WITHOUT_EFFECT]
     head = f"{model} {size}, {batch} x {seq:,} tokens, V = {v:,}"
     return ", ".join([head, *(word.removeprefix("trainer.") for word in rest)])
