@@ -35,6 +35,7 @@ PACKAGES = (
     "cut-cross-entropy",
     "quack-kernels",
     "nvidia-cutlass-dsl",
+    "torchao",
     "transformers",
     "tokenizers",
     "datasets",
