@@ -14,6 +14,7 @@ from cases import (
     check_sums,
     check_targets_apart,
 )
+from cce_kernels import linear_cross_entropy
 from triton_interpreter import MARKS
 
 pytestmark = MARKS
@@ -78,3 +79,22 @@ def test_casts_to_bf16_round_also_after_the_types_hash_has_changed(monkeypatch):
     up = torch.tensor([1 + 2**-8 + 2**-12])  # rounds to 1 + 2^-7; truncated it is 1
     bits = interpreter._convert_float(up.numpy(), core.float32, core.bfloat16, None)
     assert torch.equal(torch.from_numpy(bits.view("int16")).view(torch.bfloat16), up.bfloat16())
+
+
+@pytest.mark.parametrize(("n_rows", "vocab", "of_c"), [(64, 512, [False, True]), (512, 256, [True, False])])
+def test_of_two_products_side_by_side_the_one_with_longer_tiles_is_launched_first(n_rows, vocab, of_c, monkeypatch):
+    """A tile of dC sums over rows, one of dE over columns. fp16 takes four products, here in one chunk."""
+    from cce_kernels.schemes import four_products
+
+    seen = []
+
+    def recorded(*arguments, **named):
+        seen.append((named.get("transpose_a", False), named["beside"]))
+        product(*arguments, **named)
+
+    product = four_products.product
+    monkeypatch.setattr(four_products, "product", recorded)
+    g = torch.Generator().manual_seed(0)
+    e, c = (torch.randn(rows, 16, generator=g).half().requires_grad_() for rows in (n_rows, vocab))
+    linear_cross_entropy(e, c, torch.randint(vocab, (n_rows,), generator=g)).backward()
+    assert seen == list(zip(of_c, [False, True], strict=True))
