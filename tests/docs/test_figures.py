@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.runs.intervals import AT_LEAST, answer, interval_of_median, pairs_for, ratio_of_means
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference, mean_of_last
+from linrnn.study.filter_speed import filter_speeds
 from linrnn.study.results import Run, read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import CONTROL, verdicts
@@ -746,21 +748,29 @@ def test_the_filter_s_speed_up_of_the_gradients_is_that_of_the_rows() -> None:
 
 
 def test_the_filter_s_speed_up_on_the_grid_is_that_of_the_rows() -> None:
-    page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
-    points = []
-    for gpu in (H100, H100.parent / "nvidia_h200"):
-        for path in gpu.glob("*.json"):
-            grid = {
-                (row.logits, row.backend): row
-                for row in loss_rows(path)
-                if row.set == "grid" and row.workspace_mib is None
-            }
-            for (logits, backend), row in grid.items():
-                if backend == "cce_filter" and row.v > 100_000 and (row.de_err_ratio or 0) > 1.5:
-                    points.append(added_ms(grid[logits, "compiled"]) / added_ms(row))
-    assert f"| **undecided**: {min(points):.1f} to {max(points):.1f} |" in page
-    assert sum(x < 1.5 for x in points) == 4
-    assert f"four of the grid's {len(points)} points lie below 1.5." in page
+    found = [list(filter_speeds(gpu)) for gpu in (H100, H100.parent / "nvidia_h200")]
+    by_case = {(gpu, one.shape, one.row.logits): one.verdict for gpu, own in enumerate(found) for one in own}
+    rows = table_of("h3_filter.md", "speed-up, N x D x V")
+    assert len(by_case) == 4 * len(rows), "all cases are told"
+    for shape, *cells in rows:
+        verdicts = [by_case[gpu, shape, logits] for gpu in (0, 1) for logits in ("peaked", "flat")]
+        assert cells == [f"**{v.verdict}**: {v.value:.2f} ({v.low:.2f} to {v.high:.2f})" for v in verdicts]
+        assert {v.n for v in verdicts} == {10}
+    count = Counter(verdict.verdict for verdict in by_case.values())
+    values = [verdict.value or 0 for verdict in by_case.values()]
+    ends = f"{min(values):.2f} to {max(values):.2f}"
+    met, rest = (
+        f"in {count['met']} of {len(by_case)} cases",
+        f"in {count['missed']}, **undecided** in {count['undecided']}",
+    )
+    least = min(one.row.v for own in found for one in own)
+    for name, words in (
+        ("h3_filter.md", f"**met** {met}, **missed** {rest}: {ends}"),
+        ("h3_filter.md", f"For the layer alone met {met}**, each with {least:,} entries or"),
+        ("index.md", f"**met** {met} of {least:,} entries or more, **missed** {rest} ({ends})"),
+    ):
+        page = " ".join((ROOT / "docs" / "study" / name).read_text(encoding="utf-8").split())
+        assert words in page
 
 
 def added_ms(row: Any) -> float:

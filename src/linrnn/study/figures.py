@@ -11,9 +11,11 @@ from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.plot_style import looks, save
+from linrnn.study.filter_speed import filter_speeds
 from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (
     distances,
+    filter_speed_up,
     forest,
     largest_batches,
     loss_rows,
@@ -40,6 +42,7 @@ BATCHES = ("phase2_expandable", "phase2_expandable_gla_full", "phase2_expandable
 FILTERS = ("apple", "pretrain_filter_mve")  # MVE: a filter that drops, and one that samples
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
+GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
 
 
 def draw(results: Path, output: Path) -> list[Path]:
@@ -54,6 +57,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "peak_memory": peak_memory,
         "largest_batch": largest_batch,
         "filters": filters,
+        "filter_speed": filter_speed,
     }
     return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
@@ -118,6 +122,11 @@ def filters(results: Path) -> Any:
     [n] = {len(pairs) for _, pairs in curves.values()}
     note = f"GLA of 10 M parameters from random weights, n = {n}. The schedules end after 305 and 512 steps."
     return distances(curves, "Pretraining with a filter that drops, and with one that samples", note)
+
+
+def filter_speed(results: Path) -> Any:
+    """The speed-up of the filter's gradients on the grid's shapes that it filters, on each GPU."""
+    return filter_speed_up({gpu: list(filter_speeds(results / "bench_loss" / name)) for gpu, name in GPUS.items()})
 
 
 def _pairs(runs: Sequence[Run], loss: str) -> list[tuple[Run, Run]]:

@@ -1,6 +1,7 @@
 """Plots of runs. Each has one message and axes with units. A loss has the same colour in all of them."""
 
 from linrnn.core.plot_style import save
+from linrnn.study.plots.filter_speed import filter_speed_up
 from linrnn.study.plots.forest import Row, forest, loss_rows, peak_rows, speed_rows, study_rows
 from linrnn.study.plots.learning import distances, dropped_mass, loss_curves
 from linrnn.study.plots.memory import largest_batches, memory_parts
@@ -34,6 +35,7 @@ __all__ = [
     "crossover_lines",
     "distances",
     "dropped_mass",
+    "filter_speed_up",
     "forest",
     "largest_batches",
     "length_scaling",
