@@ -72,13 +72,15 @@ def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) 
     [
         ("same_loss", {"compiled", "compiled_nudged", "standard", "liger", "fla", "cce_kahan"}),
         ("summation", {"compiled", "compiled_nudged", "kahan", "fp32", "bf16"}),
-        ("apple", {"compiled", "compiled_nudged", "cce_kahan", "cce_filter"}),
+        ("apple", {"compiled", "compiled_nudged", "cce_kahan", "cce_filter", "dropped", "cce_apple"}),
     ],
 )
 def test_a_question_about_losses_has_its_baseline_its_control_and_twelve_seeds(name: str, kinds: set[str]) -> None:
     sweep = load_config([f"sweep={name}"], "run_sweep").sweep
     found = [dict(word.split("=", 1) for word in point) for point in sweep_points(sweep, [])]
-    seeds = Counter((point.get("loss.accumulate", point["loss"]), point["seed"]) for point in found)
+    for point in found:
+        point["kind"] = "dropped" if "loss.filter_unbiased" in point else point.get("loss.accumulate", point["loss"])
+    seeds = Counter((point["kind"], point["seed"]) for point in found)
     assert set(seeds) == {(kind, str(seed)) for kind in kinds for seed in range(12)}
     assert len(found) == len(seeds)
     assert {(point["experiment"], point["model"]) for point in found} == {("mve", "gla")}
