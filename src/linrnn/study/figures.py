@@ -109,7 +109,8 @@ def largest_batch(results: Path) -> Any:
 
 def filters(results: Path) -> Any:
     """Pretraining with a filter that drops entries and with one that samples them: distances from the exact loss."""
-    dropping, sampling = (read_committed(results / "summaries" / group) for group in FILTERS)
+    others, sampling = (read_committed(results / "summaries" / group) for group in FILTERS)
+    dropping = [run for run in others if run.summary["loss"] != "cce_filter" or not _samples(run)]
     found = looks(["compiled_nudged", "cce_filter", "paper"])
     curves = {
         "small entries of dE dropped, dC exact (paper/cce_kahan_full_c)": (
@@ -127,6 +128,10 @@ def filters(results: Path) -> Any:
 def filter_speed(results: Path) -> Any:
     """The speed-up of the filter's gradients on the grid's shapes that it filters, on each GPU."""
     return filter_speed_up({gpu: list(filter_speeds(results / "bench_loss" / name)) for gpu, name in GPUS.items()})
+
+
+def _samples(run: Run) -> bool:
+    return bool(run.summary["loss_options"]["filter_unbiased"])
 
 
 def _pairs(runs: Sequence[Run], loss: str) -> list[tuple[Run, Run]]:
