@@ -602,15 +602,19 @@ def test_the_table_of_ways_of_summing_holds_the_verdicts() -> None:
 
 def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
     folder = "pretrain_filter_mve"
-    rows = table_of("h3_filter.md", "pair, ±0.01 nats asked")
+    rows = table_of("h8_pretraining_filter.md", "pair, ±0.01 nats asked")
     assert len(rows) == 4
     for pair, final, valid in rows:
         loss, against = pair.replace("`", "").replace(", the control", "").split(" against ")
         assert final == cell_of(folder, loss, against, MVE_LOSS)
         assert valid == cell_of(folder, loss, against, VALID_LOSS)
-    page = (ROOT / "docs" / "study" / "h3_filter.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
+    index = (ROOT / "docs" / "study" / "index.md").read_text(encoding="utf-8")
+    met, missed = (cell_of(group, "cce_filter", "compiled", MVE_LOSS) for group in (folder, "apple"))
+    assert met.replace(": ", " at 10 M parameters for a filter that samples: ") in index
+    assert missed.replace(": ", " for a rule that drops entries: ") in index
     [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
     assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
 
@@ -628,14 +632,14 @@ def above(runs: dict[tuple[str, int], Run], loss: str, base: str) -> list[dict[i
 
 def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> None:
     folder = "apple"
-    rows = table_of("h3_filter.md", "305 steps, twelve seeds")
+    rows = table_of("h8_pretraining_filter.md", "305 steps, twelve seeds")
     assert len(rows) == 4
     for pair, *cells in rows:
         loss, against = re.sub(r"`|,( the control)?", "", pair).split(" against ")
         names = loss.replace("dropped entries", "cce_filter"), against
         criteria = ((MVE_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
         assert cells == [cell_of(folder, *names, criterion, form) for criterion, form in criteria]
-    page = (ROOT / "docs" / "study" / "h3_filter.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
     assert f"10 M parameters | {cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
 
     dropping, sampling, summing = (by_loss_and_seed(name) for name in (folder, "pretrain_filter_mve", "summation"))
@@ -643,7 +647,7 @@ def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> Non
     curves.append(above(dropping, CONTROL, "compiled"))
     filtered = [run for (loss, _), run in dropping.items() if loss == "cce_filter"]
     masses = [dict(run.statistics["dropped_mass_mean"]) for run in filtered]
-    found = table_of("h3_filter.md", "step | dropped, nats above compiled | sampled, nats above compiled")
+    found = table_of("h8_pretraining_filter.md", "step | dropped, nats above compiled | sampled, nats above compiled")
     assert [row[0] for row in found] == ["20", "35", "55", "100", "150", "200", "250", "305"]
     for step, *cells in found:
         means = [statistics.mean(own[int(step)] for own in seeds) for seeds in (*curves, masses)]
@@ -664,7 +668,7 @@ def test_350m_at_a_lower_learning_rate_is_told_as_its_rows_have_it() -> None:
         assert cells == [cell_of(folders[name], "cce_filter", "cce_kahan", *criterion, n=5) for criterion in criteria]
     h3, h5 = (
         " ".join((ROOT / "docs" / "study" / name).read_text(encoding="utf-8").split())
-        for name in ("h3_filter.md", "h5_same_loss.md")
+        for name in ("h8_pretraining_filter.md", "h5_same_loss.md")
     )
     low, high = (by_loss_and_seed(folder) for folder in reversed(folders.values()))
     final = cell_of("pretrain_filter_low_lr", "cce_filter", "cce_kahan", FINAL_LOSS, n=5)
@@ -696,7 +700,7 @@ def test_the_table_of_350m_holds_the_verdicts_of_five_seeds_and_their_means() ->
             for criterion, form in zip(criteria, forms, strict=True)
         ]
         assert cells == expected
-    h3 = " ".join((pages / "h3_filter.md").read_text(encoding="utf-8").split())
+    h3 = " ".join((pages / "h8_pretraining_filter.md").read_text(encoding="utf-8").split())
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', FINAL_LOSS, n=5)}, as for the control | 5 |" in h3
     h5 = " ".join((pages / "h5_same_loss.md").read_text(encoding="utf-8").split())
     runs = read_committed(ROOT / "results" / "summaries" / folder)
