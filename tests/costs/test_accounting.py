@@ -1,4 +1,4 @@
-"""Formulas against numbers computed by hand, against FLA's own modules, and against measurements on an H200."""
+"""Formulas against numbers computed by hand, against FLA's own modules, and against measurements on H100s and H200s."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,8 @@ from older_kernels import further_bytes, third_of_the_logits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from linrnn.bench.loss.rows import read_rows
+from linrnn.bench.loss.sets import parse_loss
 from linrnn.config import load_config
 from linrnn.config.schema import Config, LossConfig
 from linrnn.costs import (
@@ -367,6 +369,26 @@ def test_nothing_is_left_out_where_nothing_is_rounded_up():
     assert found == {("compiled", "none"), ("compiled", "full"), ("cce_kahan", "none"), ("standard", "full")}
     for run in runs:
         assert foreseen(run).peak == pytest.approx(run["memory_bytes"]["peak"], abs=2 * MIB)
+
+
+@pytest.mark.parametrize("gpu", ["nvidia_h100_80gb_hbm3", "nvidia_h200"])
+def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(gpu: str) -> None:
+    """Also where inputs are copied, because D is no multiple of 64."""
+    rows = [
+        row
+        for path in (RESULTS / "bench_loss" / gpu).glob("*.json")
+        for row in read_rows(path)
+        if row.set == "grid" and row.backend in ("cce_kahan", "cce_filter")
+    ]
+    assert len(rows) == 25 * 2 * 3, "shapes, kinds of logits, losses"
+    assert any(row.d % 64 for row in rows)
+    for row in rows:
+        _, backward = loss_memory(parse_loss(row.label), row.n, row.d, row.v, 2)
+        beside = backward - 2 * row.d * (row.n + row.v)  # without both gradients
+        if row.backend == "cce_kahan":
+            assert row.extra_mib == pytest.approx(beside / MIB, rel=0.04), (row.shape, row.label)
+        else:  # lists of few rows do not fill the workspace
+            assert 0.5 * beside / MIB < (row.extra_mib or 0) < 1.04 * beside / MIB, (row.shape, row.label)
 
 
 def test_formulas_agree_with_every_committed_run():

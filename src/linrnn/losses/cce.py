@@ -158,20 +158,21 @@ def _planned(
 
 def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
     """(forward, backward): peak bytes of the two passes beyond their inputs, including gradients."""
+    from cce_kernels.planner import copied_bytes, stored_bytes
+
     scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
     hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
     gradients = (hidden + weight) * compute
+    copies = copied_bytes(n_tokens, d, vocab) if compute == BF16 else 0
     if (
         scheme.filtered and compute == BF16 and not _on_one_gradient(loss)
     ):  # forward: lists and exponentials; backward: lists and products
         budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
-        return budget, gradients + budget
+        return copies + budget, copies + gradients + budget
     if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
-        return 0, gradients + hidden * lost + n_tokens * scheme.columns * compute
-    from cce_kernels.planner import stored_bytes
-
+        return copies, copies + gradients + hidden * lost + n_tokens * scheme.columns * compute
     problem, multiprocessors, options = _planned(loss, n_tokens, d, vocab, compute)
-    held = sum(stored_bytes(problem, scheme.rows, multiprocessors, options))
+    held = copies + sum(stored_bytes(problem, scheme.rows, multiprocessors, options))
     apart = loss.accumulate == "fp32" and scheme.rows < n_tokens  # else the gradients' own memory holds the sums
     return held + (0 if apart else gradients), held + gradients
 
