@@ -8,6 +8,9 @@ class GraphCounter:
 
     A graph break splits a function: torch.compile leaves an operation out that it cannot trace, and starts another
     graph behind it. FLA's Triton kernels are such operations.
+
+    A function that would need more graphs than torch allows (`torch._dynamo.config.recompile_limit`) runs uncompiled
+    where none of its graphs fits.
     """
 
     def __init__(self) -> None:
@@ -17,24 +20,34 @@ class GraphCounter:
         self._before = self._now()
 
     def report(self) -> dict[str, Any]:
-        """`graphs` made, `graph_breaks`, and the number of breaks by `reasons`, most frequent first."""
-        graphs, breaks = self._now()
-        graphs_before, breaks_before = self._before
+        """`graphs` made, `graph_breaks`, the number of breaks by `reasons`, most frequent first, and how many functions
+        reached the limit of recompilations (`over_limit`)."""
+        graphs, breaks, over = self._now()
+        graphs_before, breaks_before, over_before = self._before
         new = {reason: count - breaks_before.get(reason, 0) for reason, count in breaks.items()}
         reasons: dict[str, int] = {}
         for reason, count in sorted(new.items(), key=lambda entry: -entry[1]):
             if count:
                 first = reason.strip().splitlines()[0]
                 reasons[first] = reasons.get(first, 0) + count
-        return {"graphs": graphs - graphs_before, "graph_breaks": sum(reasons.values()), "reasons": reasons}
+        return {
+            "graphs": graphs - graphs_before,
+            "graph_breaks": sum(reasons.values()),
+            "reasons": reasons,
+            "over_limit": over - over_before,
+        }
 
-    def _now(self) -> tuple[int, dict[str, int]]:
-        return self._counters["stats"]["unique_graphs"], dict(self._counters["graph_break"])
+    def _now(self) -> tuple[int, dict[str, int], int]:
+        refused = self._counters["unimplemented"].items()
+        over = sum(count for reason, count in refused if "recompile limit" in reason.splitlines()[0])
+        return self._counters["stats"]["unique_graphs"], dict(self._counters["graph_break"]), over
 
 
 def in_words(report: dict[str, Any]) -> str:
     """A line for the console."""
     line = f"torch.compile: {report['graphs']} graphs, {report['graph_breaks']} graph breaks"
-    return f"{line} ({'; '.join(f'{count} x {reason}' for reason, count in report['reasons'].items())})".replace(
-        " ()", ""
-    )
+    if report["reasons"]:
+        line += f" ({'; '.join(f'{count} x {reason}' for reason, count in report['reasons'].items())})"
+    if report["over_limit"]:
+        line += f"; {report['over_limit']} functions need more graphs than torch allows, and run partly uncompiled"
+    return line

@@ -45,7 +45,7 @@ def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(
 
 def test_a_graph_break_is_counted_with_its_reason() -> None:
     counter = GraphCounter()
-    assert counter.report() == {"graphs": 0, "graph_breaks": 0, "reasons": {}}
+    assert counter.report() == {"graphs": 0, "graph_breaks": 0, "reasons": {}, "over_limit": 0}
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
@@ -58,6 +58,21 @@ def test_a_graph_break_is_counted_with_its_reason() -> None:
     assert report["graph_breaks"] == sum(report["reasons"].values()) == 1
     assert in_words(report).startswith("torch.compile: 2 graphs, 1 graph breaks (1 x ")
     assert GraphCounter().report()["graphs"] == 0, "a later counter starts anew"
+
+
+def test_a_function_that_needs_more_graphs_than_torch_allows_is_counted_and_told() -> None:
+    counter = GraphCounter()
+
+    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by
+
+    with torch._dynamo.config.patch(recompile_limit=2, specialize_float=True):
+        compiled = torch.compile(scaled, backend="eager")
+        for by in range(4):
+            compiled(torch.ones(3), by + 0.5)
+    report = counter.report()
+    assert (report["graphs"], report["over_limit"]) == (2, 1)
+    assert in_words(report).endswith("; 1 functions need more graphs than torch allows, and run partly uncompiled")
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
@@ -85,6 +100,7 @@ def test_layers_that_read_their_number_share_graphs(mode: str, monkeypatch: pyte
     with torch.no_grad():
         model(torch.zeros(1, 16, dtype=torch.int64))
     assert counter.report()["graphs"] < layers
+    assert counter.report()["over_limit"] == 0
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
