@@ -38,6 +38,7 @@ from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import LossTimer
+from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.training.execution.compilation import rehearse, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
@@ -149,8 +150,10 @@ class Bench:
         if trainer.float8 == "blocks":
             use_float8(model, device)
         model.set_activation_checkpointing(trainer.activation_checkpointing)
+        self.graphs = None
         if trainer.compile != "none":
             model.set_compile(trainer.compile)
+            self.graphs = GraphCounter()
         batch = random_batch(trainer.batch_size, trainer.seq_len, arch.vocab_size, config.seed)
         self.step = TrainingStep(
             model, build_optimizer(model, run.optimizer, device), batch, tokens=batch.n_tokens,
@@ -198,6 +201,8 @@ class Bench:
             self._each(rows, build)
             self._each(rows, with_loss(self._first_values))
             self._each(rows, with_loss(warm_up))
+            if self.graphs is not None:
+                say(f"  {in_words(self.graphs.report())}, the compiled loss's included")
             if remark := tuning.remark():
                 say(f"  {remark}")
             for number in range(1, self.config.rounds + 1):
