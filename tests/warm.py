@@ -10,7 +10,13 @@ from linrnn.config import load_config
 from linrnn.models.architecture import MODELS
 from linrnn.models.fla_import import import_fla
 
-LIBRARIES = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers"]
+LIBRARIES = [
+    "torch._dynamo",
+    "torch._inductor.lowering",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+]
 LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
 OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
 OURS += ["linrnn.bench.loss.run", "linrnn.bench.parallel.run"]
@@ -24,6 +30,8 @@ for model in MODELS:
 for parallel in ("none", "ddp", "fsdp", "vocab"):
     load_config([f"parallel={parallel}"])
 tqdm.monitor_interval = 0  # the compiler's progress bar must not start a thread here
-torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True))  # its first use takes two seconds
+# The first use of the compiler takes a second. No gradients: with a CUDA build of torch, also without a GPU, tracing a
+# backward pass starts threads. No process forked from this one could then run a backward pass.
+torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
 gc.freeze()  # a collection in a fork would look at all of this and copy its pages
 gc.enable()
