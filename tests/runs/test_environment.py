@@ -33,7 +33,7 @@ def repository(tmp_path):
 
 def test_versions_and_hardware_are_there():
     described = describe_environment()
-    assert described["packages"]["torch"] == torch.__version__
+    assert described["packages"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])  # less the build
     assert described["packages"]["flash-linear-attention"]
     assert described["python"] == platform.python_version()
     assert described["cpu_cores"] >= 1
