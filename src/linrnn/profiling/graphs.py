@@ -49,5 +49,5 @@ def in_words(report: dict[str, Any]) -> str:
     if report["reasons"]:
         line += f" ({'; '.join(f'{count} x {reason}' for reason, count in report['reasons'].items())})"
     if report["over_limit"]:
-        line += f"; {report['over_limit']} functions need more graphs than torch allows, and run partly uncompiled"
+        line += f"; functions over torch's limit of graphs, partly uncompiled: {report['over_limit']}"
     return line

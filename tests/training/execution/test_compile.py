@@ -72,7 +72,7 @@ def test_a_function_that_needs_more_graphs_than_torch_allows_is_counted_and_told
             compiled(torch.ones(3), by + 0.5)
     report = counter.report()
     assert (report["graphs"], report["over_limit"]) == (2, 1)
-    assert in_words(report).endswith("; 1 functions need more graphs than torch allows, and run partly uncompiled")
+    assert in_words(report).endswith("; functions over torch's limit of graphs, partly uncompiled: 1")
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
