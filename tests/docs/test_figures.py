@@ -159,7 +159,9 @@ def test_the_table_of_25_shapes_on_both_gpus() -> None:
 def test_the_tables_of_undecided_cases_hold_every_case_that_no_interval_decides(
     asked: float, workspace: int | None, tokens: int
 ) -> None:
-    words, count, slowest = {}, Counter(), 0.0
+    words: dict[str, list[str]] = {}
+    count: Counter[str] = Counter()
+    slowest = 0.0
     for place, (gpu, logits) in enumerate(
         (gpu, logits) for gpu in (H100, H100.parent / "nvidia_h200") for logits in ("peaked", "flat")
     ):
