@@ -693,11 +693,15 @@ def test_what_the_page_says_of_apples_kernels_in_training_follows_from_the_rows(
     lowest_apple, highest_control = min(apart("cce_apple", "valid_loss_nats")), max(apart(CONTROL, "valid_loss_nats"))
     assert f"at least {lowest_apple:.2f} nats above compiled, and no seed of the control more than 0.02" in page
     assert highest_control < 0.02
+    found = verdicts(list(runs.values()))
+    missed = [v for v in found if v.verdict == "missed" and v.criterion in (VALID_LOSS, CURVES)]
+    controls = {v.criterion: v.value for v in found if v.backend == CONTROL}
+    assert {v.backend for v in missed} == {DROPPED, "cce_apple"}
+    assert all(v.value > 10 * controls[v.criterion] for v in missed), "more than ten times the control's value"
     ends = [statistics.mean(runs["compiled", seed].summary[key] for seed in range(12)) for key in LOSSES]
     assert "mean loss is {:.2f} nats in training and {:.2f} in validation".format(*ends) in page
     [epochs] = {run.summary["epochs"] for run in runs.values()}
     assert f"at most once ({epochs:.2f} epochs)" in page
-    found = verdicts(list(runs.values()))
     values = {(v.backend, v.criterion): v.value or 0 for v in found if v.against == "compiled"}
     assert f"drops them ends {values[DROPPED, MVE_LOSS]:.2f} nats higher" in FIRST_SCREEN
     assert f"WikiText-103 they end {values['cce_apple', VALID_LOSS]:.2f} nats above torch.compile" in FIRST_SCREEN
