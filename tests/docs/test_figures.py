@@ -17,6 +17,7 @@ from linrnn.runs.intervals import AT_LEAST, answer, interval_of_median, pairs_fo
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference, mean_of_last
 from linrnn.study.filter_speed import filter_speeds
+from linrnn.study.plots.select import named
 from linrnn.study.results import Run, read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import CONTROL, verdicts
@@ -44,6 +45,9 @@ SHAPES = {
     "16384 x 256 x 32000": "mve",
     "32768 x 1024 x 32000": "lm_350m",
 }
+# Two filters of sweep=apple, as reports name them; a run's training and validation loss.
+DROPPED, SAMPLED = (f"cce_filter filter_unbiased={unbiased}" for unbiased in (False, True))
+LOSSES = ("train_loss_nats", "valid_loss_nats")
 # Columns of the pages' tables of the loss layer, and the rows that they show.
 BACKENDS = {
     "compiled": ("compiled", None),
@@ -653,16 +657,20 @@ def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
     index = (ROOT / "docs" / "study" / "index.md").read_text(encoding="utf-8")
-    met, missed = (cell_of(group, "cce_filter", "compiled", MVE_LOSS) for group in (folder, "apple"))
-    assert met.replace(": ", " at 10 M parameters for a filter that samples: ") in index
-    assert missed.replace(": ", " for a rule that drops entries: ") in index
+    for group, loss, criterion, words in (
+        (folder, "cce_filter", MVE_LOSS, "at 10 M parameters for a filter that samples"),
+        ("apple", DROPPED, MVE_LOSS, "for a rule that drops entries"),
+        ("apple", "cce_apple", MVE_LOSS, "in training"),
+        ("apple", "cce_apple", VALID_LOSS, "in validation on WikiText-103"),
+    ):
+        assert cell_of(group, loss, "compiled", criterion).replace(": ", f" {words}: ") in index
     [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
     assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
 
 
 def by_loss_and_seed(folder: str) -> dict[tuple[str, int], Run]:
-    runs = read_committed(ROOT / "results" / "summaries" / folder)
-    return {(run.summary["loss"], run.summary["seed"]): run for run in runs}
+    runs = named(read_committed(ROOT / "results" / "summaries" / folder))
+    return {(name, run.summary["seed"]): run for run, name in runs}
 
 
 def above(runs: dict[tuple[str, int], Run], loss: str, base: str) -> list[dict[int, float]]:
@@ -672,32 +680,79 @@ def above(runs: dict[tuple[str, int], Run], loss: str, base: str) -> list[dict[i
 
 
 def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> None:
-    folder = "apple"
+    folder, criteria = "apple", ((MVE_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
+    rules = {"dropped entries": DROPPED, "Apple's kernels": "cce_apple", "sampled entries": SAMPLED}
     rows = table_of("h8_pretraining_filter.md", "305 steps, twelve seeds")
-    assert len(rows) == 4
+    assert len(rows) == 8
     for pair, *cells in rows:
         loss, against = re.sub(r"`|,( the control)?", "", pair).split(" against ")
-        names = loss.replace("dropped entries", "cce_filter"), against
-        criteria = ((MVE_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
-        assert cells == [cell_of(folder, *names, criterion, form) for criterion, form in criteria]
+        assert cells == [cell_of(folder, rules.get(loss, loss), against, *criterion) for criterion in criteria]
     page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
-    assert f"10 M parameters | {cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"10 M parameters: final training loss | {cell_of(folder, DROPPED, 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"kernels: final training loss | {cell_of(folder, 'cce_apple', 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"loss on WikiText-103 | {cell_of(folder, 'cce_apple', 'cce_kahan', VALID_LOSS)} | 12 |" in page
+    log = (ROOT / "results" / "log" / "2026-11-26.md").read_text(encoding="utf-8")
+    for loss in (*rules.values(), CONTROL, "cce_kahan"):
+        assert f" | {' | '.join(cell_of(folder, loss, 'compiled', *criterion) for criterion in criteria)} |\n" in log
 
-    dropping, sampling, summing = (by_loss_and_seed(name) for name in (folder, "pretrain_filter_mve", "summation"))
-    curves = [above(runs, "cce_filter", "compiled") for runs in (dropping, sampling)]
-    curves.append(above(dropping, CONTROL, "compiled"))
-    filtered = [run for (loss, _), run in dropping.items() if loss == "cce_filter"]
-    masses = [dict(run.statistics["dropped_mass_mean"]) for run in filtered]
-    found = table_of("h8_pretraining_filter.md", "step | dropped, nats above compiled | sampled, nats above compiled")
+    runs, summing = (by_loss_and_seed(name) for name in (folder, "summation"))
+    curves = {loss: above(runs, loss, "compiled") for loss in (DROPPED, "cce_apple", SAMPLED, CONTROL)}
+    masses = [dict(runs[DROPPED, seed].statistics["dropped_mass_mean"]) for seed in range(12)]
+    found = table_of("h8_pretraining_filter.md", "step | dropped entries, nats above compiled")
     assert [row[0] for row in found] == ["20", "35", "55", "100", "150", "200", "250", "305"]
     for step, *cells in found:
-        means = [statistics.mean(own[int(step)] for own in seeds) for seeds in (*curves, masses)]
-        assert cells == [*(f"{mean:+.3f}" for mean in means[:3]), f"{means[3]:.3f}"]
-    ends = statistics.mean(mean_of_last(run.statistics["dropped_mass_mean"]) or 0 for run in filtered)
-    assert f"{ends:.0%}".replace("%", " %") + " of the mass still is dropped." in " ".join(page.split())
+        means = [statistics.mean(own[int(step)] for own in seeds) for seeds in (*curves.values(), masses)]
+        assert cells == [*(f"{mean:+.3f}" for mean in means[:4]), f"{means[4]:.3f}"]
     for loss in ("compiled", CONTROL):
         for seed in range(12):
-            assert dropping[loss, seed].losses == summing[loss, seed].losses, "bit for bit"
+            assert runs[loss, seed].losses == summing[loss, seed].losses, "bit for bit"
+
+
+def test_what_the_page_says_of_apples_kernels_in_training_follows_from_the_rows() -> None:
+    page = " ".join((ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8").split())
+    runs = by_loss_and_seed("apple")
+    for loss, words in ((DROPPED, "of the mass still is dropped."), (SAMPLED, "of the mass is left to the sample.")):
+        masses = [mean_of_last(runs[loss, seed].statistics["dropped_mass_mean"]) or 0 for seed in range(12)]
+        assert f"{statistics.mean(masses):.0%}".replace("%", " %") + f" {words}" in page
+
+    def means(loss: str) -> dict[int, float]:
+        curves = above(runs, loss, "compiled")
+        return {step: statistics.mean(curve[step] for curve in curves) for step in curves[0]}
+
+    apple, dropped = means("cce_apple"), means(DROPPED)
+    assert max(abs(apple[step] - dropped[step]) for step in range(1, 21)) < 0.002, "they start alike"
+    below = max(step for step in apple if apple[step] >= 0) + 1
+    lowest = min(apple, key=apple.__getitem__)
+    assert f"from step {below} on, by {-apple[lowest]:.3f} nats near step {lowest}, and by {-apple[305]:.3f}" in page
+    assert max(abs(nats) for nats in means(SAMPLED).values()) < 0.01
+
+    def apart(loss: str, key: str) -> list[float]:
+        return [runs[loss, seed].summary[key] - runs["compiled", seed].summary[key] for seed in range(12)]
+
+    scatter = [statistics.stdev(apart(loss, "train_loss_nats")) for loss in ("cce_apple", SAMPLED)]
+    assert scatter[0] / scatter[1] == pytest.approx(2, abs=0.05), "twice as much"
+    lowest_apple, highest_control = min(apart("cce_apple", "valid_loss_nats")), max(apart(CONTROL, "valid_loss_nats"))
+    assert f"at least {lowest_apple:.2f} nats above compiled, and no seed of the control more than 0.02" in page
+    assert highest_control < 0.02
+    found = verdicts(list(runs.values()))
+    missed = [v for v in found if v.verdict == "missed" and v.criterion in (VALID_LOSS, CURVES)]
+    controls = {v.criterion: v.value for v in found if v.backend == CONTROL}
+    assert {v.backend for v in missed} == {DROPPED, "cce_apple"}
+    assert all(v.value > 10 * controls[v.criterion] for v in missed), "more than ten times the control's value"
+    ends = [statistics.mean(runs["compiled", seed].summary[key] for seed in range(12)) for key in LOSSES]
+    assert "mean loss is {:.2f} nats in training and {:.2f} in validation".format(*ends) in page
+    [epochs] = {run.summary["epochs"] for run in runs.values()}
+    assert f"at most once ({epochs:.2f} epochs)" in page
+    values = {(v.backend, v.criterion): v.value or 0 for v in found if v.against == "compiled"}
+    assert f"drops them ends {values[DROPPED, MVE_LOSS]:.2f} nats higher" in FIRST_SCREEN
+    assert f"WikiText-103 they end {values['cce_apple', VALID_LOSS]:.2f} nats above torch.compile" in FIRST_SCREEN
+    peaks = {v.backend: f"{v.value:.3f}" for v in found if (v.criterion, v.against) == (MVE_MEMORY, "compiled")}
+    assert f"peak at {peaks['cce_apple']} of compiled's memory, the two of `cce_filter` at {peaks[DROPPED]}" in page
+    assert peaks[SAMPLED] == peaks[DROPPED]
+    assert f"and `cce_kahan` at {peaks['cce_kahan']}." in page
+    perplexities = {v.backend: v.verdict for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
+    rules = dict.fromkeys((DROPPED, "cce_apple", SAMPLED), "missed")
+    assert perplexities == rules | dict.fromkeys(("cce_kahan", CONTROL), "undecided")
 
 
 def test_350m_at_a_lower_learning_rate_is_told_as_its_rows_have_it() -> None:

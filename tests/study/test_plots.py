@@ -118,6 +118,19 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     pyplot.close(figure)
 
 
+def test_the_filters_picture_shows_every_seed_in_training_and_in_validation() -> None:
+    figure = figures.filters(ROOT / "results")
+    training, validation = figure.axes
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == [words for words, _ in figures.FILTERS.values()]
+    assert [len(line.get_xdata()) for line in training.lines] == [305] * 4
+    seeds = [list(map(float, line.get_ydata())) for line in validation.lines]
+    assert [len(values) for values in seeds] == [12] * 4
+    dropped, sampled, apple, control = seeds
+    assert min(dropped) > max(apple) > min(apple) > max(*sampled, *control)
+    pyplot.close(figure)
+
+
 def test_the_committed_pictures_are_those_of_the_committed_rows(tmp_path: Path) -> None:
     committed = ROOT / "results" / "figures"
     drawn = figures.draw(ROOT / "results", tmp_path)

@@ -1,7 +1,7 @@
 """Draw the pictures of README and docs from committed rows into results/figures/."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from linrnn.study.plots import (
     speed_rows,
     study_rows,
 )
-from linrnn.study.results import MAX_BATCHES, Run, read_committed, read_list
+from linrnn.study.plots.select import named
+from linrnn.study.results import MAX_BATCHES, read_committed, read_list
 from linrnn.study.step_speed import step_peaks, step_speeds
 from linrnn.study.verdicts import CONTROL, verdicts
 
@@ -39,7 +40,12 @@ STUDY = (
 )
 NO_CHECKPOINTING, CHECKPOINTING = "phase2_expandable", "phase2_expandable_gla_full"
 BATCHES = ("phase2_expandable", "phase2_expandable_gla_full", "phase2_expandable_transformer")
-FILTERS = ("apple", "pretrain_filter_mve")  # MVE: a filter that drops, and one that samples
+FILTERS = {  # of the group "apple": the words for a loss, and what its colour stands for
+    "cce_filter filter_unbiased=False": ("our kernels drop small entries of dE", "paper"),
+    "cce_filter filter_unbiased=True": ("our kernels estimate these entries from a sample", "cce_filter"),
+    "cce_apple": ("Apple's kernels drop tiles whose entries are all small", "cce_apple"),
+    CONTROL: ("control: rounding alone (compiled_nudged)", CONTROL),
+}
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
 GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
@@ -108,36 +114,21 @@ def largest_batch(results: Path) -> Any:
 
 
 def filters(results: Path) -> Any:
-    """Pretraining with a filter that drops entries and with one that samples them: distances from the exact loss."""
-    others, sampling = (read_committed(results / "summaries" / group) for group in FILTERS)
-    dropping = [run for run in others if run.summary["loss"] != "cce_filter" or not _samples(run)]
-    found = looks(["compiled_nudged", "cce_filter", "paper"])
+    """Pretraining with filters that drop entries or tiles, or sample entries: distances from compiled's losses."""
+    runs = named(read_committed(results / "summaries" / "apple"))
+    bases = {run.summary["seed"]: run for run, name in runs if name == "compiled"}
+    found = looks([look for _, look in FILTERS.values()])
     curves = {
-        "small entries of dE dropped, dC exact (paper/cce_kahan_full_c)": (
-            found["paper"],
-            _pairs(dropping, "cce_filter"),
-        ),
-        "small entries estimated from a sample (cce_filter)": (found["cce_filter"], _pairs(sampling, "cce_filter")),
-        "control: rounding alone (compiled_nudged, 305 steps)": (found["compiled_nudged"], _pairs(dropping, CONTROL)),
+        words: (found[look], [(run, bases[run.summary["seed"]]) for run, name in runs if name == loss])
+        for loss, (words, look) in FILTERS.items()
     }
-    [n] = {len(pairs) for _, pairs in curves.values()}
-    note = f"GLA of 10 M parameters from random weights, n = {n}. The schedules end after 305 and 512 steps."
-    return distances(curves, "Pretraining with a filter that drops, and with one that samples", note)
+    texts = "Training: a slice of Wikipedia, read at most once", "Validation: WikiText-103"
+    return distances(curves, texts, "GLA of 10 M parameters from random weights, with filters of three rules")
 
 
 def filter_speed(results: Path) -> Any:
     """The speed-up of the filter's gradients on the grid's shapes that it filters, on each GPU."""
     return filter_speed_up({gpu: list(filter_speeds(results / "bench_loss" / name)) for gpu, name in GPUS.items()})
-
-
-def _samples(run: Run) -> bool:
-    return bool(run.summary["loss_options"]["filter_unbiased"])
-
-
-def _pairs(runs: Sequence[Run], loss: str) -> list[tuple[Run, Run]]:
-    """Each run of a loss beside compiled's of the same seed."""
-    bases = {run.summary["seed"]: run for run in runs if run.summary["loss"] == "compiled"}
-    return [(run, bases[run.summary["seed"]]) for run in runs if run.summary["loss"] == loss]
 
 
 def _device(directory: Path, rows: list[Row]) -> str:
