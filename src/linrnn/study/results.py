@@ -119,6 +119,13 @@ class Run:
         return tuple(own.get(key) for key in keys)
 
     @property
+    def execution(self) -> str:
+        """How its blocks are executed, where that is not as usual: `compile=blocks, float8=blocks`, say."""
+        told = dict(word.split("=", 1) for word in (self.summary.get("training") or "").split() if "=" in word)
+        chosen = {key: told.get(f"trainer.{key}", "none") for key in ("compile", "float8")}
+        return ", ".join(f"{key}={value}" for key, value in chosen.items() if value != "none")
+
+    @property
     def setting(self) -> tuple[Any, ...]:
         """The values that it shares with the runs that it can be compared with."""
         return self.values(SETTING)

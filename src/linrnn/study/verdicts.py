@@ -119,7 +119,7 @@ def _difference(key: str) -> Compare:
 
     def compare(run: Run, base: Run) -> Compared | None:
         value, other = run.summary.get(key), base.summary.get(key)
-        if value is None or other is None or not _learnt(run, base):
+        if value is None or other is None or not learnt(run, base):
             return None
         return Compared(value - other)
 
@@ -129,7 +129,7 @@ def _difference(key: str) -> Compare:
 def curve_difference(run: Run, base: Run) -> Compared | None:
     """The largest difference between two loss curves."""
     found = comparison(run, base)
-    if not _learnt(run, base) or found is None or found.largest is None:
+    if not learnt(run, base) or found is None or found.largest is None:
         return None
     return Compared(found.largest, note=f"every {found.every}th step logged" if found.every > 1 else "")
 
@@ -150,7 +150,7 @@ def free_loss_speed_up(run: Run) -> float | None:
     return step / rest if rest > 0 else None
 
 
-def _learnt(run: Run, base: Run) -> bool:
+def learnt(run: Run, base: Run) -> bool:
     """Whether losses can be compared. Runs of a few steps, made for speed and memory, say nothing about them."""
     return min(run.summary.get("steps") or 0, base.summary.get("steps") or 0) >= LEAST_STEPS
 
@@ -185,7 +185,7 @@ Settings = Mapping[tuple[Any, ...], Mapping[str, list[Run]]]  # runs by setting,
 
 
 def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) -> list[Verdict]:
-    """Every criterion for every model and backend of `runs`, with and without activation checkpointing.
+    """Every criterion for every model and backend of `runs`, for each kind of activation checkpointing and execution.
 
     Each verdict is about the setting that most backends share. Runs that mix several origins are left out.
 
@@ -195,19 +195,22 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
             says so.
     """
     names = backend_names([run.summary for run in runs])
-    kinds: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
+    kinds: dict[tuple[str, str, str], dict[tuple[Any, ...], dict[str, list[Run]]]]
     kinds = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, names, strict=True):
         if run.finished and not run.mixture:
-            kind = run.summary["model"], checkpointing_of(run.summary)
+            kind = run.summary["model"], checkpointing_of(run.summary), run.execution
             kinds[kind][run.setting].setdefault(name, []).append(run)
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     found: list[Verdict] = []
-    for (model, checkpointing), by_setting in kinds.items():
+    for (model, checkpointing, execution), by_setting in kinds.items():
         setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))
         words = [_telling(setting, by_setting)]
-        if sum(other == model for other, _ in kinds) > 1 and not words[0].count("checkpointing="):
+        of_model = [kind for kind in kinds if kind[0] == model]
+        if len({other for _, other, _ in of_model}) > 1 and not words[0].count("checkpointing="):
             words.append(f"checkpointing {checkpointing}")
+        if len({other for *_, other in of_model}) > 1:
+            words.append(execution)
         where = ", ".join(filter(None, words))
         for backend, own in by_setting[setting].items():
             if backend == CONTROL:

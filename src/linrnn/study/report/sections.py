@@ -9,6 +9,7 @@ from linrnn.study import plots
 from linrnn.study.criteria import UNDECIDED, Verdict
 from linrnn.study.report import remarks, tables
 from linrnn.study.report.page import Block, Bullets, Commands, Pictures, Section
+from linrnn.study.report.settings import RULES, changes_of_loss
 from linrnn.study.results import Run
 from linrnn.study.verdicts import CONTROL, OURS
 
@@ -35,6 +36,9 @@ def sections(
     if own:
         rules = remarks.on_rules(runs, own)
         made.append(Section("How verdicts are reached", rules if every_loss else [*rules, _ELSEWHERE], level=3))
+    if changes := changes_of_loss(runs):
+        heading = "What float8 blocks and shared projections change in the loss"
+        made.append(Section(heading, [tables.of_verdicts(changes), RULES]))
     made.append(Section("Plots", [pictures]) if pictures.paths else Section("", []))
     runs_blocks: list[Any] = [tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))]
     made.append(Section("Runs", runs_blocks))
