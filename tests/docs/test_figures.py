@@ -18,6 +18,7 @@ from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERP
 from linrnn.study.curves import difference, mean_of_last
 from linrnn.study.filter_speed import filter_speeds
 from linrnn.study.plots.select import named
+from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import Run, read_committed
 from linrnn.study.step_speed import host_share, names_of, step_speeds
 from linrnn.study.verdicts import CONTROL, verdicts
@@ -1050,3 +1051,62 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
         assert f"{row.gradient_norm:.0f} {word}" in page
     norms = [f"{found[text.format('Transformer')]['compiled'].gradient_norm:.1f}" for text in (PLAIN, FLOAT8)]
     assert f"The Transformer's norms are {norms[0]} and {norms[1]}." in page
+
+
+def test_the_follow_ups_losses_hold_the_rows() -> None:
+    def cell(v: Verdict) -> str:
+        return f"**{v.verdict}**: {v.value:+.4f} ({v.low:+.4f} to {v.high:+.4f})"
+
+    def in_words(model: str) -> str:
+        name, _, rest = model.replace(", ", " ").partition(" ")
+        return ", ".join(filter(None, [{"gla": "GLA", "transformer": "Transformer"}[name], rest]))
+
+    runs = read_committed(ROOT / "results" / "summaries" / "follow_ups")
+    assert len(runs) == 92
+    changes = {(v.model, v.backend, v.criterion): v for v in changes_of_loss(runs)}
+    expected = [
+        [in_words(model), f"`{loss}`", str(v.n), cell(v), cell(changes[model, loss, VALID_LOSS])]
+        for (model, loss, criterion), v in changes.items()
+        if criterion == FINAL_LOSS
+    ]
+    assert sorted(table_of("h7_follow_ups.md", "10 M parameters: change")) == sorted(expected)
+    judged = {
+        (v.model, v.setting, v.criterion): v
+        for v in verdicts(runs)
+        if v.against == "compiled" and v.value is not None and v.criterion in (MVE_LOSS, VALID_LOSS)
+    }
+    expected = []
+    for (model, setting, criterion), v in judged.items():
+        if criterion == MVE_LOSS:
+            name = ", ".join(filter(None, [in_words(model), setting]))
+            expected.append([name, str(v.n), cell(v), cell(judged[model, setting, VALID_LOSS])])
+    assert sorted(table_of("h7_follow_ups.md", "10 M parameters: `cce_kahan` against compiled")) == sorted(expected)
+    assert len(expected) == 8
+    undecided = Counter(criterion for (*_, criterion), v in judged.items() if v.verdict == "undecided")
+    assert (undecided[MVE_LOSS], undecided[VALID_LOSS]) == (4, 5)
+
+
+def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:
+    shared = by_name(read_rows(STEPS.parent / f"{STEPS.name}_gla_graphs"))
+    expected = []
+    for name, own in shared.items():
+        before, now = follow_ups()[name]["compiled"], own["compiled"]
+        times, peaks = ([getattr(row, key) for row in (before, now)] for key in ("step_ms", "peak_gib"))
+        cells = [name, *(f"{one:.1f}" for one in times), *(f"{one:.2f}" for one in peaks)]
+        expected.append([*cells, f"{host_share(now):.0%}".replace("%", " %")])
+    assert table_of("h7_follow_ups.md", "GLA, step with compiled") == expected
+    page = " ".join((ROOT / "docs" / "study" / "h7_follow_ups.md").read_text(encoding="utf-8").split())
+    plain, blocks, float8 = (shared[name.format("GLA")]["compiled"] for name in (PLAIN, BLOCKS, FLOAT8))
+    assert f"takes {with_interval(ratio_of_means(float8.wall_ms, blocks.wall_ms))} of that in bf16" in page
+    judged = {
+        (v.verdict.setting, v.row.loss): v.verdict
+        for v in step_speeds(read_rows(STEPS.parent / f"{STEPS.name}_gla_graphs"))
+    }
+    ours = [judged[name, "cce_kahan"] for name in shared]
+    assert {v.verdict for v in ours} == {"missed"}
+    assert all(with_interval(v) in page for v in ours)
+    assert all(v.low is not None and v.high is not None and v.low <= 1 <= v.high for v in ours)
+    assert f"has a ratio of {with_interval(judged[FLOAT8.format('GLA'), AGAIN])} there" in page
+    training = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    assert f"takes {float8.step_ms:.1f} ms with float8 and {blocks.step_ms:.1f} ms without" in training
+    assert f"takes {blocks.step_ms:.1f} ms a step with compiled blocks and {plain.step_ms:.1f} ms without" in training

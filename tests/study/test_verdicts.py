@@ -20,6 +20,7 @@ from linrnn.study import criteria, curves, plots, verdicts
 from linrnn.study.criteria import Verdict
 from linrnn.study.hypotheses import branches
 from linrnn.study.report import make_report, write, write_report
+from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import (
     BREAKDOWNS,
     CURVE_POINTS,
@@ -518,6 +519,47 @@ def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
     ]
     batches = [v for v in found if (v.criterion, v.backend, v.against) == (criteria.BATCH, "cce_kahan", "compiled")]
     assert [v.value for v in batches] == [pytest.approx(13 / 12), None]
+
+
+BLOCKS, FLOAT8 = (f"trainer.compile=blocks trainer.float8={kind} seed=free" for kind in ("none", "blocks"))
+
+
+def trained(loss: str, seed: int, training: str, nats: float, model: str = "gla") -> Run:
+    name = f"{model}-{loss}-{training}-s{seed}".replace(" ", "-")
+    return run(loss, seed=seed, nats=nats, training=training, model=model, run_name=name)
+
+
+def test_blocks_that_are_executed_differently_are_judged_apart() -> None:
+    losses = {BLOCKS: {"compiled": 5.0, "cce_kahan": 5.001}, FLOAT8: {"compiled": 5.02, "cce_kahan": 5.022}}
+    runs = [
+        trained(loss, seed, training, nats + seed)
+        for training, both in losses.items()
+        for loss, nats in both.items()
+        for seed in range(5)
+    ]
+    found = [v for v in verdicts.verdicts(runs) if (v.criterion, v.against) == (criteria.MVE_LOSS, "compiled")]
+    assert [(v.setting, v.n, v.verdict) for v in found if v.backend == "cce_kahan"] == [
+        ("compile=blocks", 5, "met"),
+        ("compile=blocks, float8=blocks", 5, "met"),
+    ]
+    assert [v.value for v in found] == [pytest.approx(0.001), pytest.approx(0.002)]
+
+
+@pytest.mark.parametrize(
+    ("change", "against"),
+    [
+        ({"training": FLOAT8, "model": "gla"}, "gla, bf16"),
+        ({"training": BLOCKS, "model": "gla shared_projection_rank=128"}, "gla, full projections"),
+    ],
+)
+def test_a_change_of_the_blocks_is_judged_beside_runs_without_it(change: dict[str, str], against: str) -> None:
+    bases = [trained("compiled", seed, BLOCKS, 5.0 + seed) for seed in range(6)]
+    changed = [trained("compiled", seed, nats=5.03 + seed, **change) for seed in range(5)]
+    other = [trained("cce_kahan", seed, nats=7.0, **change) for seed in range(5)]  # with no run beside them
+    found = changes_of_loss([*bases, *changed, *other])
+    assert [(v.backend, v.against, v.n, v.verdict) for v in found] == 2 * [("compiled", against, 5, "missed")]
+    assert [v.value for v in found] == 2 * [pytest.approx(0.03)]
+    assert not changes_of_loss(bases)
 
 
 @pytest.mark.usefixtures("text_alone")

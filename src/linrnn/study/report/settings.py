@@ -10,7 +10,7 @@ FLOAT8, BF16 = "trainer.float8=blocks", "trainer.float8=none"
 SHARED = "shared_projection_rank="
 RULES = (
     "A pair is a run with float8 blocks or a shared projection, and a run with neither. Both have the same loss, seed, "
-    "text and compiled blocks. The value is the first run's loss minus the second's. The rules are those of the verdicts."
+    "text and compiled blocks. The value is the first run's loss minus the second's. Verdicts follow the rules above."
 )
 
 
