@@ -17,6 +17,7 @@ from linrnn.study.report import make_report, verdict_table, write
 from linrnn.study.report.page import Pictures, inline, to_html
 from linrnn.study.report.remarks import ON_DROPPED
 from linrnn.study.report.sections import sections
+from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.report.tables import of_verdicts
 from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, read_committed, read_list
 from linrnn.study.verdicts import CONTROL, verdicts
@@ -200,7 +201,7 @@ def test_the_page_of_every_committed_report_holds_every_run_command_and_verdict(
         for row in table[1:]
     ]
     judged, controls = ([row for row in rows if (row["loss"] == CONTROL) == of_control] for of_control in (False, True))
-    answered = [verdict for verdict in found if verdict.verdict != OPEN]
+    answered = [verdict for verdict in [*found, *changes_of_loss(runs)] if verdict.verdict != OPEN]
     words = Counter(row["verdict"].split()[1] for row in judged)
     assert words == Counter(verdict.verdict for verdict in answered if verdict.backend != CONTROL)
     of_control = {(verdict.criterion.name, verdict.verdict) for verdict in answered if verdict.backend == CONTROL}
