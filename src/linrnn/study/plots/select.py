@@ -45,8 +45,11 @@ def heading(runs: Sequence[Run], separator: str = " ") -> str:
 
 
 def varies(runs: Sequence[Run], along: str) -> bool:
-    """Whether some runs differ only in `along`, so that a line can join them."""
-    return bool(family(measured(runs), along))
+    """Whether some runs of one model and loss differ only in `along`, so that a line can join them."""
+    values: dict[tuple[str, str], set[Any]] = defaultdict(set)
+    for run, name in named(family(measured(runs), along)):
+        values[run.summary["model"], name].add(run.summary.get(along))
+    return any(len(own) > 1 for own in values.values())
 
 
 def crossover_lines(runs: Sequence[Run]) -> list[str]:
