@@ -323,7 +323,9 @@ HELD_SUMS_OF_DECAYS = "cc321ce"
 
 def architecture(run: dict) -> Architecture:
     chunk = run.get("chunk_size") or "null"
-    config = configured(f"model={run['model']}", f"model.chunk_size={chunk}", f"size={run['size']}")
+    name, *options = run["model"].split()
+    options = [f"model.{option}" for option in [f"chunk_size={chunk}", *options]]
+    config = configured(f"model={name}", *options, f"size={run['size']}")
     return resolve(config.model, config.size, run["vocab_size"])
 
 
@@ -392,13 +394,18 @@ def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(
 
 
 def test_formulas_agree_with_every_committed_run():
-    """Peak and loss layer within one per cent, tokens/s exactly."""
+    """Peak and loss layer within one per cent, tokens/s exactly. Compiled blocks need up to four per cent less."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "full"}
     for run in committed_runs():
+        if "trainer.float8=blocks" in run.get("training", ""):
+            continue  # training says before such a run that its memory is unknown
         memory, measured = foreseen(run), run["memory_bytes"]
         name = f"{run['group']}/{run['run_name']}"
-        assert memory.peak == pytest.approx(measured["peak"], rel=0.01), name
-        if run["activation_checkpointing"] == "none":
+        if compiled := "trainer.compile=blocks" in run.get("training", ""):
+            assert measured["peak"] <= memory.peak <= 1.04 * measured["peak"], name
+        else:
+            assert memory.peak == pytest.approx(measured["peak"], rel=0.01), name
+        if run["activation_checkpointing"] == "none" and not compiled:
             activations = memory.components()["activations"]
             assert activations == pytest.approx(measured["activations"], rel=0.01, abs=8 * MIB), name
         if run["group"] != "whole_step" and run["loss"] != "cce_filter":  # earlier kernels; lists as long as they need
