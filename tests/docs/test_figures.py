@@ -1200,3 +1200,17 @@ def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:
     training = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
     assert f"takes {float8.step_ms:.1f} ms with float8 and {blocks.step_ms:.1f} ms without" in training
     assert f"takes {blocks.step_ms:.1f} ms a step with compiled blocks and {plain.step_ms:.1f} ms without" in training
+
+
+def test_the_shape_whose_default_is_far_from_its_best_workspace_is_told_with_its_rows() -> None:
+    page = " ".join((ROOT / "docs" / "kernel_figures.md").read_text(encoding="utf-8").split())
+    found = {
+        row.workspace_mib: row
+        for row in loss_rows(H100 / "16384x2048x32768.json")
+        if row.set == "rivals_grid" and row.backend == "cce_kahan"
+    }
+    for row, words in ((found[None], "of compiled's time in"), (found[4096], "in")):
+        low, value, high = row.ratio_to_compiled_low, row.ratio_to_compiled, row.ratio_to_compiled_high
+        assert f"{value:.3f} ({low:.3f} to {high:.3f}) {words} {row.extra_mib:,.0f} MiB" in page
+    times = found[None].forward_backward_ms / found[4096].forward_backward_ms
+    assert f"about {times:.2f} times as long there" in page
