@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from linrnn.study.criteria import FINAL_LOSS, VALID_LOSS, Verdict, judge
-from linrnn.study.results import COURSE, Run, backend_names
+from linrnn.study.plots.select import named
+from linrnn.study.results import COURSE, Run
 from linrnn.study.verdicts import learnt
 
 FLOAT8, BF16 = "trainer.float8=blocks", "trainer.float8=none"
@@ -16,7 +17,7 @@ RULES = (
 
 def changes_of_loss(runs: Sequence[Run]) -> list[Verdict]:
     """Verdicts on the final and the validation loss of every run that has another with neither change beside it."""
-    names = dict(zip((run.name for run in runs), backend_names([run.summary for run in runs]), strict=True))
+    names = {run.name: name for run, name in named(runs)}
     usable = [run for run in runs if run.finished and not run.mixture and learnt(run, run)]
     plain = {(*_without(run), names[run.name]): run for run in usable if not _change(run)}
     pairs: dict[tuple[str, str, str], list[tuple[Run, Run]]] = {}
