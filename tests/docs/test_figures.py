@@ -612,6 +612,11 @@ def by_name(found: list[Row]) -> dict[str, dict[str, Row]]:
     return lines
 
 
+def steps(folder: str) -> Path:
+    """The directory of whole steps on the H100 whose name ends so."""
+    return STEPS.parent / f"{STEPS.name}{folder}"
+
+
 def answer_of(verdict: Verdict | None) -> str:
     if verdict is None:
         return "not measured"
@@ -622,21 +627,102 @@ def tokens_per_second(row: Row) -> str:
     return f"{row.tokens_per_second:,.0f}" if row.status == "ok" else row.status.replace("_", " ")
 
 
-def test_the_table_of_step_speeds_holds_the_h100_s_rows_and_verdicts() -> None:
-    found = read_rows(STEPS)
+@pytest.mark.parametrize(
+    ("folder", "page", "head", "rounds"),
+    [
+        ("", "h1b_step_speed.md", "H100, 8 x 2048 tokens a step", 8),
+        ("_350m_graphs", "h1b_step_speed.md", "H100, one CUDA graph a step, 8 x 2048 tokens", 8),
+        ("_lengths", "h4_linear_rnn_or_transformer.md", "H100, 16,384 tokens a step", 6),
+        ("_chunks", "h4_linear_rnn_or_transformer.md", "H100, tokens of a chunk", 6),
+        ("_followups_350m", "h7_follow_ups.md", "H100, 350M, V = 131,072, 8 x 2048 tokens a step", 8),
+    ],
+)
+def test_the_tables_of_step_speeds_hold_the_h100_s_rows_and_verdicts(
+    folder: str, page: str, head: str, rounds: int
+) -> None:
+    found = read_rows(steps(folder))
     judged = {
         (one.verdict.setting, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(found)
     }
-    assert {verdict.n for verdict in judged.values()} == {8}
+    assert {verdict.n for verdict in judged.values()} == {rounds}
     expected = []
     for name, row in by_name(found).items():
-        ours = row["cce_kahan"]
-        cells = [name, *(tokens_per_second(row[loss]) for loss in ("standard", "compiled", "cce_kahan"))]
+        losses = ("standard", "compiled", "cce_kahan")
+        cells = [name, *(tokens_per_second(row[loss]) if loss in row else "not measured" for loss in losses)]
         cells += [answer_of(judged.get((name, "cce_kahan", base))) for base in ("compiled", "standard")]
-        control = judged[name, AGAIN, "compiled"]
-        cells.append(f"{control.value:.3f} ({control.low:.3f} to {control.high:.3f})")
-        expected.append([*cells, f"{host_share(ours):.0%}".replace("%", " %")])
-    assert sorted(table_of("h1b_step_speed.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
+        cells.append(with_interval(judged[name, AGAIN, "compiled"]))
+        expected.append([*cells, f"{host_share(row['cce_kahan']):.0%}".replace("%", " %")])
+    assert sorted(table_of(page, head)) == sorted(expected)
+
+
+def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
+    """The sentences around the tables of 350M, with and without CUDA graphs."""
+    found = step_speeds(read_rows(steps("_350m_graphs")))
+    ours = {(v.setting, v.against): v for one in found if (v := one.verdict).backend == "cce_kahan"}
+    page, index = (" ".join((ROOT / "docs/study" / name).read_text(encoding="utf-8").split()) for name in (
+        "h1b_step_speed.md", "index.md",
+    ))  # fmt: skip
+    compiled = [v.value for v in ours.values() if v.against == "compiled"]
+    ends = f"{min(compiled):.3f} to {max(compiled):.3f}"
+    assert f"missed against torch.compile**, {ends}." in page
+    assert f"**missed** at 350M as CUDA graphs: {ends} |" in index
+    eager = [v for v in ours.values() if v.against == "standard"]
+    met = [v.value for v in eager if v.verdict == "met"]
+    assert f"on ({min(met):.3f} to {max(met):.3f})" in page
+    assert {v.setting.split(", ")[1] for v in eager if v.verdict == "missed"} == {"V = 32,000"}
+    missed = sorted(v.value for v in eager if v.verdict == "missed")
+    assert "**missed** at 32,000 ({:.3f} and {:.3f})".format(*missed) in page
+    widest = max(own["compiled"].peak_gib for own in by_name(read_rows(steps("_350m_graphs"))).values())
+    assert f"GLA {widest:.2f} GiB with compiled" in page
+
+    rows = by_name(read_rows(steps("_followups_350m")))
+    follow_ups_page = " ".join((ROOT / "docs/study/h7_follow_ups.md").read_text(encoding="utf-8").split())
+    shares = [round(100 * host_share(own["cce_kahan"])) for own in rows.values()]
+    assert f"The host issues kernels for {min(shares)} to {max(shares)} % of a step" in follow_ups_page
+    for model, name in (("GLA", "GLA's step takes"), ("Transformer", "the Transformer's")):
+        pair = (rows[f"{model} 350m, compile=blocks"], rows[f"{model} 350m"])
+        ratio = ratio_of_means(*(own["compiled"].wall_ms for own in pair))
+        assert f"{name} {with_interval(ratio)}" in follow_ups_page
+    saved = {f"{own['compiled'].peak_gib - own['cce_kahan'].peak_gib:.2f}" for own in rows.values()}
+    assert saved == {"1.81"}
+    assert "Ours peaks 1.81 GiB lower than compiled in every line." in follow_ups_page
+
+
+def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
+    rows = by_name(read_rows(steps("_lengths")))
+    ratios = {
+        one.verdict.setting: one.ratios
+        for one in step_speeds(read_rows(steps("_lengths")))
+        if (one.verdict.backend, one.verdict.against) == ("cce_kahan", "compiled")
+    }
+    words = {False: "missed", True: "met", None: "undecided"}
+    expected = []
+    for tokens in ("32 x 512", "8 x 2,048", "2 x 8,192", "1 x 16,384"):
+        names = [f"{model} 1b3, {tokens}" for model in ("GLA", "Transformer")]
+        one = ratio_of_means(*(ratios[name] for name in names))
+        assert one.low is not None
+        assert one.high is not None
+        cell = f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
+        expected.append([tokens, *(percent(rows[name]["compiled"].loss_layer_share) for name in names), cell])
+    assert table_of("h4_linear_rnn_or_transformer.md", "H100, compiled's loss layer, of a step") == expected
+    chunks = by_name(read_rows(steps("_chunks")))
+    large, small = (chunks[f"GLA 1b3, model.chunk_size={size}"]["compiled"].wall_ms for size in (128, 64))
+    page = (ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8")
+    assert f"GLA's step takes {with_interval(ratio_of_means(large, small))} of that with 64" in page
+
+
+def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
+    names = {"cce_filter": "`cce_filter` (samples)", "cce_apple": "`cce_apple` (Apple's kernels, drop tiles)"}
+    names |= {"cce_kahan": "`cce_kahan` (exact)", "compiled_nudged": "`compiled_nudged`, the control"}
+    expected = []
+    for loss, name in names.items():
+        cells = [cell_of("finetune_filter_gla", loss, "compiled", c, n=5) for c in (FINAL_LOSS, VALID_LOSS)]
+        expected.append([name, *cells, cell_of("finetune_filter_gla", loss, "compiled", CURVES, ".4f", n=5)])
+    assert table_of("h3_filter.md", "GLA 350M, fine-tuned, against compiled, n = 5") == expected
+    [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
+    for name in ("cce_filter", "cce_apple"):
+        _, _, figures = cell_of("finetune_filter_gla", name, "compiled", FINAL_LOSS, n=5).partition(": ")
+        assert figures.replace(" (", " nats (" if name == "cce_filter" else " (", 1) in row
 
 
 def test_the_table_of_liger_s_steps_holds_the_h100_s_rows() -> None:
@@ -985,7 +1071,7 @@ def test_the_study_s_index_holds_the_h100_s_rows() -> None:
 
 
 # Model lines of the follow-ups, and the lines that they are compared with; by the name of the model.
-FOLLOW_UPS = STEPS.parent / f"{STEPS.name}_followups"
+FOLLOW_UPS = steps("_followups")
 PLAIN, BLOCKS, FLOAT8 = "{} 1b3", "{} 1b3, compile=blocks", "{} 1b3, compile=blocks, float8=blocks"
 RANKS = tuple("{} " + f"shared_projection_rank={rank} 1b3" for rank in (512, 1024))
 COMPARED = ((BLOCKS, PLAIN), (FLOAT8, BLOCKS), (FLOAT8, PLAIN), *((rank, PLAIN) for rank in RANKS))
@@ -1202,15 +1288,20 @@ def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:
     assert f"takes {blocks.step_ms:.1f} ms a step with compiled blocks and {plain.step_ms:.1f} ms without" in training
 
 
-def test_the_shape_whose_default_is_far_from_its_best_workspace_is_told_with_its_rows() -> None:
-    page = " ".join((ROOT / "docs" / "kernel_figures.md").read_text(encoding="utf-8").split())
-    found = {
-        row.workspace_mib: row
-        for row in loss_rows(H100 / "16384x2048x32768.json")
-        if row.set == "rivals_grid" and row.backend == "cce_kahan"
-    }
-    for row, words in ((found[None], "of compiled's time in"), (found[4096], "in")):
-        low, value, high = row.ratio_to_compiled_low, row.ratio_to_compiled, row.ratio_to_compiled_high
-        assert f"{value:.3f} ({low:.3f} to {high:.3f}) {words} {row.extra_mib:,.0f} MiB" in page
-    times = found[None].forward_backward_ms / found[4096].forward_backward_ms
-    assert f"about {times:.2f} times as long there" in page
+def test_the_default_beside_one_chunk_is_told_with_its_rows() -> None:
+    page = (ROOT / "docs" / "kernel_figures.md").read_text(encoding="utf-8")
+    table = page.split("| H100, N x D x V | default | one chunk |")[1].split("\n\n")[0].splitlines()[2:]
+    expected = []
+    for path in (H100.parent / f"{H100.name}_one_chunk").glob("*.json"):
+        default, one = (
+            next(row for row in loss_rows(path) if (row.backend, row.workspace_mib) == ("cce_kahan", size))
+            for size in (None, 8192)
+        )
+        assert default.rounds == one.rounds == 16
+        ratios = np.array(default.rounds_ms) / np.array(one.rounds_ms)
+        low, high = interval_of_median(ratios, seed=0)
+        word = "met" if high <= 1.05 else "missed" if low > 1.05 else "undecided"
+        cells = [f"{row.ratio_to_compiled:.3f}, {row.extra_mib:,.0f}" for row in (default, one)]
+        shape = f"{default.n:,} x {default.d:,} x {default.v:,}"
+        expected.append([shape, *cells, f"**{word}**: {np.median(ratios):.3f} ({low:.3f} to {high:.3f})"])
+    assert sorted(line.strip("| ").split(" | ") for line in table) == sorted(expected)

@@ -63,3 +63,9 @@ def test_a_line_is_named_by_what_tells_it_apart() -> None:
         SMALL: "GLA 350m, V = 32,000",
         larger: "GLA 350m, V = 131,072, optimizer=muon",
     }
+
+
+def test_lines_that_differ_in_length_alone_have_names_of_their_own() -> None:
+    long = "model=gla size=1b3 trainer.batch_size=1 trainer.seq_len=16384"
+    rows = [ROW, replace(ROW, line=long, batch=1, seq=16384)]
+    assert names_of(rows) == {LINE: "GLA 1b3, 8 x 2,048", long: "GLA 1b3, 1 x 16,384"}

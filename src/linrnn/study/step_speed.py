@@ -95,13 +95,16 @@ def host_share(row: Row) -> float:
 
 
 def names_of(rows: Sequence[Row]) -> dict[str, str]:
-    """The model lines in words. The vocabulary stands in them if a size was measured with several."""
+    """The model lines in words. Vocabulary, and batch x length, stand in them if a size was measured with several."""
     vocabularies: dict[str, set[int]] = defaultdict(set)
+    tokens: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
         vocabularies[row.size].add(row.v)
+        tokens[row.size].add((row.batch, row.seq))
     names = {}
     for row in rows:
-        several = [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
+        several = [f"{row.batch} x {row.seq:,}"] if len(tokens[row.size]) > 1 else []
+        several += [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
         _, _, rest = title_of(row.line, row.model, row.size, row.batch, row.seq, row.v).partition(f"V = {row.v:,}")
         options = [word for word in rest.split(", ") if word]
         told = [
