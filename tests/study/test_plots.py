@@ -95,7 +95,8 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     def names(axes: Axes) -> list[str]:
         return [label.get_text() for label in axes.get_yticklabels()]
 
-    speeds = [one.verdict for one in step_speeds(read_rows(ROOT / "results" / "bench_steps" / figures.DEVICE))]
+    folders = [ROOT / "results" / "bench_steps" / f"{figures.DEVICE}{end}" for end in ("", "_350m_graphs")]
+    speeds = [one.verdict for folder in folders for one in step_speeds(read_rows(folder))]
     drawn = [v for v in speeds if v.backend in ("cce_kahan", AGAIN)]
     assert faces(speed).count("white") == sum(v.verdict == "undecided" for v in drawn) > 0
     assert len(faces(speed)) == len(drawn) > faces(speed).count("white")

@@ -89,11 +89,12 @@ def study(results: Path) -> Any:
         found = verdicts(runs, read_list(directory / MAX_BATCHES))
         kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
         losses += loss_rows(found) if group == SEEDS else []
-    steps = read_rows_of_steps(results / "bench_steps" / DEVICE)
+    steps, graphs = (read_rows_of_steps(results / "bench_steps" / name) for name in (DEVICE, f"{DEVICE}_350m_graphs"))
     for row in peak_rows(step_peaks(steps)):
         key = row.verdict.criterion, row.name, row.verdict.against
         kept[key] = replace(row, attainable=kept[key].attainable)  # a share of the baseline's peak, as it was
-    return forest([*speed_rows(step_speeds(steps)), *kept.values(), *losses])
+    speeds = [one for rows in (steps, graphs) for one in step_speeds(rows)]
+    return forest([*speed_rows(speeds), *kept.values(), *losses])
 
 
 def peak_memory(results: Path) -> Any:
