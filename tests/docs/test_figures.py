@@ -1305,3 +1305,25 @@ def test_the_default_beside_one_chunk_is_told_with_its_rows() -> None:
         shape = f"{default.n:,} x {default.d:,} x {default.v:,}"
         expected.append([shape, *cells, f"**{word}**: {np.median(ratios):.3f} ({low:.3f} to {high:.3f})"])
     assert sorted(line.strip("| ").split(" | ") for line in table) == sorted(expected)
+
+
+def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None:
+    [path] = H100.glob("pilot-gla-350m-*.json")
+    rows = {(row.backend, row.workspace_mib): row for row in loss_rows(path)}
+    sampled, exact = rows["cce_filter filter_if_faster=false", None], rows["cce_kahan", None]
+    pages = {
+        name: " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+        for name in ("kernel_filter.md", "study/h3_filter.md")
+    }
+    for row in (sampled, exact):
+        words = f"{row.ratio_to_compiled:.3f} ({row.ratio_to_compiled_low:.3f} to {row.ratio_to_compiled_high:.3f})"
+        assert words in pages["kernel_filter.md"]
+    of_exact = np.median(np.array(sampled.rounds_ms) / np.array(exact.rounds_ms))
+    assert f"takes {of_exact:.2f} of the exact loss's time" in pages["kernel_filter.md"]
+    errors = f"{sampled.de_err:.2e}, {sampled.dc_err:.1e}".replace("e-0", "e-")
+    assert "dE errs by {} and dC by {}".format(*errors.split(", ")) in pages["kernel_filter.md"]
+    assert "{} and {}".format(*errors.split(", ")) in pages["study/h3_filter.md"]
+    plain = rows["cce_filter filter_if_faster=false filter_unbiased=false", None]
+    for row in (plain, rows["cce_apple", None]):
+        assert f"by {row.de_err:.2f}" in pages["study/h3_filter.md"]
+        assert f"{row.dc_err:.2f}" in pages["study/h3_filter.md"]
