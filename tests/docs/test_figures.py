@@ -666,6 +666,7 @@ def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
     ends = f"{min(compiled):.3f} to {max(compiled):.3f}"
     assert f"missed against torch.compile**, {ends}." in page
     assert f"**missed** at 350M as CUDA graphs: {ends} |" in index
+    assert f"V = 32,000 to 262,144: speed | - | {ends} | 8 rounds |" in FIRST_SCREEN
     eager = [v for v in ours.values() if v.against == "standard"]
     met = [v.value for v in eager if v.verdict == "met"]
     assert f"on ({min(met):.3f} to {max(met):.3f})" in page
@@ -719,6 +720,8 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
         cells = [cell_of("finetune_filter_gla", loss, "compiled", c, n=5) for c in (FINAL_LOSS, VALID_LOSS)]
         expected.append([name, *cells, cell_of("finetune_filter_gla", loss, "compiled", CURVES, ".4f", n=5)])
     assert table_of("h3_filter.md", "GLA 350M, fine-tuned, against compiled, n = 5") == expected
+    [low, high] = re.findall(r"[+-][\d.]+", expected[0][1])[1:]
+    assert f"final loss, difference in nats | - | {low} to {high} | 5 seeds |" in FIRST_SCREEN
     [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
     for name in ("cce_filter", "cce_apple"):
         _, _, figures = cell_of("finetune_filter_gla", name, "compiled", FINAL_LOSS, n=5).partition(": ")
