@@ -1330,3 +1330,24 @@ def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None
     for row in (plain, rows["cce_apple", None]):
         assert f"by {row.de_err:.2f}" in pages["study/h3_filter.md"]
         assert f"{row.dc_err:.2f}" in pages["study/h3_filter.md"]
+
+
+def test_the_medians_of_25_shapes_are_told_with_their_intervals() -> None:
+    """Each shape's rounds are drawn anew, and the median over the shapes is taken of their medians."""
+    draw, told = np.random.default_rng(0), []
+    for gpu in (H100, H100.parent / "nvidia_h200"):
+        for logits in ("peaked", "flat"):
+            ratios = []
+            for path in sorted(gpu.glob("*.json")):
+                own = by_backend(json.loads(path.read_text(encoding="utf-8")), "grid")
+                if (ours := own.get((logits, "cce_kahan", None))) is not None:
+                    times = (np.array(row["rounds_ms"]) for row in (ours, own[logits, "compiled", None]))
+                    ratios.append(np.divide(*times))
+            assert len(ratios) == 25
+            redrawn = [np.median(draw.choice(ratio, (4000, len(ratio))), axis=1) for ratio in ratios]
+            low, high = np.quantile(np.median(redrawn, axis=0), (0.025, 0.975))
+            told.append((np.median([np.median(ratio) for ratio in ratios]), low, high))
+    page = " ".join((ROOT / "docs" / "kernel_figures.md").read_text(encoding="utf-8").split())
+    for value, low, high in told:
+        assert low < 0.92 < high, "undecided"
+        assert f"{value:.3f} ({low:.2f} to {high:.2f})" in page
