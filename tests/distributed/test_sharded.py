@@ -172,10 +172,11 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
 ) -> None:
     """Compared with one process in fp32. Two runs in bf16 may differ from each other by twice as much.
 
-    On GPUs FLA's kernels are not tuned.
+    The Transformer, because GLA's first gradients multiply rounding errors (tests/models/test_first_gradients.py): on
+    one processor the third norm of GLA in bf16 differs by 9 % in one process. On GPUs FLA's kernels are not tuned.
     """
     model = tuple(override for override in cut if override.startswith("size."))
-    options = (f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")
+    options = ("model=transformer", f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")
     if (device, *model) not in of_one_process:
         if device == "cuda":
             leave_kernels_untuned(monkeypatch.setattr)
