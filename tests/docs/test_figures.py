@@ -706,6 +706,21 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
         cell = f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
         expected.append([tokens, *(percent(rows[name]["compiled"].loss_layer_share) for name in names), cell])
     assert table_of("h4_linear_rnn_or_transformer.md", "H100, compiled's loss layer, of a step") == expected
+    graphs = {
+        (one.verdict.setting, one.verdict.against): one.ratios
+        for one in step_speeds(read_rows(steps("_350m_graphs")))
+        if one.verdict.backend == "cce_kahan"
+    }
+    for vocabulary, *cells in table_of("h4_linear_rnn_or_transformer.md", "350M, V"):
+        for against, cell in zip(("compiled", "standard"), cells, strict=True):
+            keys = [(f"{model} 350m, V = {vocabulary}, cuda_graph=true", against) for model in ("GLA", "Transformer")]
+            if cell == "out of memory":
+                assert keys[0] not in graphs
+                continue
+            one = ratio_of_means(*(graphs[key] for key in keys))
+            assert one.low is not None
+            assert one.high is not None
+            assert cell == f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
     chunks = by_name(read_rows(steps("_chunks")))
     large, small = (chunks[f"GLA 1b3, model.chunk_size={size}"]["compiled"].wall_ms for size in (128, 64))
     page = (ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8")
