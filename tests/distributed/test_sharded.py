@@ -153,6 +153,7 @@ def on_gpus(world_size: int, *cut: str) -> Any:
     return pytest.param("cuda", world_size, cut, marks=marks)
 
 
+@pytest.mark.parametrize("model", ["gla", "transformer"])
 @pytest.mark.parametrize(
     ("device", "world_size", "cut"),
     [
@@ -168,26 +169,34 @@ def on_gpus(world_size: int, *cut: str) -> Any:
     ],
 )
 def test_in_mixed_precision_the_losses_differ_by_its_rounding(
-    device: str, world_size: int, cut: tuple[str, ...], small: Small, trained: Trained, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    world_size: int,
+    cut: tuple[str, ...],
+    model: str,
+    small: Small,
+    trained: Trained,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compared with one process in fp32. Two runs in bf16 may differ from each other by twice as much.
 
-    The Transformer, because GLA's first gradients multiply rounding errors (tests/models/test_first_gradients.py): on
-    one processor the third norm of GLA in bf16 differs by 9 % in one process. On GPUs FLA's kernels are not tuned.
+    The gradients' norms are the Transformer's. GLA's first gradients multiply rounding errors
+    (tests/models/test_first_gradients.py): on one processor its third norm in bf16 differs by 9 % in one process.
+    On GPUs FLA's kernels are not tuned.
     """
-    model = tuple(override for override in cut if override.startswith("size."))
-    options = ("model=transformer", f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")
-    if (device, *model) not in of_one_process:
+    size = (f"model={model}", *(override for override in cut if override.startswith("size.")))
+    options = (f"model={model}", f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")
+    if (device, *size) not in of_one_process:
         if device == "cuda":
             leave_kernels_untuned(monkeypatch.setattr)
-        one, _ = one_process(small(*options, *model, "trainer.batch_size=4", "trainer.precision=fp32"))
-        of_one_process[device, *model] = curve(one.directory.path)
-    expected = of_one_process[device, *model]
+        one, _ = one_process(small(*options, *size[1:], "trainer.batch_size=4", "trainer.precision=fp32"))
+        of_one_process[device, *size] = curve(one.directory.path)
+    expected = of_one_process[device, *size]
     directory = trained(small(*options, *cut), world_size)
     assert curve(directory).keys() == expected.keys()
     for step, (loss, norm) in curve(directory).items():
         assert loss == pytest.approx(expected[step][0], rel=2e-3), step
-        assert norm == pytest.approx(expected[step][1], rel=2e-2), step
+        if model == "transformer":
+            assert norm == pytest.approx(expected[step][1], rel=2e-2), step
 
 
 def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Trained) -> None:

@@ -1281,7 +1281,7 @@ def test_the_follow_ups_losses_hold_the_rows() -> None:
 
 
 def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:
-    shared = by_name(read_rows(STEPS.parent / f"{STEPS.name}_gla_graphs"))
+    shared = by_name(read_rows(steps("_gla_graphs")))
     expected = []
     for name, own in shared.items():
         before, now = follow_ups()[name]["compiled"], own["compiled"]
@@ -1292,10 +1292,7 @@ def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:
     page = " ".join((ROOT / "docs" / "study" / "h7_follow_ups.md").read_text(encoding="utf-8").split())
     plain, blocks, float8 = (shared[name.format("GLA")]["compiled"] for name in (PLAIN, BLOCKS, FLOAT8))
     assert f"takes {with_interval(ratio_of_means(float8.wall_ms, blocks.wall_ms))} of that in bf16" in page
-    judged = {
-        (v.verdict.setting, v.row.loss): v.verdict
-        for v in step_speeds(read_rows(STEPS.parent / f"{STEPS.name}_gla_graphs"))
-    }
+    judged = {(v.verdict.setting, v.row.loss): v.verdict for v in step_speeds(read_rows(steps("_gla_graphs")))}
     ours = [judged[name, "cce_kahan"] for name in shared]
     assert {v.verdict for v in ours} == {"missed"}
     assert all(with_interval(v) in page for v in ours)
@@ -1323,6 +1320,14 @@ def test_the_default_beside_one_chunk_is_told_with_its_rows() -> None:
         shape = f"{default.n:,} x {default.d:,} x {default.v:,}"
         expected.append([shape, *cells, f"**{word}**: {np.median(ratios):.3f} ({low:.3f} to {high:.3f})"])
     assert sorted(line.strip("| ").split(" | ") for line in table) == sorted(expected)
+    [[_, _, one, _]] = [row for row in expected if row[0] == "16,384 x 2,048 x 32,768"]
+    grids = {
+        path.stem: by_backend(json.loads(path.read_text(encoding="utf-8")), "grid") for path in H100.glob("*.json")
+    }
+    ours = {name: grid.get(("peaked", "cce_kahan", None)) for name, grid in grids.items()}
+    ratios = {name: row["ratio_to_compiled"] for name, row in ours.items() if row}
+    ratios["16384x2048x32768"] = float(one.split(",")[0])
+    assert f"with peaked logits would be {np.median(list(ratios.values())):.3f}." in page
 
 
 def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None:
