@@ -168,15 +168,16 @@ def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points) -> None:
     assert [one.is_answered(retry=False) for one in (point, alone)] == [False, True]
 
 
-def test_on_shared_gpus_the_first_point_of_a_loss_compiles_alone(small: Small, tmp_path: Path) -> None:
-    """Three points of each of two losses. A point takes its first step when it is told to."""
-    points = foresee([small(f"seed={s}", f"loss={loss}") for loss in ("standard", "compiled") for s in range(3)])
+def test_on_shared_gpus_the_first_point_of_a_setting_compiles_alone(small: Small, tmp_path: Path) -> None:
+    """Three points of each of three settings. A point takes its first step when it is told to."""
+    settings = [["loss=standard"], ["loss=compiled"], ["loss=standard", "trainer.activation_checkpointing=full"]]
+    points = foresee([small(f"seed={s}", *setting) for setting in settings for s in range(3)])
     go = tmp_path / "go"
     trains = "import sys, time, pathlib; d = pathlib.Path(sys.argv[1]); d.mkdir(parents=True)\n"
     trains += f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n(d / 'metrics.jsonl').write_text('x')\n"
     trains += f"time.sleep(2)\n{FINISHES}"
     said: list[str] = []
-    slots = slots_of(6, ["0"], share=True)
+    slots = slots_of(9, ["0"], share=True)
     sweep = Sweep(
         points, slots, said.append, 60, lambda p: [sys.executable, "-c", trains, str(p.directory)], share_gpus=True
     )
@@ -186,10 +187,10 @@ def test_on_shared_gpus_the_first_point_of_a_loss_compiles_alone(small: Small, t
     before = sum("started" in line for line in said)
     go.touch()
     thread.join()
-    assert before == 2, "one of each loss"
+    assert before == 3, "one of each setting"
     order = [line for line in said if "started" in line or "finished" in line]
-    assert sum("started" in line for line in order[:6]) == 6, "then all others at once, while the first still run"
-    assert statuses(points) == ["finished"] * 6
+    assert sum("started" in line for line in order[:9]) == 9, "then all others at once, while the first still run"
+    assert statuses(points) == ["finished"] * 9
 
 
 def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> None:

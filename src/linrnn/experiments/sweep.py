@@ -295,8 +295,10 @@ def visible_gpus() -> list[str]:
 
 
 def needs_kernels_of(point: Point) -> str:
-    """The model and the loss of a point, with all their options: points that share them need the same kernels."""
-    return f"{point.config.model} {point.config.loss}"
+    """What decides the kernels of a point: model, size and loss with all their options, and how a step is computed."""
+    config, trainer = point.config, point.config.trainer
+    step = [trainer.batch_size, trainer.seq_len, trainer.precision, trainer.activation_checkpointing]
+    return f"{config.model} {config.size} {config.loss} {step} {trainer.compile} {trainer.float8}"
 
 
 def threads_of(jobs: int) -> dict[str, str]:
