@@ -14,7 +14,7 @@ compile = torch.compile
 gla = import_fla("fla.models.gla")
 assert torch.compile is compile
 print("fla.models.rwkv7" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
-print([name for name in ("scipy", "torchao") if name in sys.modules])
+print([name for name in ("scipy", "torchao", "sklearn", "torchvision") if name in sys.modules])
 
 import fla
 from fla.modules.activations import sqrelu_fwd

@@ -21,6 +21,9 @@ from linrnn.models.layers.rwkv7 import fill_vectors_at_once
 
 PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` imports everything below them
 
+# What transformers imports for losses of object detection, its quantizer, assisted generation and images.
+UNUSED = ("scipy", "torchao", "sklearn", "torchvision")
+
 
 def import_fla(module: str) -> Any:
     """Import a module of FLA without FLA's warnings on a machine without a GPU."""
@@ -78,16 +81,16 @@ def _add_packages() -> None:
 
 @contextlib.contextmanager
 def _without_unused_packages() -> Iterator[None]:
-    """Within the context, transformers imports as if scipy and torchao were not installed. Both together take a second.
+    """Within the context, transformers imports as if `UNUSED` were not installed. All together take three seconds.
 
-    FLA's models use neither. Only transformers' losses of object detection use scipy, and only its quantizer torchao.
-    Modules of transformers that are imported here refuse torchao as not installed from then on.
+    FLA's models use none of them. Modules of transformers that are imported here refuse them as not installed from
+    then on.
     """
     import transformers.utils
 
     with contextlib.ExitStack() as patches:
-        for name in ("is_scipy_available", "is_torchao_available"):
-            patches.enter_context(patch.object(transformers.utils, name, lambda: False))
+        for name in UNUSED:
+            patches.enter_context(patch.object(transformers.utils, f"is_{name}_available", lambda: False))
         yield
 
 

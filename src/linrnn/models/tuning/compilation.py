@@ -3,6 +3,8 @@
 Triton compiles a kernel when it is called, so one after the other, and each takes about a second. Which kernels a step
 calls, and for which arguments, is known only from calling them. So the step is rehearsed: its kernels are not run, and
 their arguments go to a pool of threads which compile. Triton's compiler releases Python's lock most of the time.
+
+Triton 3.6 also compiles a launcher in C for each kernel, when the kernel is first launched. The threads do that, too.
 """
 
 import contextlib
@@ -38,7 +40,14 @@ class _Rehearsal:
         """For JITFunction._do_compile. The kernel's own cache gets the result later."""
         if (asked := (id(kernel), key, device)) not in self._asked:
             self._asked.add(asked)
-            self.compilations.append(self._pool.submit(self._compile, kernel, key, signature, device, *rest))
+            self.compilations.append(self._pool.submit(self._prepare, kernel, key, signature, device, *rest))
+
+    def _prepare(self, kernel: Any, *arguments: Any) -> None:
+        """On a thread: compile a kernel and its launcher. Both are found again in Triton's cache on disk."""
+        from triton.runtime.driver import driver
+
+        if (compiled := self._compile(kernel, *arguments)) is not None:  # None: a hook of Triton's took the kernel
+            driver.active.launcher_cls(compiled.src, compiled.metadata)
 
     def run_tuned(self, tuner: Any, *args: Any, **kwargs: Any) -> None:
         """For Autotuner.run: the chosen configuration, or all among which it will choose."""
