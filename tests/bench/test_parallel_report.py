@@ -179,3 +179,21 @@ def test_every_row_of_several_runs_names_its_run() -> None:
     for begins in ("| all_gather", "| gla 1b3", "| 16384 ×"):
         ends = [line.split("|")[-2].strip() for line in lines if line.startswith(begins)]
         assert set(ends) == {"1", "2"}
+
+
+def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval() -> None:
+    """Ranks with half of the sequences each. A machine that slows down between two repeats moves no efficiency."""
+    alone, together = steps("none", 1, 8, 400.0), steps("fsdp", 2, 4, 250.0)
+    for slower in (1.0, 2.0, 1.0, 1.0, 3.0):
+        alone.repeat(steps("none", 1, 8, 400.0 * slower), None)
+        together.repeat(steps("fsdp", 2, 4, 250.0 * slower), alone)
+    assert together.efficiencies == pytest.approx([0.8] * 5)
+    assert together.efficiency == pytest.approx(0.8)
+    assert together.step_ms == 250.0, "the median"
+    assert together.tokens_per_second == pytest.approx(2 * 4 * 2048 / 0.25)
+    assert together.efficiency_in_words == "0.800 (0.800 to 0.800), n = 5"
+    assert alone.efficiency_in_words == "-"
+    together.repeat(steps("fsdp", 2, 4, 500.0), alone)
+    assert together.efficiency_in_words.startswith("0.800 (0.7"), "the last repeat is an outlier"
+    run_of_rows = dataclasses.replace(run(2), steps=[alone, together])
+    assert together.efficiency_in_words in markdown([run_of_rows])

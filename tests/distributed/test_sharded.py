@@ -266,7 +266,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
     overrides = (
         "device=cpu", "collective_mib=[0,1]", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab]",
         "strong=[ddp]", "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
-        "part=all", "blocks_together=2", "keep_gathered=true",
+        "part=all", "blocks_together=2", "keep_gathered=true", "repeats=2",
     )  # fmt: skip
     log = tmp_path / "log"
     ranks = start_ranks(list(overrides), 2, log, script="scripts/bench_parallel.py")
@@ -291,6 +291,8 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
         tokens = row["ranks"] * row["sequences_of_rank"] * 80
         assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
         assert row["host_ms"] > 0
+        assert len(row["times_ms"]) == 2
+        assert len(row["efficiencies"]) == (0 if row["parallel"] == "none" else 2)
     assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu.md").read_text()
     (tmp_path / "cpu-x2.json").write_text(json.dumps(content | {"loss": []}))  # another run
     again = command("scripts/bench_parallel.py", "measure=false", f"output_dir={tmp_path}")

@@ -560,6 +560,7 @@ class BenchParallelConfig:
     vocab_size: int | None = at_least(2)
     rounds: int = at_least(1)
     steps: int = at_least(1)
+    repeats: int = at_least(1)
     warmup: int = at_least(1)
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")

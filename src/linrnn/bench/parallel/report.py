@@ -13,9 +13,9 @@ from linrnn.runs.summary import GIB
 Row = TypeVar("Row", CollectiveRow, LossRow, StepRow)
 WORDS = ("model", "parallel", "scaling", "operation", "N × D × V", "column", "meaning")
 REPEATS = (
-    "Every row comes from one run (n = 1) and has no interval. Rows of one setting from several runs show how far runs "
-    "differ. A time is the median over the rounds of its run, of the slowest rank. Ratios are rounded to two decimals. "
-    "The column *run* is the run's number in the list above."
+    "A row comes from one run. An efficiency with a 90 % interval has n repeats: each builds the model anew, on one GPU "
+    "and spread, one right after the other. All other rows are measured once (n = 1). Rows of one setting from several "
+    "runs show how far runs differ. A time is the median over the rounds of its run, of the slowest rank. The column *run* is the run's number in the list above."
 )
 
 
@@ -118,7 +118,7 @@ def _steps(rows: list[tuple[StepRow, int]], device: str) -> list[str]:
         (
             *(f"{row.model} {row.size}", row.method, row.scaling, row.ranks, row.sequences_of_rank),
             *(f"{row.step_ms:.0f}", show(row.host_ms, ".0f")),
-            *(f"{float(f'{row.tokens_per_second:.3g}'):,.0f}", show(row.efficiency, ".2f")),
+            *(f"{float(f'{row.tokens_per_second:.3g}'):,.0f}", row.efficiency_in_words),
             *(two_digits(share) for share in _mfu_of_rank(row, device).values()),
             *(row.memory, show(row.sent_gib, ".2f"), number),
         )

@@ -2,12 +2,14 @@
 
 import json
 import re
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError
 from linrnn.core.tables import show
+from linrnn.runs.intervals import estimate
 
 SHARDED = ("fsdp", "vocab")
 # How many times a rank sends (W − 1) / W of the whole tensor.
@@ -68,13 +70,16 @@ class StepRow:
     Attributes:
         scaling: `alone` (each rank by itself), `weak` (each rank keeps its sequences) or `strong` (the ranks share
             the sequences).
-        efficiency: tokens/s against that of as many GPUs alone, each with the sequences of `weak`.
+        efficiency: tokens/s against that of as many GPUs alone, each with the sequences of `weak`; the median of
+            `efficiencies`.
         gib: peak memory of the rank that holds most. Null on a CPU.
         sent_gib: what each rank sends in a step, from formulas.
         gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
             lacks the gradients of DDP that NCCL still held.
         blocks_together, keep_gathered: those of `parallel`, if it shards the model.
         host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it.
+        times_ms: the step's time in each repeat. Their median is `step_ms`.
+        efficiencies: in each repeat, against the GPUs alone in that repeat.
     """
 
     model: str
@@ -95,6 +100,28 @@ class StepRow:
     blocks_together: int = 1
     keep_gathered: bool = False
     host_ms: float | None = None
+    times_ms: list[float] = field(default_factory=list)
+    efficiencies: list[float] = field(default_factory=list)
+
+    def repeat(self, again: "StepRow", alone: "StepRow | None") -> None:
+        """Take up another measurement of this row. `alone` is the one GPU's row, whose last time is that repeat's."""
+        self.times_ms.append(again.step_ms)
+        self.step_ms = statistics.median(self.times_ms)
+        self.tokens_per_second = again.tokens_per_second * again.step_ms / self.step_ms
+        if alone is not None:
+            # A step of one GPU alone has alone.sequences_of_rank; this row's ranks have their own number.
+            self.efficiencies.append(
+                alone.times_ms[-1] / again.step_ms * again.sequences_of_rank / alone.sequences_of_rank
+            )
+            self.efficiency = statistics.median(self.efficiencies)
+
+    @property
+    def efficiency_in_words(self) -> str:
+        """The efficiency; from two repeats on with its 90 % interval and their number."""
+        if len(self.efficiencies) < 2:
+            return show(self.efficiency, ".2f")
+        found = estimate(self.efficiencies, ratios=True)
+        return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f}), n = {found.n}"
 
     @property
     def method(self) -> str:

@@ -1,8 +1,8 @@
 """Several GPUs against one, in one group of processes: the vocabulary-parallel loss, and whole training steps.
 
 Every figure of several GPUs stands beside the same work on one GPU. There all ranks work at once, each for itself. For
-the loss these rounds alternate with the rounds of all ranks together. For steps they come just before. Times are
-medians of the slowest rank's times.
+the loss these rounds alternate with the rounds of all ranks together. For steps they come just before, in every repeat.
+Times are medians of the slowest rank's times.
 """
 
 import copy
@@ -150,32 +150,36 @@ def _slowest_host(ranks: DistributedRanks, action: Callable[[], object], device:
 def measure_steps(
     ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, say: Callable[[str], None]
 ) -> Iterator[StepRow]:
-    """Steps of a model (`gla/350m`) on one GPU, and with every way to spread it, weak and strong."""
+    """Steps of a model (`gla/350m`) on one GPU, and with every way to spread it, weak and strong.
+
+    Every repeat measures all of them once more, so that each efficiency compares times of one repeat. A row is yielded
+    again when a repeat has changed it.
+    """
     model_name, size = name.split("/")
     run: Config = load_config([f"model={model_name}", f"size={size}", "loss=cce_kahan"])
     arch = resolve(run.model, run.size, config.vocab_size or run.size.vocab_size or 32000)
     precision = resolve_precision(run.trainer.precision, device)
     with device:  # draws weights faster than a CPU; their values change no time
         model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
-    alone: StepRow | None = None
     plans = [("none", "alone", config.batch_size)]
     plans += [(mode, "weak", config.batch_size) for mode in config.weak]
     plans += [(mode, "strong", config.batch_size // ranks.world_size) for mode in config.strong]
-    for mode, scaling, sequences in plans:
-        try:
-            row = _measure_mode(ranks, model, arch, run, mode, scaling, sequences, config, device)
-        except torch.OutOfMemoryError:
-            say(f"{name} {mode} {scaling}: out of memory")
-            continue
-        finally:
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        if mode == "none":
-            alone = row
-        elif alone is not None:
-            row.efficiency = row.tokens_per_second / (ranks.world_size * alone.tokens_per_second)
-        yield row
+    rows: dict[tuple[str, str, int], StepRow] = {}
+    for _ in range(config.repeats):
+        for plan in plans:
+            try:
+                measured = _measure_mode(ranks, model, arch, run, *plan, config, device)
+            except torch.OutOfMemoryError:
+                say(f"{name} {plan[0]} {plan[1]}: out of memory")
+                continue
+            finally:
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            alone = None if plan == plans[0] else rows.get(plans[0])
+            row = rows.setdefault(plan, measured)
+            row.repeat(measured, alone)
+            yield row
 
 
 def _measure_mode(
@@ -259,7 +263,8 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
             print(line, flush=True)
 
     def keep(rows: list[Any], row: Any, line: str) -> None:
-        rows.append(row)
+        if not any(row is known for known in rows):
+            rows.append(row)
         say(line)
         if ranks.is_first:
             write(measured, directory, config.part)
@@ -277,7 +282,7 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
             keep(
                 measured.steps,
                 row,
-                f"{what}: {row.step_ms:.1f} ms, host {row.host_ms:.1f}, {row.tokens_per_second:,.0f} tokens/s",
+                f"{what}: {row.step_ms:.1f} ms, host {row.host_ms:.1f}, efficiency {row.efficiency_in_words}",
             )
     return write_pages(directory) if ranks.is_first else []
 
