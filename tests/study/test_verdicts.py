@@ -562,6 +562,18 @@ def test_a_change_of_the_blocks_is_judged_beside_runs_without_it(change: dict[st
     assert not changes_of_loss(bases)
 
 
+def test_compiled_blocks_are_judged_beside_plain_ones_and_beside_no_other_change() -> None:
+    compiled, float8 = "trainer.compile=blocks trainer.float8=none", "trainer.compile=blocks trainer.float8=blocks"
+    plain = [trained("compiled", seed, "trainer.compile=none trainer.float8=none", 5.0 + seed) for seed in range(5)]
+    blocks = [trained("compiled", seed, compiled, 5.001 + seed) for seed in range(5)]
+    both = [trained("compiled", seed, float8, 5.031 + seed) for seed in range(5)]
+    found = [v for v in changes_of_loss([*plain, *blocks, *both]) if v.criterion == criteria.FINAL_LOSS]
+    assert [(v.model, v.against, v.value, v.verdict) for v in found] == [
+        ("gla, compile=blocks", "gla, plain blocks", pytest.approx(0.001), "met"),
+        ("gla, float8=blocks", "gla, bf16", pytest.approx(0.03), "missed"),
+    ]
+
+
 @pytest.mark.usefixtures("text_alone")
 def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_of_this_origin(tmp_path: Path) -> None:
     time = {"loss": {"forward": 1.0, "backward": 1.0}, "mixer": {"forward": 6.0}, "step": {"total": 10.0}}

@@ -18,7 +18,7 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
     """Training losses; below them each loss's difference from the baseline of the same seed. One column per model.
 
     For each model only the setting that most runs share is drawn, because curves of different settings cannot be
-    compared. A line is the mean over seeds; a band reaches from the lowest to the highest seed. At most six losses are
+    compared. A model with one loss is left out, if another model has several. A line is the mean over seeds; a band reaches from the lowest to the highest seed. At most six losses are
     drawn, the baseline among them.
     """
     runs = one_course(runs)
@@ -26,6 +26,8 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
     labels = _first_six([name for _, name in named(runs)], baseline)
     own = [(run, name) for run, name in named(runs) if name in labels]
     models = list(dict.fromkeys(run.summary["model"] for run, _ in own))
+    several = [model for model in models if len({name for run, name in own if run.summary["model"] == model}) > 1]
+    models = several or models
     size = (min(3 + 3.6 * len(models), 10), 6.6)
     figure, grid = subplots(2, max(len(models), 1), figsize=size, sharex="col", height_ratios=(2, 1.2), squeeze=False)
     bases = {(run.course, run.summary["seed"]): run for run, _ in own if run.summary["loss"] == baseline}
@@ -39,12 +41,13 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
             base = bases.get((run.course, run.summary["seed"]))
             if base is not None and base is not run and (values := difference(run.losses, base.losses)):
                 above[name].append(values)
-        for name, several in curves.items():
-            lines[in_words(name)] = _band(top, several, found[name])
-        for name, several in above.items():
-            _band(bottom, several, found[name])
-        _begin_below_the_start(top, [curve for several in curves.values() for curve in several])
-        top.set_title(heading([run for run, _ in of_model], "\n" if len(models) > 2 else " "))
+        for name, of_loss in curves.items():
+            lines[in_words(name)] = _band(top, of_loss, found[name])
+        for name, of_loss in above.items():
+            _band(bottom, of_loss, found[name])
+        _begin_below_the_start(top, [curve for of_loss in curves.values() for curve in of_loss])
+        words = heading([run for run, _ in of_model], "\n" if len(models) > 2 else " ")
+        top.set_title(words.replace(" shared_projection_rank=", "\nshared_projection_rank=\n"))
         bottom.set_xlabel("optimizer step")
         if bottom.lines:
             bottom.axhspan(-0.01, 0.01, color=PALE, zorder=0)

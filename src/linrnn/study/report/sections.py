@@ -37,7 +37,7 @@ def sections(
         rules = remarks.on_rules(runs, own)
         made.append(Section("How verdicts are reached", rules if every_loss else [*rules, _ELSEWHERE], level=3))
     if changes := changes_of_loss(runs):
-        heading = "What float8 blocks and shared projections change in the loss"
+        heading = "What float8, compiled blocks and shared projections change in the loss"
         made.append(Section(heading, [tables.of_verdicts(changes), RULES]))
     made.append(Section("Plots", [pictures]) if pictures.paths else Section("", []))
     runs_blocks: list[Any] = [tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))]
