@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+import linrnn.core.machine  # noqa: F401  notes when this process began
 from linrnn.config.compose import (
     CONFIG_DIR,
     compose_config,

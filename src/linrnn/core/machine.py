@@ -1,12 +1,17 @@
-"""This machine: its free memory, its free disk, its cores. None means that the figure cannot be known."""
+"""This machine: its free memory, its free disk, its cores; and how long this process has run.
+
+None means that the figure cannot be known.
+"""
 
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 GIB = 2**30
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 to say that there is no limit
+BEGAN = time.monotonic()  # every command imports this module at its start
 SHARED_GPU = "LINRNN_SHARED_GPU"  # environment variable: 1 if other runs compute on this process's GPU at the same time
 
 
@@ -16,6 +21,11 @@ def gpu_is_shared() -> bool:
     The times of its steps are then no measurements, and other runs may fill the GPU's memory.
     """
     return os.environ.get(SHARED_GPU) == "1"
+
+
+def seconds_since_start() -> float:
+    """Seconds since this command imported its command line. Python had started less than a second before."""
+    return time.monotonic() - BEGAN
 
 
 def cores() -> int:

@@ -18,6 +18,7 @@ from linrnn.config.schema import Config
 from linrnn.core.errors import InterruptedRun, LinrnnError, ran_out_of_memory
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
+from linrnn.core.machine import seconds_since_start
 from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
 from linrnn.models import tuning
@@ -139,7 +140,8 @@ class Trainer(BuiltRun):
         if remark := tuning.remark():
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.session.console.line(f"step {number} took {time.monotonic() - began:.1f} s; {remark}")
+            took, since = time.monotonic() - began, seconds_since_start()
+            self.session.console.line(f"step {number} took {took:.1f} s, {since:.1f} s after the start; {remark}")
             self.session.record_kernels()
         return record
 

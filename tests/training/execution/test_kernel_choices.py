@@ -1,6 +1,7 @@
 """A run records which configurations its kernels ran with. Compiling them ahead does not change what it computes."""
 
 import json
+import re
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
@@ -58,8 +59,8 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(
     assert seen == [{"fingerprint": "1"}] * 2
     assert recorded(trainer) == {"fingerprint": "3"}, "the last steps and the validation may need more kernels"
     log = (trainer.directory.path / LOG).read_text()
-    assert log.count("s; 1 choices\n") == 1
-    assert "step 1 took " in log
+    [(took, since)] = re.findall(r"step 1 took ([\d.]+) s, ([\d.]+) s after the start; 1 choices\n", log)
+    assert 0 <= float(took) < float(since), "this process has imported torch before"
 
 
 @pytest.mark.parametrize(

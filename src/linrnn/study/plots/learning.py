@@ -18,8 +18,8 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
     """Training losses; below them each loss's difference from the baseline of the same seed. One column per model.
 
     For each model only the setting that most runs share is drawn, because curves of different settings cannot be
-    compared. A model with one loss is left out, if another model has several. A line is the mean over seeds; a band reaches from the lowest to the highest seed. At most six losses are
-    drawn, the baseline among them.
+    compared. A model with one loss is left out, if another model has several. A line is the mean over seeds; a band
+    reaches from the lowest to the highest seed. At most six losses are drawn, the baseline among them.
     """
     runs = one_course(runs)
     baseline = baseline_of(runs)

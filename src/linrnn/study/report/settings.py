@@ -11,10 +11,10 @@ FLOAT8, BF16 = "trainer.float8=blocks", "trainer.float8=none"
 COMPILED, PLAIN = "trainer.compile=blocks", "trainer.compile=none"
 SHARED = "shared_projection_rank="
 RULES = (
-    "A pair is a run with a change, and a run without it. Both have the same loss, seed and text. Beside float8 and beside "
-    "a shared projection both compile their blocks, or neither does. Compiled blocks compute the same function, rounded "
-    "otherwise: they are the control. The value is the first run's loss minus the second's. Verdicts follow the rules "
-    "above."
+    "A pair is a run with a change, and a run without it. Both have the same loss, seed and text. Beside float8 and "
+    "beside a shared projection both compile their blocks, or neither does. Compiled blocks compute the same function, "
+    "rounded otherwise: they are the control. The value is the first run's loss minus the second's. Verdicts follow "
+    "the rules above."
 )
 
 
