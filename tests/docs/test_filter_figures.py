@@ -1,0 +1,275 @@
+"""The figures of filters: docs/study/h3_filter.md and h8_pretraining_filter.md."""
+
+import re
+import statistics
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from blocks import ROOT
+from figures import FIRST_SCREEN, H100, above, cell_of, index_lines, table_of
+
+from linrnn.bench.loss.rows import read_rows as loss_rows
+from linrnn.runs.intervals import pairs_for
+from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS
+from linrnn.study.curves import mean_of_last
+from linrnn.study.filter_speed import filter_speeds
+from linrnn.study.plots.select import named
+from linrnn.study.results import Run, read_committed
+from linrnn.study.verdicts import CONTROL, verdicts
+
+# Two filters of sweep=apple, as reports name them; a run's training and validation loss.
+DROPPED, SAMPLED = (f"cce_filter filter_unbiased={unbiased}" for unbiased in (False, True))
+LOSSES = ("train_loss_nats", "valid_loss_nats")
+
+
+def by_loss_and_seed(folder: str) -> dict[tuple[str, int], Run]:
+    runs = named(read_committed(ROOT / "results" / "summaries" / folder))
+    return {(name, run.summary["seed"]): run for run, name in runs}
+
+
+def added_ms(row: Any) -> float:
+    """What gradients add to the time of a forward pass."""
+    return float(row.forward_backward_ms - row.forward_ms)
+
+
+def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
+    names = {"cce_filter": "`cce_filter` (samples)", "cce_apple": "`cce_apple` (Apple's kernels, drop tiles)"}
+    names |= {"cce_kahan": "`cce_kahan` (exact)", "compiled_nudged": "`compiled_nudged`, the control"}
+    expected = []
+    for loss, name in names.items():
+        cells = [cell_of("finetune_filter_gla", loss, "compiled", c, n=5) for c in (FINAL_LOSS, VALID_LOSS)]
+        expected.append([name, *cells, cell_of("finetune_filter_gla", loss, "compiled", CURVES, ".4f", n=5)])
+    assert table_of("h3_filter.md", "GLA 350M, fine-tuned, against compiled, n = 5") == expected
+    [low, high] = re.findall(r"[+-][\d.]+", expected[0][1])[1:]
+    assert f"final loss, difference in nats | - | {low} to {high} | 5 seeds |" in FIRST_SCREEN
+    [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
+    for name in ("cce_filter", "cce_apple"):
+        _, _, figures = cell_of("finetune_filter_gla", name, "compiled", FINAL_LOSS, n=5).partition(": ")
+        assert figures.replace(" (", " nats (" if name == "cce_filter" else " (", 1) in row
+
+
+def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
+    folder = "pretrain_filter_mve"
+    rows = table_of("h8_pretraining_filter.md", "pair, ±0.01 nats asked")
+    assert len(rows) == 4
+    for pair, final, valid in rows:
+        loss, against = pair.replace("`", "").replace(", the control", "").split(" against ")
+        assert final == cell_of(folder, loss, against, MVE_LOSS)
+        assert valid == cell_of(folder, loss, against, VALID_LOSS)
+    page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
+    assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
+    index = (ROOT / "docs" / "study" / "index.md").read_text(encoding="utf-8")
+    for group, loss, criterion, words in (
+        (folder, "cce_filter", MVE_LOSS, "at 10 M parameters for a filter that samples"),
+        ("apple", DROPPED, MVE_LOSS, "for a rule that drops entries"),
+        ("apple", "cce_apple", MVE_LOSS, "in training"),
+        ("apple", "cce_apple", VALID_LOSS, "in validation on WikiText-103"),
+    ):
+        assert cell_of(group, loss, "compiled", criterion).replace(": ", f" {words}: ") in index
+    [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
+    assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
+
+
+def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> None:
+    folder, criteria = "apple", ((MVE_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
+    rules = {"dropped entries": DROPPED, "Apple's kernels": "cce_apple", "sampled entries": SAMPLED}
+    rows = table_of("h8_pretraining_filter.md", "305 steps, twelve seeds")
+    assert len(rows) == 8
+    for pair, *cells in rows:
+        loss, against = re.sub(r"`|,( the control)?", "", pair).split(" against ")
+        assert cells == [cell_of(folder, rules.get(loss, loss), against, *criterion) for criterion in criteria]
+    page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
+    assert f"10 M parameters: final training loss | {cell_of(folder, DROPPED, 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"kernels: final training loss | {cell_of(folder, 'cce_apple', 'cce_kahan', MVE_LOSS)} | 12 |" in page
+    assert f"loss on WikiText-103 | {cell_of(folder, 'cce_apple', 'cce_kahan', VALID_LOSS)} | 12 |" in page
+    log = (ROOT / "results" / "log" / "2026-11-26.md").read_text(encoding="utf-8")
+    for loss in (*rules.values(), CONTROL, "cce_kahan"):
+        assert f" | {' | '.join(cell_of(folder, loss, 'compiled', *criterion) for criterion in criteria)} |\n" in log
+
+    runs, summing = (by_loss_and_seed(name) for name in (folder, "summation"))
+    curves = {loss: above(runs, loss, "compiled") for loss in (DROPPED, "cce_apple", SAMPLED, CONTROL)}
+    masses = [dict(runs[DROPPED, seed].statistics["dropped_mass_mean"]) for seed in range(12)]
+    found = table_of("h8_pretraining_filter.md", "step | dropped entries, nats above compiled")
+    assert [row[0] for row in found] == ["20", "35", "55", "100", "150", "200", "250", "305"]
+    for step, *cells in found:
+        means = [statistics.mean(own[int(step)] for own in seeds) for seeds in (*curves.values(), masses)]
+        assert cells == [*(f"{mean:+.3f}" for mean in means[:4]), f"{means[4]:.3f}"]
+    for loss in ("compiled", CONTROL):
+        for seed in range(12):
+            assert runs[loss, seed].losses == summing[loss, seed].losses, "bit for bit"
+
+
+def test_what_the_page_says_of_apples_kernels_in_training_follows_from_the_rows() -> None:
+    page = " ".join((ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8").split())
+    runs = by_loss_and_seed("apple")
+    for loss, words in ((DROPPED, "of the mass still is dropped."), (SAMPLED, "of the mass is left to the sample.")):
+        masses = [mean_of_last(runs[loss, seed].statistics["dropped_mass_mean"]) or 0 for seed in range(12)]
+        assert f"{statistics.mean(masses):.0%}".replace("%", " %") + f" {words}" in page
+
+    def means(loss: str) -> dict[int, float]:
+        curves = above(runs, loss, "compiled")
+        return {step: statistics.mean(curve[step] for curve in curves) for step in curves[0]}
+
+    apple, dropped = means("cce_apple"), means(DROPPED)
+    assert max(abs(apple[step] - dropped[step]) for step in range(1, 21)) < 0.002, "they start alike"
+    below = max(step for step in apple if apple[step] >= 0) + 1
+    lowest = min(apple, key=apple.__getitem__)
+    assert f"from step {below} on, by {-apple[lowest]:.3f} nats near step {lowest}, and by {-apple[305]:.3f}" in page
+    assert max(abs(nats) for nats in means(SAMPLED).values()) < 0.01
+
+    def apart(loss: str, key: str) -> list[float]:
+        return [runs[loss, seed].summary[key] - runs["compiled", seed].summary[key] for seed in range(12)]
+
+    scatter = [statistics.stdev(apart(loss, "train_loss_nats")) for loss in ("cce_apple", SAMPLED)]
+    assert scatter[0] / scatter[1] == pytest.approx(2, abs=0.05), "twice as much"
+    lowest_apple, highest_control = min(apart("cce_apple", "valid_loss_nats")), max(apart(CONTROL, "valid_loss_nats"))
+    assert f"at least {lowest_apple:.2f} nats above compiled, and no seed of the control more than 0.02" in page
+    assert highest_control < 0.02
+    found = verdicts(list(runs.values()))
+    missed = [v for v in found if v.verdict == "missed" and v.criterion in (VALID_LOSS, CURVES)]
+    controls = {v.criterion: v.value for v in found if v.backend == CONTROL}
+    assert {v.backend for v in missed} == {DROPPED, "cce_apple"}
+    assert all(v.value > 10 * controls[v.criterion] for v in missed), "more than ten times the control's value"
+    ends = [statistics.mean(runs["compiled", seed].summary[key] for seed in range(12)) for key in LOSSES]
+    assert "mean loss is {:.2f} nats in training and {:.2f} in validation".format(*ends) in page
+    [epochs] = {run.summary["epochs"] for run in runs.values()}
+    assert f"at most once ({epochs:.2f} epochs)" in page
+    values = {(v.backend, v.criterion): v.value or 0 for v in found if v.against == "compiled"}
+    assert f"drops them ends {values[DROPPED, MVE_LOSS]:.2f} nats higher" in FIRST_SCREEN
+    assert f"WikiText-103 they end {values['cce_apple', VALID_LOSS]:.2f} nats above torch.compile" in FIRST_SCREEN
+    peaks = {v.backend: f"{v.value:.3f}" for v in found if (v.criterion, v.against) == (MVE_MEMORY, "compiled")}
+    assert f"peak at {peaks['cce_apple']} of compiled's memory, the two of `cce_filter` at {peaks[DROPPED]}" in page
+    assert peaks[SAMPLED] == peaks[DROPPED]
+    assert f"and `cce_kahan` at {peaks['cce_kahan']}." in page
+    perplexities = {v.backend: v.verdict for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
+    rules = dict.fromkeys((DROPPED, "cce_apple", SAMPLED), "missed")
+    assert perplexities == rules | dict.fromkeys(("cce_kahan", CONTROL), "undecided")
+
+
+def test_350m_at_a_lower_learning_rate_is_told_as_its_rows_have_it() -> None:
+    folders = {"learning rate 1e-3": "pretrain_filter", "learning rate 2e-4": "pretrain_filter_low_lr"}
+    rows = table_of("h5_same_loss.md", "350M, five seeds, `cce_filter` against `cce_kahan`")
+    assert [row[0] for row in rows] == list(folders)
+    for name, *cells in rows:
+        criteria = ((FINAL_LOSS, "+.4f"), (VALID_LOSS, "+.4f"), (CURVES, ".4f"))
+        assert cells == [cell_of(folders[name], "cce_filter", "cce_kahan", *criterion, n=5) for criterion in criteria]
+    h3, h5 = (
+        " ".join((ROOT / "docs" / "study" / name).read_text(encoding="utf-8").split())
+        for name in ("h8_pretraining_filter.md", "h5_same_loss.md")
+    )
+    low, high = (by_loss_and_seed(folder) for folder in reversed(folders.values()))
+    final = cell_of("pretrain_filter_low_lr", "cce_filter", "cce_kahan", FINAL_LOSS, n=5)
+    assert f"2e-4, without a control | {final} | 5 |" in h3
+    ends = [[runs["cce_kahan", seed].summary["train_loss_nats"] for seed in range(5)] for runs in (low, high)]
+    assert "`cce_kahan` ends at {:.3f} nats instead of {:.3f}".format(*map(statistics.mean, ends)) in h5
+    apart = [
+        [runs["cce_filter", seed].summary["train_loss_nats"] - own[seed] for seed in range(5)]
+        for runs, own in zip((low, high), ends, strict=True)
+    ]
+    assert "by {:.3f} nats over the pairs, and by {:.3f} at 1e-3".format(*map(statistics.stdev, apart)) in h5
+    mean = statistics.mean(apart[0])
+    assert f"The mean of the differences is {mean:.3f} nats" in h5
+    assert round(pairs_for(apart[0], 0.01 - abs(mean)), -1) == 10, "some ten pairs"
+    late = max(abs(nats) for own in above(low, "cce_filter", "cce_kahan") for step, nats in own.items() if step > 150)
+    assert f"After step 150 no pair differs by more than {late:.2f} nats" in h5
+
+
+def test_the_table_of_350m_holds_the_verdicts_of_five_seeds_and_their_means() -> None:
+    folder, pages = "pretrain_filter", ROOT / "docs" / "study"
+    rows = table_of("h5_same_loss.md", "350M, five seeds, against compiled")
+    assert len(rows) == 4
+    for pair, *cells in rows:
+        loss, _, against = pair.replace("`", "").replace(", the control", "").partition(" against ")
+        criteria = (FINAL_LOSS, VALID_LOSS, CURVES)
+        forms = ("+.4f", "+.4f", ".4f")
+        expected = [
+            cell_of(folder, loss, against or "compiled", criterion, form, 5)
+            for criterion, form in zip(criteria, forms, strict=True)
+        ]
+        assert cells == expected
+    h3 = " ".join((pages / "h8_pretraining_filter.md").read_text(encoding="utf-8").split())
+    assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', FINAL_LOSS, n=5)}, as for the control | 5 |" in h3
+    h5 = " ".join((pages / "h5_same_loss.md").read_text(encoding="utf-8").split())
+    runs = read_committed(ROOT / "results" / "summaries" / folder)
+    losses = {name: [] for name in ("cce_kahan", "cce_filter", "compiled_nudged", "compiled")}
+    for run in runs:
+        losses[run.summary["loss"]].append(run.summary["train_loss_nats"])
+    kahan, filtered, control, compiled = (f"{statistics.mean(own):.3f}" for own in losses.values())
+    assert f"{kahan} (`cce_kahan`), {filtered} (`cce_filter`), {control} (the control) and {compiled} (compiled)" in h5
+    assert f"{filtered} nats with the filter, between `cce_kahan` ({kahan}) and compiled ({compiled})" in h3
+    scatter = [f"{statistics.stdev(own):.2f}" for own in losses.values()]
+    assert f"scatter by {min(scatter)} to {max(scatter)} nats (standard deviation over the seeds)" in h5
+
+
+def test_the_filter_s_speed_up_of_the_gradients_is_that_of_the_rows() -> None:
+    [stated] = re.findall(
+        r"([\d.]+) to ([\d.]+) times as fast as compiled at 32,000 entries \(H200\); ([\d.]+) to ([\d.]+) above "
+        r"100,000 \(H100\); ([\d.]+) to ([\d.]+) on trained",
+        (ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8"),
+    )
+    trained = "phase1-gla-350m-cce_kahan-14f593d1-s0-step_512-16384"
+    asked = (("nvidia_h200", ("mve", "lm_350m")), ("nvidia_h100_80gb_hbm3", ("gemma2_2b", "llama_1b3")))
+    found: list[str] = []
+    for device, shapes in (*asked, ("nvidia_h200", (trained,))):
+        values = []
+        for shape in shapes:
+            directory = ROOT / "results" / "bench_loss" / device
+            kept = [row for row in loss_rows(directory / f"{shape}.json") if row.rounds and not row.workspace_mib]
+            # By process and logits. Below 2**-12 the filter keeps more, and asks for more time.
+            bases = {(row.run, row.logits): row for row in kept if row.backend == "compiled"}
+            filters = ("cce_filter", "cce_filter filter_eps=0.0009765625", "cce_filter filter_eps=0.000244140625")
+            own = [row for row in kept if row.backend in filters and (shape == trained or row.set == "shapes")]
+            values += [added_ms(bases[row.run, row.logits]) / added_ms(row) for row in own]
+        found += [f"{end(values):.1f}" for end in (min, max)]
+    assert list(stated) == found
+
+
+def test_the_filter_s_speed_up_on_the_grid_is_that_of_the_rows() -> None:
+    found = [list(filter_speeds(gpu)) for gpu in (H100, H100.parent / "nvidia_h200")]
+    by_case = {(gpu, one.shape, one.row.logits): one.verdict for gpu, own in enumerate(found) for one in own}
+    rows = table_of("h3_filter.md", "speed-up, N x D x V")
+    assert len(by_case) == 4 * len(rows), "all cases are told"
+    for shape, *cells in rows:
+        verdicts = [by_case[gpu, shape, logits] for gpu in (0, 1) for logits in ("peaked", "flat")]
+        assert cells == [f"**{v.verdict}**: {v.value:.2f} ({v.low:.2f} to {v.high:.2f})" for v in verdicts]
+        assert {v.n for v in verdicts} == {10}
+    count = Counter(verdict.verdict for verdict in by_case.values())
+    values = [verdict.value or 0 for verdict in by_case.values()]
+    ends = f"{min(values):.2f} to {max(values):.2f}"
+    met, rest = (
+        f"in {count['met']} of {len(by_case)} cases",
+        f"in {count['missed']}, **undecided** in {count['undecided']}",
+    )
+    least = min(one.row.v for own in found for one in own)
+    for name, words in (
+        ("h3_filter.md", f"**met** {met}, **missed** {rest}: {ends}"),
+        ("h3_filter.md", f"For the layer alone met {met}**, each with {least:,} entries or"),
+        ("index.md", f"**met** {met} of {least:,} entries or more, **missed** {rest} ({ends})"),
+    ):
+        page = " ".join((ROOT / "docs" / "study" / name).read_text(encoding="utf-8").split())
+        assert words in page
+
+
+def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None:
+    [path] = H100.glob("pilot-gla-350m-*.json")
+    rows = {(row.backend, row.workspace_mib): row for row in loss_rows(path)}
+    sampled, exact = rows["cce_filter filter_if_faster=false", None], rows["cce_kahan", None]
+    pages = {
+        name: " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+        for name in ("kernel_filter.md", "study/h3_filter.md")
+    }
+    for row in (sampled, exact):
+        words = f"{row.ratio_to_compiled:.3f} ({row.ratio_to_compiled_low:.3f} to {row.ratio_to_compiled_high:.3f})"
+        assert words in pages["kernel_filter.md"]
+    of_exact = np.median(np.array(sampled.rounds_ms) / np.array(exact.rounds_ms))
+    assert f"takes {of_exact:.2f} of the exact loss's time" in pages["kernel_filter.md"]
+    errors = f"{sampled.de_err:.2e}, {sampled.dc_err:.1e}".replace("e-0", "e-")
+    assert "dE errs by {} and dC by {}".format(*errors.split(", ")) in pages["kernel_filter.md"]
+    assert "{} and {}".format(*errors.split(", ")) in pages["study/h3_filter.md"]
+    plain = rows["cce_filter filter_if_faster=false filter_unbiased=false", None]
+    for row in (plain, rows["cce_apple", None]):
+        assert f"by {row.de_err:.2f}" in pages["study/h3_filter.md"]
+        assert f"{row.dc_err:.2f}" in pages["study/h3_filter.md"]

@@ -1,0 +1,281 @@
+"""The figures of docs/study/h7_follow_ups.md."""
+
+import re
+import statistics
+from collections import Counter
+
+import pytest
+from blocks import ROOT
+from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_interval
+
+from linrnn.bench.steps.rows import AGAIN, Row, read_rows
+from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
+from linrnn.study.curves import difference
+from linrnn.study.report.settings import changes_of_loss
+from linrnn.study.results import read_committed
+from linrnn.study.step_speed import host_share, step_speeds
+from linrnn.study.verdicts import verdicts
+
+# Model lines of the follow-ups, and the lines that they are compared with; by the name of the model.
+FOLLOW_UPS = steps("_followups")
+PLAIN, BLOCKS, FLOAT8 = "{} 1b3", "{} 1b3, compile=blocks", "{} 1b3, compile=blocks, float8=blocks"
+RANKS = tuple("{} " + f"shared_projection_rank={rank} 1b3" for rank in (512, 1024))
+RANK_512, MODELS = "shared_projection_rank=512", ("gla", "transformer")
+COMPARED = ((BLOCKS, PLAIN), (FLOAT8, BLOCKS), (FLOAT8, PLAIN), *((rank, PLAIN) for rank in RANKS))
+
+
+def follow_ups() -> dict[str, dict[str, Row]]:
+    found = by_name(read_rows(FOLLOW_UPS))
+    assert {row.rounds for own in found.values() for row in own.values()} == {6}
+    return found
+
+
+def test_the_table_of_the_follow_ups_speeds_holds_the_rows_and_verdicts() -> None:
+    judged = {(one.verdict.setting, one.verdict.backend): one.verdict for one in step_speeds(read_rows(FOLLOW_UPS))}
+    expected = []
+    for name, row in follow_ups().items():
+        cells = [name, *(f"{row[loss].step_ms:.1f}" for loss in ("compiled", "cce_kahan"))]
+        cells += [answer_of(judged[name, "cce_kahan"]), with_interval(judged[name, AGAIN])]
+        expected.append([*cells, f"{host_share(row['compiled']):.0%}".replace("%", " %")])
+    assert sorted(table_of("h7_follow_ups.md", "H100, 8 x 2048 tokens, step")) == sorted(expected)
+
+
+def test_the_table_of_the_follow_ups_shares_holds_the_rows() -> None:
+    attainable = {
+        one.verdict.setting: one.attainable
+        for one in step_speeds(read_rows(FOLLOW_UPS))
+        if one.verdict.backend == "cce_kahan"
+    }
+    expected = []
+    for name, row in follow_ups().items():
+        both = [row[loss] for loss in ("compiled", "cce_kahan")]
+        cells = [name, *(f"{one.loss_layer_ms:.1f}" for one in both), *(percent(one.loss_layer_share) for one in both)]
+        expected.append([*cells, f"{attainable[name]:.3f}", *(f"{one.peak_gib:.2f}" for one in both)])
+    assert sorted(table_of("h7_follow_ups.md", "H100, loss layer")) == sorted(expected)
+
+
+def test_the_table_of_the_follow_ups_models_compares_their_rounds() -> None:
+    found, expected = follow_ups(), []
+    for model in ("GLA", "Transformer"):
+        for pair in COMPARED:
+            name, other = (text.format(model) for text in pair)
+            cells = [name, other]
+            for loss in ("compiled", "cce_kahan"):
+                cells.append(with_interval(ratio_of_means(found[name][loss].wall_ms, found[other][loss].wall_ms)))
+            gains = [
+                [base / own for own, base in zip(row["cce_kahan"].wall_ms, row["compiled"].wall_ms, strict=True)]
+                for row in (found[name], found[other])
+            ]
+            one = ratio_of_means(*gains)
+            assert one.low is not None
+            assert one.high is not None
+            word = {False: "missed", True: "met", None: "undecided"}[answer(one.low, one.high, AT_LEAST, 1.0)]
+            expected.append([*cells, f"**{word}**: {with_interval(one)}"])
+    assert table_of("h7_follow_ups.md", "model line") == expected
+
+
+def test_the_follow_ups_sentences_hold_the_rows() -> None:
+    """The page's figures outside its tables, and those of the pages that link to it."""
+    found = follow_ups()
+    pages = {
+        name: " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+        for name in ("study/h7_follow_ups.md", "study/index.md", "study/h1b_step_speed.md", "models.md", "training.md")
+    }
+    page = pages["study/h7_follow_ups.md"]
+    gains = {name: cells for name, other, *cells in table_of("h7_follow_ups.md", "model line") if "compile" in other}
+    gain = gains["Transformer 1b3, compile=blocks, float8=blocks"][2].partition(": ")[2]
+    assert f"our gain with float8 is {gain} of the gain without it." in page
+    low = float(gain.split()[1].lstrip("("))
+    assert f"**Both gains multiply within {1 - low:.1%}**".replace("%", " %") in page
+
+    shared = [own["cce_kahan"].loss_layer_share for name, own in found.items() if "shared" in name]
+    low, high = (f"{100 * end(shared):.1f}" for end in (min, max))
+    assert f"Our loss layer still takes {low} to {high} % of a step. What the other " in page
+    rest = [f"{100 * (1 - share):.0f}" for share in (max(shared), min(shared))]
+    assert f"What the other {rest[0]} to {rest[1]} % are was not profiled." in page
+    least = min(1 - (own[loss].loss_layer_share or 0) for own in found.values() for loss in ("compiled", "cce_kahan"))
+    assert f"**In every line the rest takes {int(100 * least)} % of a step or more**" in page
+    fewer = [
+        1 - found[rank.format(model)]["compiled"].parameters / found[PLAIN.format(model)]["compiled"].parameters
+        for model in ("GLA", "Transformer")
+        for rank in RANKS
+    ]
+    assert f"These models have {100 * min(fewer):.1f} to {100 * max(fewer):.1f} % fewer parameters" in page
+    ms = {name: f"{own['compiled'].step_ms:.1f}" for name, own in found.items()}
+    shares = {name: percent(own["compiled"].loss_layer_share) for name, own in found.items()}
+    for model in ("GLA", "Transformer"):
+        blocks, float8 = BLOCKS.format(model), FLOAT8.format(model)
+        assert (
+            f"A step goes from {ms[blocks]} to {ms[float8]} ms, both with compiled blocks and the compiled loss."
+            in page
+        )
+        assert f"{ms[blocks]} to {ms[float8]} ms" in pages["training.md"]
+    plain, blocks, float8 = (name.format("Transformer") for name in (PLAIN, BLOCKS, FLOAT8))
+    rise = f"from {shares[plain]} in bf16 to {shares[blocks]} with compiled blocks and {shares[float8]} with float8."
+    assert rise in page
+    assert f"**GLA's share falls** from {shares[PLAIN.format('GLA')]} to {shares[FLOAT8.format('GLA')]} with" in page
+    assert f"takes {shares[plain]} of the Transformer's step in bf16 and {shares[float8]} with" in pages["training.md"]
+    hosts = [f"{host_share(found[text.format('GLA')]['compiled']):.0%}" for text in (FLOAT8, BLOCKS)]
+    words = f"kernels for {hosts[0]} of the time, instead of {hosts[1]} without float8."
+    assert words.replace("%", " %") in page
+    rounds = found[FLOAT8.format("GLA")]["cce_kahan"].wall_ms
+    assert f"takes {max(rounds) / min(rounds):.2f} times as long as the fastest." in page
+    twice = [abs((own["compiled"].loss_layer_ms or 0) - (own[AGAIN].loss_layer_ms or 0)) for own in found.values()]
+    assert f"Compiled built twice differs by up to {max(twice):.1f} ms." in page
+
+    shorter = [
+        1 - ratio_of_means(found[rank.format(model)][loss].wall_ms, found[PLAIN.format(model)][loss].wall_ms).value
+        for model in ("GLA", "Transformer")
+        for rank in RANKS
+        for loss in ("compiled", "cce_kahan")
+    ]
+    low, high = (f"{100 * end(shorter):.1f}" for end in (min, max))
+    assert f"**Shared projections shorten a step** by {low} to {high} % for both models." in page
+    assert f"{low} to {high} % shorter" in pages["models.md"]
+
+    judged = {one.verdict.setting: one for one in step_speeds(read_rows(FOLLOW_UPS)) if one.row.loss == "cce_kahan"}
+    above = [name for name, one in judged.items() if (one.verdict.low or 0) > 1]
+    assert len(above) == 5
+    assert not [name for name in above if "float8" in name]
+    assert {one.verdict.verdict for one in judged.values()} == {"missed"}
+    most = max(judged[name].verdict.value or 0 for name in above) - 1
+    assert f"so ours is faster there, by up to {100 * most:.1f} % in the median." in page
+    attainable = [f"{judged[name].attainable:.3f} times" for name in (plain, float8)]
+    assert f"step {attainable[0]} as fast in bf16, and {attainable[1]} with float8." in page
+    controls = [one.verdict for one in step_speeds(read_rows(FOLLOW_UPS)) if one.row.loss == AGAIN]
+    medians = [v.value for v in controls if v.value is not None]
+    assert f"The control's medians lie at {min(medians):.3f} to {max(medians):.3f}, about" in page
+    beside = {v.setting for v in controls if v.low is not None and v.high is not None and not v.low <= 1 <= v.high}
+    assert beside == {BLOCKS.format("GLA"), RANKS[0].format("Transformer")}
+    with_float8, with_blocks = (judged[name].verdict for name in (float8, blocks))
+    assert f"with float8 {with_interval(with_float8)}, without {with_interval(with_blocks)}" in pages["study/index.md"]
+    for model in ("GLA", "Transformer"):
+        again = judged[PLAIN.format(model)].verdict
+        assert with_interval(again) in pages["study/h1b_step_speed.md"].partition("Measured again")[2]
+    old = by_name(read_rows(STEPS))
+    gla, transformer = (
+        [f"{rows[PLAIN.format(model)]['compiled'].step_ms:.1f}" for rows in (old, found)]
+        for model in ("GLA", "Transformer")
+    )
+    assert f"with compiled took {gla[0]} ms then and {gla[1]} ms now." in page
+    assert f"The Transformer's took {transformer[0]} and {transformer[1]} ms." in page
+    for text, word in ((PLAIN, "in bf16"), (FLOAT8, "with float8")):
+        row = found[text.format("GLA")]["compiled"]
+        assert re.search(rf"{row.loss_nats:.3f}( nats for GLA)? {word}", page)
+        assert f"{row.gradient_norm:.0f} {word}" in page
+    norms = [f"{found[text.format('Transformer')]['compiled'].gradient_norm:.1f}" for text in (PLAIN, FLOAT8)]
+    assert f"The Transformer's norms are {norms[0]} and {norms[1]}." in page
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "runs_there", "lines", "undecided_there", "criterion_of_losses"),
+    [
+        ("follow_ups", "10 M", 92, 8, (4, 5), MVE_LOSS),
+        ("follow_ups_350m", "448 M", 50, 2, (1, 2), FINAL_LOSS),
+    ],
+)
+def test_the_follow_ups_losses_hold_the_rows(
+    folder: str,
+    size: str,
+    runs_there: int,
+    lines: int,
+    undecided_there: tuple[int, int],
+    criterion_of_losses: Criterion,
+) -> None:
+    def cell(v: Verdict) -> str:
+        return f"**{v.verdict}**: {v.value:+.4f} ({v.low:+.4f} to {v.high:+.4f})"
+
+    def in_words(model: str) -> str:
+        name, _, rest = model.replace(", ", " ").partition(" ")
+        return ", ".join(filter(None, [{"gla": "GLA", "transformer": "Transformer"}[name], rest]))
+
+    runs = read_committed(ROOT / "results" / "summaries" / folder)
+    assert len(runs) == runs_there
+    changes = {(v.model, v.backend, v.criterion): v for v in changes_of_loss(runs)}
+    expected = [
+        [in_words(model), f"`{loss}`", str(v.n), cell(v), cell(changes[model, loss, VALID_LOSS])]
+        for (model, loss, criterion), v in changes.items()
+        if criterion == FINAL_LOSS
+    ]
+    assert sorted(table_of("h7_follow_ups.md", f"{size} parameters: change")) == sorted(expected)
+    judged = {
+        (v.model, v.setting, v.criterion): v
+        for v in verdicts(runs)
+        if v.against == "compiled" and v.value is not None and v.criterion in (criterion_of_losses, VALID_LOSS)
+    }
+    expected = []
+    for (model, setting, criterion), v in judged.items():
+        if criterion == criterion_of_losses:
+            name = ", ".join(filter(None, [in_words(model), setting]))
+            expected.append([name, str(v.n), cell(v), cell(judged[model, setting, VALID_LOSS])])
+    assert sorted(table_of("h7_follow_ups.md", f"{size} parameters: `cce_kahan` against compiled")) == sorted(expected)
+    assert len(expected) == lines
+    undecided = Counter(criterion for (*_, criterion), v in judged.items() if v.verdict == "undecided")
+    assert (undecided[criterion_of_losses], undecided[VALID_LOSS]) == undecided_there
+
+
+def test_what_the_pages_say_of_the_losses_of_448_m_parameters_follows_from_the_rows() -> None:
+    pages = {
+        name: " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+        for name in ("study/h7_follow_ups.md", "models.md", "training.md")
+    }
+    page = pages["study/h7_follow_ups.md"]
+    runs = read_committed(ROOT / "results" / "summaries" / "follow_ups_350m")
+    found = {v.model: v for v in changes_of_loss(runs) if v.criterion == FINAL_LOSS}
+    values = {model: v.value or 0 for model, v in found.items()}
+    float8, gla, transformer = values["gla, float8=blocks"], *(values[f"{m}, {RANK_512}"] for m in MODELS)
+    assert f"Float8 raises GLA's final loss by {float8:.3f} nats" in page
+    assert f"it raises that loss by {float8:.3f} nats after 128 steps" in pages["training.md"]
+    assert f"the Transformer by {-transformer:.2f} nats and GLA by {-gla:.2f}." in page
+    assert f"[{-transformer:.2f} nats lower]" in pages["models.md"]
+    assert f"Rounding alone moves GLA by {values['gla, compile=blocks']:.4f} nats." in page
+    control = found["gla, compile=blocks"].high
+    assert control is not None
+    assert control < 0 < (found["gla, float8=blocks"].low or 0), "on the other side of zero"
+
+    judged = {
+        (v.model, v.criterion): v.value for v in verdicts(runs) if v.against == "compiled" and v.value is not None
+    }
+    assert f"lie up to {judged['gla', CURVES]:.2f} nats apart (the median of five pairs)" in page
+    peaks = [
+        f"{judged[model, MEMORY]:.2f} ({name})" for model, name in zip(MODELS, ("GLA", "Transformer"), strict=True)
+    ]
+    assert f"`cce_kahan` peaks at {peaks[0]} and {peaks[1]} of compiled's memory." in page
+    curves = [
+        difference(run.losses, base.losses)
+        for run in runs
+        for base in runs
+        if {run.summary["model"], base.summary["model"]} == {"gla"}
+        and "trainer.float8=blocks" in run.summary["training"]
+        and (run.summary["loss"], base.summary["loss"]) == ("cce_kahan", "compiled")
+        and run.summary["seed"] == base.summary["seed"]
+    ]
+    assert len(curves) == 5
+    means = [
+        statistics.mean(values) for values in zip(*([y for x, y in curve if x > 80] for curve in curves), strict=True)
+    ]
+    assert max(map(abs, means)) < 0.02, "after step 80"
+
+
+def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:
+    shared = by_name(read_rows(steps("_gla_graphs")))
+    expected = []
+    for name, own in shared.items():
+        before, now = follow_ups()[name]["compiled"], own["compiled"]
+        times, peaks = ([getattr(row, key) for row in (before, now)] for key in ("step_ms", "peak_gib"))
+        cells = [name, *(f"{one:.1f}" for one in times), *(f"{one:.2f}" for one in peaks)]
+        expected.append([*cells, f"{host_share(now):.0%}".replace("%", " %")])
+    assert table_of("h7_follow_ups.md", "GLA, step with compiled") == expected
+    page = " ".join((ROOT / "docs" / "study" / "h7_follow_ups.md").read_text(encoding="utf-8").split())
+    plain, blocks, float8 = (shared[name.format("GLA")]["compiled"] for name in (PLAIN, BLOCKS, FLOAT8))
+    assert f"takes {with_interval(ratio_of_means(float8.wall_ms, blocks.wall_ms))} of that in bf16" in page
+    judged = {(v.verdict.setting, v.row.loss): v.verdict for v in step_speeds(read_rows(steps("_gla_graphs")))}
+    ours = [judged[name, "cce_kahan"] for name in shared]
+    assert {v.verdict for v in ours} == {"missed"}
+    assert all(with_interval(v) in page for v in ours)
+    assert all(v.low is not None and v.high is not None and v.low <= 1 <= v.high for v in ours)
+    assert f"has a ratio of {with_interval(judged[FLOAT8.format('GLA'), AGAIN])} there" in page
+    training = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    assert f"takes {float8.step_ms:.1f} ms with float8 and {blocks.step_ms:.1f} ms without" in training
+    assert f"takes {blocks.step_ms:.1f} ms a step with compiled blocks and {plain.step_ms:.1f} ms without" in training

@@ -1,0 +1,74 @@
+"""The figures of whole models in the README, and those of the study's index."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from blocks import ROOT
+from figures import MEASURED, README, STEPS, linked
+
+from linrnn.bench.steps.rows import read_rows
+from linrnn.study.criteria import MVE_LOSS
+from linrnn.study.results import read_committed
+from linrnn.study.step_speed import step_speeds
+from linrnn.study.verdicts import verdicts
+
+
+@pytest.mark.parametrize(("label", "checkpointing"), [("checkpointing", "full"), ("no checkpointing", "none")])
+def test_the_largest_batches(label: str, checkpointing: str) -> None:
+    measured = f"sequences of GLA 1.3B on 80 GB, {label}"
+    answers = json.loads((linked(measured).parent / "max_batches.json").read_text(encoding="utf-8"))
+    largest = {
+        answer["loss"]: answer["batch"]
+        for answer in answers
+        if (answer["model"], answer["activation_checkpointing"]) == ("gla", checkpointing)
+    }
+    assert MEASURED[measured][1] == f"{largest['cce_kahan']} instead of {largest['compiled']}"
+
+
+def test_the_final_losses_of_the_mve() -> None:
+    measured = "final loss of GLA, 10 M parameters: difference in nats"
+    _, interval, seeds, _ = MEASURED[measured]
+    found = verdicts(read_committed(linked(measured).parent))
+    found = [v for v in found if v.criterion == MVE_LOSS and v.against == "compiled"]
+    assert [v.criterion.bound for v in found] == ["within ±0.0100"] * 5, "four losses and the control"
+    assert {(v.verdict, f"{v.n} seeds") for v in found} == {("met", seeds)}
+    [ours] = [v for v in found if v.backend == "cce_kahan"]
+    assert f"{ours.low:+.4f} to {ours.high:+.4f}" == interval
+
+
+def test_the_speed_of_whole_steps() -> None:
+    speeds = [one.verdict for one in step_speeds(read_rows(STEPS)) if "1b3" in one.verdict.setting]
+    ours = [v for v in speeds if v.backend == "cce_kahan"]
+    assert linked("1.3B steps: speed").parent == STEPS
+    for measured, against in (("1.3B steps: speed", "compiled"), ("1.3B steps: speed against eager", "standard")):
+        values = [v.value for v in ours if v.against == against and v.value is not None]
+        assert MEASURED[measured][1:3] == [f"{min(values):.3f} to {max(values):.3f}", f"{ours[0].n} rounds"]
+
+
+def test_the_sizes_of_the_models() -> None:
+    table = Path(ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    bold = {
+        (size, model): figure
+        for size, model, figure in re.findall(r"^\| (\w+) \| (\w+) \|.*\*\*([\d.,]+ M)\*\*", table, re.MULTILINE)
+    }
+    stated = re.findall(r"^\| `(\w+)` \|[^|]+\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", README, re.MULTILINE)
+    assert len(stated) == 4
+    for model, *figures in stated:
+        assert figures == [bold[size, model] for size in ("smoke", "mve", "350m", "1b3")]
+
+
+def test_the_study_s_index_holds_the_h100_s_rows() -> None:
+    lines = (ROOT / "docs/study/index.md").read_text(encoding="utf-8").splitlines()
+    speeds = [one.verdict for one in step_speeds(read_rows(STEPS)) if one.verdict.setting.split(",")[0].endswith("1b3")]
+    for loss, start in (("cce_kahan", "| [8 % faster"), ("liger", "| [Liger has")):
+        values = [v.value for v in speeds if v.backend == loss and v.against == "compiled" and v.value is not None]
+        [line] = [line for line in lines if line.startswith(start)]
+        assert f"{min(values):.3f} to {max(values):.3f}" in line
+    [line] = [line for line in lines if line.startswith("| [Training reaches")]
+    found = verdicts(read_committed(ROOT / "results" / "summaries" / "same_loss"))
+    for against, cell in zip(("compiled", "standard"), line.split(" | ")[1:], strict=False):
+        [v] = [v for v in found if (v.backend, v.criterion, v.against) == ("cce_kahan", MVE_LOSS, against)]
+        assert f"{v.value:+.4f} nats ({v.low:+.4f} to {v.high:+.4f})" in cell
+        assert f"**{v.verdict}**" in cell

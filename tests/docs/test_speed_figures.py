@@ -1,0 +1,179 @@
+"""The figures of whole steps: docs/study/h1b_step_speed.md, h4 and h6."""
+
+import re
+
+import pytest
+from blocks import ROOT
+from figures import (
+    FIRST_SCREEN,
+    STEPS,
+    answer_of,
+    by_name,
+    percent,
+    steps,
+    table_of,
+    tokens_per_second,
+    with_interval,
+)
+
+from linrnn.bench.steps.rows import AGAIN, read_rows
+from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.study.step_speed import host_share, step_speeds
+
+
+@pytest.mark.parametrize(
+    ("folder", "page", "head", "rounds"),
+    [
+        ("", "h1b_step_speed.md", "H100, 8 x 2048 tokens a step", 8),
+        ("_350m_graphs", "h1b_step_speed.md", "H100, one CUDA graph a step, 8 x 2048 tokens", 8),
+        ("_lengths", "h4_linear_rnn_or_transformer.md", "H100, 16,384 tokens a step", 6),
+        ("_chunks", "h4_linear_rnn_or_transformer.md", "H100, tokens of a chunk", 6),
+        ("_followups_350m", "h7_follow_ups.md", "H100, 350M, V = 131,072, 8 x 2048 tokens a step", 8),
+    ],
+)
+def test_the_tables_of_step_speeds_hold_the_h100_s_rows_and_verdicts(
+    folder: str, page: str, head: str, rounds: int
+) -> None:
+    found = read_rows(steps(folder))
+    judged = {
+        (one.verdict.setting, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(found)
+    }
+    assert {verdict.n for verdict in judged.values()} == {rounds}
+    expected = []
+    for name, row in by_name(found).items():
+        losses = ("standard", "compiled", "cce_kahan")
+        cells = [name, *(tokens_per_second(row[loss]) if loss in row else "not measured" for loss in losses)]
+        cells += [answer_of(judged.get((name, "cce_kahan", base))) for base in ("compiled", "standard")]
+        cells.append(with_interval(judged[name, AGAIN, "compiled"]))
+        expected.append([*cells, f"{host_share(row['cce_kahan']):.0%}".replace("%", " %")])
+    assert sorted(table_of(page, head)) == sorted(expected)
+
+
+def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
+    """The sentences around the tables of 350M, with and without CUDA graphs."""
+    found = step_speeds(read_rows(steps("_350m_graphs")))
+    ours = {(v.setting, v.against): v for one in found if (v := one.verdict).backend == "cce_kahan"}
+    page, index = (" ".join((ROOT / "docs/study" / name).read_text(encoding="utf-8").split()) for name in (
+        "h1b_step_speed.md", "index.md",
+    ))  # fmt: skip
+    compiled = [v.value for v in ours.values() if v.against == "compiled"]
+    ends = f"{min(compiled):.3f} to {max(compiled):.3f}"
+    assert f"missed against torch.compile**, {ends}." in page
+    assert f"**missed** at 350M as CUDA graphs: {ends} |" in index
+    assert f"V = 32,000 to 262,144: speed | - | {ends} | 8 rounds |" in FIRST_SCREEN
+    eager = [v for v in ours.values() if v.against == "standard"]
+    met = [v.value for v in eager if v.verdict == "met"]
+    assert f"on ({min(met):.3f} to {max(met):.3f})" in page
+    assert {v.setting.split(", ")[1] for v in eager if v.verdict == "missed"} == {"V = 32,000"}
+    missed = sorted(v.value for v in eager if v.verdict == "missed")
+    assert "**missed** at 32,000 ({:.3f} and {:.3f})".format(*missed) in page
+    widest = max(own["compiled"].peak_gib for own in by_name(read_rows(steps("_350m_graphs"))).values())
+    assert f"GLA {widest:.2f} GiB with compiled" in page
+
+    rows = by_name(read_rows(steps("_followups_350m")))
+    follow_ups_page = " ".join((ROOT / "docs/study/h7_follow_ups.md").read_text(encoding="utf-8").split())
+    shares = [round(100 * host_share(own["cce_kahan"])) for own in rows.values()]
+    assert f"The host issues kernels for {min(shares)} to {max(shares)} % of a step" in follow_ups_page
+    for model, name in (("GLA", "GLA's step takes"), ("Transformer", "the Transformer's")):
+        pair = (rows[f"{model} 350m, compile=blocks"], rows[f"{model} 350m"])
+        ratio = ratio_of_means(*(own["compiled"].wall_ms for own in pair))
+        assert f"{name} {with_interval(ratio)}" in follow_ups_page
+    saved = {f"{own['compiled'].peak_gib - own['cce_kahan'].peak_gib:.2f}" for own in rows.values()}
+    assert saved == {"1.81"}
+    assert "Ours peaks 1.81 GiB lower than compiled in every line." in follow_ups_page
+
+
+def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
+    rows = by_name(read_rows(steps("_lengths")))
+    ratios = {
+        one.verdict.setting: one.ratios
+        for one in step_speeds(read_rows(steps("_lengths")))
+        if (one.verdict.backend, one.verdict.against) == ("cce_kahan", "compiled")
+    }
+    words = {False: "missed", True: "met", None: "undecided"}
+    expected = []
+    for tokens in ("32 x 512", "8 x 2,048", "2 x 8,192", "1 x 16,384"):
+        names = [f"{model} 1b3, {tokens}" for model in ("GLA", "Transformer")]
+        one = ratio_of_means(*(ratios[name] for name in names))
+        assert one.low is not None
+        assert one.high is not None
+        cell = f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
+        expected.append([tokens, *(percent(rows[name]["compiled"].loss_layer_share) for name in names), cell])
+    assert table_of("h4_linear_rnn_or_transformer.md", "H100, compiled's loss layer, of a step") == expected
+    graphs = {
+        (one.verdict.setting, one.verdict.against): one.ratios
+        for one in step_speeds(read_rows(steps("_350m_graphs")))
+        if one.verdict.backend == "cce_kahan"
+    }
+    for vocabulary, *cells in table_of("h4_linear_rnn_or_transformer.md", "350M, V"):
+        for against, cell in zip(("compiled", "standard"), cells, strict=True):
+            keys = [(f"{model} 350m, V = {vocabulary}, cuda_graph=true", against) for model in ("GLA", "Transformer")]
+            if cell == "out of memory":
+                assert keys[0] not in graphs
+                continue
+            one = ratio_of_means(*(graphs[key] for key in keys))
+            assert one.low is not None
+            assert one.high is not None
+            assert cell == f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
+    chunks = by_name(read_rows(steps("_chunks")))
+    large, small = (chunks[f"GLA 1b3, model.chunk_size={size}"]["compiled"].wall_ms for size in (128, 64))
+    page = (ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8")
+    assert f"GLA's step takes {with_interval(ratio_of_means(large, small))} of that with 64" in page
+
+
+def test_the_table_of_liger_s_steps_holds_the_h100_s_rows() -> None:
+    found = read_rows(STEPS)
+    judged = {
+        (one.verdict.setting, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(found)
+    }
+    expected = []
+    for name, row in by_name(found).items():
+        if "liger" not in row or "1b3" not in name:
+            continue
+        ratios = [judged[name, loss, "compiled"] for loss in ("liger", "cce_kahan")]
+        cells = [f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f})" for one in ratios]
+        cells += [f"{row[loss].loss_layer_ms:.1f}" for loss in ("liger", "cce_kahan", "compiled")]
+        expected.append([name, *cells, *(f"{row[loss].peak_gib:.2f}" for loss in ("liger", "cce_kahan", "compiled"))])
+    assert sorted(table_of("h6_liger.md", "H100, whole steps of 8 x 2048 tokens")) == sorted(expected)
+
+
+def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:
+    expected = []
+    for name, row in by_name(read_rows(STEPS)).items():
+        if "1b3" in name:
+            peaks = [row[loss].peak_gib if row[loss].status == "ok" else None for loss in ("standard", "compiled")]
+            ours = row["cce_kahan"].peak_gib
+            assert ours is not None
+            cells = ["out of memory" if peak is None else f"{peak:.2f}" for peak in peaks]
+            ratios = ["-" if peak is None else f"{ours / peak:.3f}" for peak in reversed(peaks)]
+            expected.append([name, *cells, f"{ours:.2f}", *ratios])
+    assert sorted(table_of("h2_loss_memory.md", "H100, peak of a step, GiB")) == sorted(expected)
+
+
+def test_the_table_of_shares_of_a_step_holds_the_h100_s_rows() -> None:
+    expected = []
+    for name, row in by_name(read_rows(STEPS)).items():
+        shares = [row[loss].loss_layer_share for loss in ("compiled", "cce_kahan")]
+        expected.append([name, *(f"{share:.1%}".replace("%", " %") for share in shares if share is not None)])
+    assert sorted(table_of("h4_linear_rnn_or_transformer.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
+
+
+def test_the_table_of_gains_divides_those_of_linear_rnns_by_the_transformer_s() -> None:
+    ratios = {
+        (one.verdict.setting, one.verdict.against): one.ratios
+        for one in step_speeds(read_rows(STEPS))
+        if one.verdict.backend == "cce_kahan"
+    }
+    names = {False: "missed", True: "met", None: "undecided"}
+    found = table_of("h4_linear_rnn_or_transformer.md", "T = 2048, gain divided by the Transformer's")
+    assert [row[0] for row in found] == ["GLA 1b3", "GLA 1b3, full checkpointing", "KDA 1b3, full checkpointing"]
+    for name, *cells in found:
+        for cell, against in zip(cells, ("compiled", "standard"), strict=True):
+            if (name, against) not in ratios:
+                assert cell == "not measured"
+                continue
+            one = ratio_of_means(ratios[name, against], ratios[re.sub("^[A-Z]+", "Transformer", name), against])
+            assert one.low is not None
+            assert one.high is not None
+            word = names[answer(one.low, one.high, AT_LEAST, 1.0)]
+            assert cell == f"**{word}**: {one.value:.3f} ({one.low:.3f} to {one.high:.3f})"
