@@ -297,8 +297,9 @@ def visible_gpus() -> list[str]:
 def needs_kernels_of(point: Point) -> str:
     """What decides the kernels of a point: model, size and loss with all their options, and how a step is computed."""
     config, trainer = point.config, point.config.trainer
-    step = [trainer.batch_size, trainer.seq_len, trainer.precision, trainer.activation_checkpointing]
-    return f"{config.model} {config.size} {config.loss} {step} {trainer.compile} {trainer.float8}"
+    batch = [trainer.batch_size, trainer.seq_len, config.data.reset_at_document]
+    blocks = [trainer.precision, trainer.activation_checkpointing, trainer.compile, trainer.float8]
+    return f"{config.model} {config.size} {config.loss} {batch} {blocks}"
 
 
 def threads_of(jobs: int) -> dict[str, str]:

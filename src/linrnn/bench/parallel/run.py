@@ -166,6 +166,7 @@ def measure_steps(
     plans += [(mode, "strong", config.batch_size // ranks.world_size) for mode in config.strong]
     rows: dict[tuple[str, str, int], StepRow] = {}
     for _ in range(config.repeats):
+        alone: StepRow | None = None  # of this repeat
         for plan in plans:
             try:
                 measured = _measure_mode(ranks, model, arch, run, *plan, config, device)
@@ -176,9 +177,10 @@ def measure_steps(
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-            alone = None if plan == plans[0] else rows.get(plans[0])
             row = rows.setdefault(plan, measured)
             row.repeat(measured, alone)
+            if plan == plans[0]:
+                alone = row
             yield row
 
 
