@@ -14,6 +14,7 @@ from linrnn.core.plot_style import looks, save
 from linrnn.study.filter_speed import filter_speeds
 from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (
+    changed_losses,
     distances,
     filter_speed_up,
     forest,
@@ -25,6 +26,7 @@ from linrnn.study.plots import (
     study_rows,
 )
 from linrnn.study.plots.select import named
+from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import MAX_BATCHES, read_committed, read_list
 from linrnn.study.step_speed import step_peaks, step_speeds
 from linrnn.study.verdicts import CONTROL, verdicts
@@ -64,6 +66,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "largest_batch": largest_batch,
         "filters": filters,
         "filter_speed": filter_speed,
+        "follow_up_losses": follow_up_losses,
     }
     return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
@@ -130,6 +133,14 @@ def filters(results: Path) -> Any:
 def filter_speed(results: Path) -> Any:
     """The speed-up of the filter's gradients on the grid's shapes that it filters, on each GPU."""
     return filter_speed_up({gpu: list(filter_speeds(results / "bench_loss" / name)) for gpu, name in GPUS.items()})
+
+
+def follow_up_losses(results: Path) -> Any:
+    """What float8 blocks and shared projections change in the training loss, at two sizes."""
+    groups = {"10 M": "follow_ups", "448 M": "follow_ups_350m"}
+    return changed_losses(
+        {size: changes_of_loss(read_committed(results / "summaries" / group)) for size, group in groups.items()}
+    )
 
 
 def _device(directory: Path, rows: list[Row]) -> str:

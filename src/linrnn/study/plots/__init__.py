@@ -1,6 +1,7 @@
 """Plots of runs. Each has one message and axes with units. A loss has the same colour in all of them."""
 
 from linrnn.core.plot_style import save
+from linrnn.study.plots.changes import changed_losses
 from linrnn.study.plots.filter_speed import filter_speed_up
 from linrnn.study.plots.forest import Row, forest, loss_rows, peak_rows, speed_rows, study_rows
 from linrnn.study.plots.learning import distances, dropped_mass, loss_curves
@@ -30,6 +31,7 @@ __all__ = [
     "Row",
     "baseline_of",
     "batch_scaling",
+    "changed_losses",
     "chunk_sizes",
     "clock_of",
     "crossover_lines",

@@ -177,7 +177,7 @@ def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[st
         if row.attainable is not None:
             bar = {"height": 0.6 / len(slots), "color": PALE, "zorder": 1}
             lines[FREE] = axes.barh(place, row.attainable - 1, left=1, **bar)
-        _point(axes, row.verdict, place, look)
+        point(axes, row.verdict, place, look)
         lines.setdefault(told[slot], _handle(look))
     axes.set_xscale("log")
     _plain_ticks(axes, rows)
@@ -187,7 +187,7 @@ def _differences(axes: Any, rows: Sequence[Row], names: Sequence[str], _: dict[s
     """Points of a panel of differences, in the colours of the losses that its lines name."""
     found = looks(row.verdict.backend for row in rows)
     for row in rows:
-        _point(axes, row.verdict, names.index(row.name), found[row.verdict.backend])
+        point(axes, row.verdict, names.index(row.name), found[row.verdict.backend])
     criterion = rows[0].verdict.criterion
     most = 1.1 * max(criterion.target, *(abs(bound) for row in rows for bound in _bounds(row.verdict)))
     axes.set_xlim(-most if criterion.rule == WITHIN else 0, most)
@@ -205,7 +205,8 @@ def _names(names: Sequence[str]) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: (models.index(name.split(",")[0]), "," in name))
 
 
-def _point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
+def point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
+    """A verdict's value on the line `place`, with its interval and its figures; hollow if it is undecided."""
     value = verdict.value or 0.0
     if verdict.low is not None and verdict.high is not None and verdict.low < verdict.high:
         axes.plot([verdict.low, verdict.high], [place] * 2, color=look.colour, linewidth=1.6, solid_capstyle="butt")
