@@ -35,24 +35,28 @@ class LayerMemory:
         return self.mixer + self.mlp + 2 * self.norm
 
 
-def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool) -> LayerMemory | None:
+def layer_memory(
+    arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool, compiled: bool = False
+) -> LayerMemory | None:
     """Memory of one layer; None for a model without formulas.
 
     Args:
         compute: bytes per element in products.
         kept: bytes per element of parameters and the residual stream.
+        compiled: whether torch.compile compiles the blocks.
 
     Under autocast the residual stream is fp32 (embeddings are not cast). Each linear layer of the mixer then saves its
-    own cast of the norm's output; otherwise they share one. The second norm's output has the dtype of the mixer's
-    output, and the MLP's two projections share it. A shared projection stands in place of those of queries, keys and
-    values, and its result is their one input.
+    own cast of the norm's output, or each graph of compiled blocks one; otherwise they share one. The second norm's
+    output has the dtype of the mixer's output, and the MLP's two projections share it. A shared projection stands in
+    place of those of queries, keys and values, and its result is their one input.
     """
     if (mixer := facts_of(arch.model).memory) is None:
         return None
     d, values, width = arch.hidden_size, arch.value_dim, arch.intermediate_size
     rank = arch.shared_projection_rank
     linears = mixer.linears if rank is None else mixer.linears - 2
-    inputs = compute * (d * (linears if autocast else 1) + (rank or 0))
+    casts = linears if mixer.casts_compiled is None or not compiled else mixer.casts_compiled
+    inputs = compute * (d * (casts if autocast else 1) + (rank or 0))
     # Attention's output is o_proj's input; a gated norm saves its two inputs and its output.
     outputs = compute * values * 3 + FP32 * arch.num_heads if mixer.gated else compute * values
     scan, scan_backward = mixer.scan(arch, seq_len, compute)

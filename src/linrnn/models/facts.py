@@ -160,11 +160,14 @@ class MixerMemory:
         gated: whether a gated norm follows the scan.
         scan: (architecture, sequence length, bytes per element in products) -> (bytes per token that the recurrent
             kernel or attention saves, bytes per token that its backward pass holds in addition).
+        casts_compiled: casts of the first norm's output that compiled blocks save under autocast. Linear layers of one
+            graph share a cast. None: not measured; a cast for each linear layer is counted, as without compilation.
     """
 
     linears: int
     gated: bool
     scan: Callable[[Architecture, int, int], tuple[int, int]]
+    casts_compiled: int | None = None
 
 
 @dataclass(frozen=True)
