@@ -13,8 +13,8 @@ from linrnn.runs.summary import GIB
 Row = TypeVar("Row", CollectiveRow, LossRow, StepRow)
 WORDS = ("model", "parallel", "scaling", "operation", "N × D × V", "column", "meaning")
 REPEATS = (
-    "A row comes from one run. An efficiency with a 90 % interval has n repeats: each builds the model anew, on one "
-    "GPU and spread, one right after the other. All other rows are measured once (n = 1). Rows of one setting from "
+    "A row comes from one run. An efficiency with a 90 % interval has n repeats: each copies the model, on one GPU "
+    "and then spread, one right after the other. All other rows are measured once (n = 1). Rows of one setting from "
     "several runs show how far runs differ. A time is the median over the rounds of its run, of the slowest rank. The "
     "column *run* is the run's number in the list above."
 )

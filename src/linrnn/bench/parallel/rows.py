@@ -77,7 +77,7 @@ class StepRow:
         gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
             lacks the gradients of DDP that NCCL still held.
         blocks_together, keep_gathered: those of `parallel`, if it shards the model.
-        host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it.
+        host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it (first repeat).
         times_ms: the step's time in each repeat. Their median is `step_ms`.
         efficiencies: in each repeat, against the GPUs alone in that repeat.
     """
