@@ -1,13 +1,18 @@
 """`linrnn.models.deferred`: what is recorded on tensors without memory has the same values when it is played."""
 
+import itertools
+import threading
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from linrnn.config import load_config
+from linrnn.costs import memory_of_drawing
 from linrnn.models import BlankModel, build_model, cpu_ops
 from linrnn.models.architecture import resolve
 from linrnn.models.build import initialised
-from linrnn.models.deferred import WHOLE, Part, allocate
+from linrnn.models.deferred import Part
 from linrnn.models.deferred.tape import Tape, place_of
 from linrnn.models.layers.rwkv7 import FLAS_OWN
 
@@ -18,9 +23,7 @@ def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(name: str, monkey
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
     config = load_config(["model=fla", f"model.config={name}", "size.tie_embeddings=false"])
     arch = resolve(config.model, config.size, 512)
-    blank = BlankModel(arch, WHOLE, device=torch.device("cpu"), seed=3)
-    assert all(parameter.is_meta for parameter in blank.model.parameters())
-    allocate(blank.model, "cpu")
+    blank = BlankModel(arch, device=torch.device("cpu"), seed=3)
     blank.draw()
     plain = build_model(arch, device="cpu", seed=3)
     for ours, theirs in (
@@ -72,7 +75,9 @@ def test_a_tape_gives_the_values_in_the_order_in_which_they_are_complete() -> No
     def play(*numbers: int) -> list[int]:
         got.clear()
         torch.manual_seed(5)
-        tape.play([(places[number], lambda tensor, number=number: got.update({number: tensor})) for number in numbers])
+        tape.play(
+            [(places[number], lambda tensor, number=number: got.update({number: tensor.clone()})) for number in numbers]
+        )
         return list(got)
 
     torch.manual_seed(5)
@@ -86,6 +91,43 @@ def test_a_tape_gives_the_values_in_the_order_in_which_they_are_complete() -> No
     play(2)
     assert torch.equal(got[2], expected[2])
     assert not torch.equal(torch.get_rng_state(), after), "no random numbers are needed, and none are drawn"
+
+
+def test_a_thread_draws_beside_others_that_draw_and_train() -> None:
+    """The numbers come from a generator of their own; a backward pass does not notice that weights change."""
+    config = load_config(["model=kda", "size=smoke"])
+    arch = resolve(config.model, config.size, 512)
+    blank = BlankModel(arch, device=torch.device("cpu"), seed=3)
+    for parameter in blank.model.parameters():
+        parameter.data.zero_()
+    state, ids = torch.get_rng_state(), torch.arange(32)[None]
+    output = blank.model(ids).sum()
+    thread = threading.Thread(target=blank.draw)
+    thread.start()
+    while thread.is_alive():
+        torch.rand(7)
+    torch.set_rng_state(state)
+    output.backward()
+    plain = build_model(arch, device="cpu", seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, ours), theirs in zip(blank.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("option", ["seed=0", "model.shared_projection_rank=128"])
+@pytest.mark.parametrize("model", ["gla", "transformer"])
+def test_drawing_holds_one_matrix_of_each_size(model: str, option: str) -> None:
+    """torch's CPU allocator reports every block that it gives and takes back."""
+    config = load_config([f"model={model}", "size=mve", option])
+    arch = resolve(config.model, config.size, 4096)
+    blank = BlankModel(arch, device=torch.device("cpu"), seed=3)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        blank.draw()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    foreseen = memory_of_drawing(arch)
+    assert foreseen <= max(itertools.accumulate(sizes)) < 1.05 * foreseen
+    assert foreseen < 0.6 * 4 * arch.n_parameters
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9])

@@ -16,15 +16,12 @@ from torch.func import functional_call
 from linrnn.config import load_config, run_name
 from linrnn.config.schema import SHARING, Config
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.costs import memory_of_drawing
 from linrnn.inference.export import export
 from linrnn.inference.generate import samples
 from linrnn.inference.load import load_trained
 from linrnn.models import BlankModel, LanguageModel, build_model, load_weights
 from linrnn.models.architecture import Architecture, resolve, shared_projection_table
-from linrnn.models.build import fla_config, initialised
-from linrnn.models.deferred import WHOLE, allocate
-from linrnn.models.fla_import import fla_classes
+from linrnn.models.build import initialised
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -238,9 +235,7 @@ def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(mode
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> None:
     arch = architecture(model, RANK, "size.tie_embeddings=false")
-    blank = BlankModel(arch, WHOLE, device=CPU, seed=3)
-    assert all(parameter.is_meta for parameter in blank.model.parameters())
-    allocate(blank.model, "cpu")
+    blank = BlankModel(arch, device=CPU, seed=3)
     blank.draw()
     plain = build_model(arch, device="cpu", seed=3).state_dict()
     ours = blank.model.state_dict()
@@ -248,15 +243,6 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> No
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     ids = tokens(1, 20)
     assert torch.equal(blank.model(ids), build_model(arch, device="cpu", seed=3)(ids))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_drawing_foresees_the_full_projections_that_fla_builds_first(model: str) -> None:
-    arch = architecture(model)
-    hf = fla_classes(model)[0](fla_config(arch))
-    hf.tie_weights()
-    built = sum(parameter.numel() for parameter in hf.parameters())
-    assert memory_of_drawing(arch, sharded=False) == 4 * built > 4 * arch.n_parameters
 
 
 def test_the_page_of_models_holds_the_table_that_the_command_prints() -> None:

@@ -117,17 +117,15 @@ def training_state(
     return {"parameters": parameters, "gradients": parameters, "optimizer": state}
 
 
-def memory_of_drawing(arch: Architecture, *, sharded: bool) -> int:
+def memory_of_drawing(arch: Architecture) -> int:
     """Bytes of the CPU's memory that the initial weights need while they are drawn, in fp32.
 
-    The whole model; of a model that ranks share only its largest parameter, because each rank draws one parameter after
-    the other and keeps its part (:class:`linrnn.models.BlankModel`). A part that a rank keeps is not counted. A model
-    with shared projections is built with full ones first.
+    Each parameter is drawn as a whole and copied to where the model is (:class:`linrnn.models.BlankModel`). The next
+    parameter of its size gets its memory. So there is one matrix of each size. A model with shared projections draws
+    the full ones first.
     """
-    if not sharded:
-        return FP32 * replace(arch, shared_projection_rank=None).n_parameters
-    matrices = layer_matrices(arch) or []
-    return FP32 * max(arch.embedding_parameters, *(rows * columns for rows, columns in matrices))
+    matrices = layer_matrices(replace(arch, shared_projection_rank=None)) or []
+    return FP32 * sum({arch.embedding_parameters, *(rows * columns for rows, columns in matrices)})
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:

@@ -32,7 +32,7 @@ def print_forecast(config: Config) -> None:
         *_run(plan, arch),
         *_missing(config),
         *_memory(plan, arch),
-        *_drawing(plan, arch),
+        *_drawing(arch),
         *_room(plan, arch),
         *_communication(plan, arch),
         *_time(plan, arch),
@@ -86,12 +86,10 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
 
 
-def _drawing(plan: Plan, arch: Architecture) -> list[str]:
-    """What a rank's CPU memory holds before the first step."""
-    sharded = plan.shard_ranks > 1
-    held = costs.memory_of_drawing(arch, sharded=sharded) / GIB
-    what = "the largest parameter; a rank never holds the whole model" if sharded else "the whole model"
-    return ["", f"CPU memory to draw the initial weights  {held:.3f} GiB: {what}"]
+def _drawing(arch: Architecture) -> list[str]:
+    """What a rank's CPU memory holds before the first step, beside a model on the CPU."""
+    held = costs.memory_of_drawing(arch) / GIB
+    return ["", f"CPU memory to draw the initial weights  {held:.3f} GiB: one matrix of each size at a time"]
 
 
 def _room(plan: Plan, arch: Architecture) -> list[str]:

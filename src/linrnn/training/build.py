@@ -1,6 +1,7 @@
 """Everything that a run consists of, built from its configuration, and put back to where the run stood."""
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from linrnn.config import to_yaml
@@ -9,7 +10,7 @@ from linrnn.core.errors import first_line, out_of_memory, ran_out_of_memory
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.losses import build_loss
-from linrnn.models import BlankModel, build_model
+from linrnn.models import BlankModel
 from linrnn.runs.directory import RunDirectory
 from linrnn.training import checkpoint
 from linrnn.training.execution.float8 import use_float8
@@ -30,7 +31,7 @@ from linrnn.training.starting import (
 
 
 class BuiltRun:
-    """Builds everything that `config` names. Ranks that share a model have its weights after :meth:`resume`.
+    """Builds everything that `config` names. The model has no weights before :meth:`ensure_weights`.
 
     Args:
         ranks: the processes that share the run, each with its own Trainer; None: only this process.
@@ -53,7 +54,8 @@ class BuiltRun:
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
         self.compiled: dict[str, Any] | None = None
-        self._blank: BlankModel | None = None
+        self._has_weights = False
+        self._drawing: Future[None] | None = None
         self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
         if self.plan.world_size != self.ranks.world_size:
@@ -110,11 +112,8 @@ class BuiltRun:
     def _build(self) -> None:
         config = self.config
         how: dict[str, Any] = {"device": self.device, "dtype": parameter_dtype(self.precision), "seed": config.seed}
-        if part := self.ranks.part:
-            self._blank = BlankModel(self.architecture, part, **how)
-        self.model = self._blank.model if self._blank else build_model(self.architecture, **how)
-        if self.weights and not self._blank:
-            self.weights.load(self.model)
+        self._blank = BlankModel(self.architecture, self.ranks.part, **how)
+        self.model = self._blank.model
         self._float8_note = None
         if config.trainer.float8 == "blocks":
             self._float8_note = use_float8(self.model, self.device)
@@ -122,8 +121,9 @@ class BuiltRun:
         if config.trainer.compile != "none":
             self.model.set_compile(config.trainer.compile)
         self.replica = self.ranks.spread(self.model, compute_dtype(self.precision))
-        if self._blank and self.weights:
+        if self.weights:
             self.weights.load(self.model, self._blank.part)
+            self._has_weights = True
         vocabulary = self.ranks.vocabulary(self.architecture.vocab_size)
         self.loss = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
@@ -171,20 +171,21 @@ class BuiltRun:
     def resume(self) -> str | None:
         """Restore the newest undamaged checkpoint, or what `continue_from` names. Returns a line that says so, or None.
 
-        Only if neither is there, ranks that share a model draw its initial weights. It only reads, so an error leaves
-        the directory as it is.
+        Only if neither is there, initial weights are drawn. It only reads, so an error leaves the directory as it is.
         """
         state = self.state
         if newest := self.ranks.from_first(lambda: newest_checkpoint(self.directory)):
             progress = progress_to_resume(newest, self.plan, self.directory, self.schedule.describe())
             self.loader.load_state_dict(progress.data)
             checkpoint.load(newest, self.model.hf, self.optimizer)
+            self._has_weights = True
             state.recent_losses.extend(progress.recent_losses)
             state.step = state.saved_step = progress.step
             state.continues = progress.continues
             return f"resuming at step {state.step} from {newest}"
         if source := self.config.continue_from:
             progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            self._has_weights = True
             state.continues = as_continued(progress)
             goes_on = self.loader.go_on_after(progress.data)
             data = "goes on where it stood" if goes_on else "begins anew, in its own order"
@@ -192,6 +193,27 @@ class BuiltRun:
                 f"continuing {progress.run} after step {progress.step}: its weights and optimizer state, under a plan "
                 f"of {self.plan.total_steps} steps; the data {data}"
             )
-        if self._blank and not self.weights:
-            self._blank.draw()
+        if self.ranks.part:
+            self.ensure_weights()
+        elif not self._has_weights:
+            self._draw_on_a_thread()
         return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None
+
+    def _draw_on_a_thread(self) -> None:
+        """Begin to draw the initial weights, while this thread goes on and has kernels compiled.
+
+        Not where ranks share a model: FSDP may move its parameters when they are first used.
+        """
+        pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._drawing = pool.submit(self._blank.draw)
+        pool.shutdown(wait=False)
+
+    def ensure_weights(self) -> None:
+        """Return once the model has weights: those that were loaded or restored, or else its initial ones."""
+        if self._has_weights:
+            return
+        if self._drawing:
+            self._drawing.result()
+        else:
+            self._blank.draw()
+        self._has_weights = True

@@ -151,6 +151,7 @@ class Trainer(BuiltRun):
         Every micro-step's summed loss is divided by the tokens of the whole step on all ranks. The gradient therefore
         equals that of one large batch, however the batch is split and however many labels are ignored.
         """
+        self.ensure_weights()
         self.measurements.speed.step_begins()
         lr = self.schedule.apply(self.state.step)
         accumulation_steps = self.config.trainer.accumulation_steps

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from linrnn.models.architecture import Architecture
 from linrnn.models.build import initialised, kept_dtype, prepare
-from linrnn.models.deferred.part import Part, keep
+from linrnn.models.deferred.part import WHOLE, Part, keep
 from linrnn.models.deferred.tape import Tape, Wanted, place_of
 from linrnn.models.language_model import LanguageModel
 
@@ -17,19 +17,17 @@ NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
 
 
 class BlankModel:
-    """A model that is sharded before its weights exist.
-
-    Shard `model`, which also gives its parameters memory. Then call :meth:`draw`, or load other weights.
+    """A model that is sharded, or whose kernels are compiled, before its weights exist.
 
     Attributes:
-        model: its parameters are on the meta device. Its buffers have their values, on the device of the run.
+        model: its parameters have no values. Its buffers have theirs, on the device of the run.
         part: the rows of each parameter that this rank will hold.
     """
 
     def __init__(
         self,
         arch: Architecture,
-        part: Part,
+        part: Part | None = None,
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -38,27 +36,28 @@ class BlankModel:
         """Build it. For the other arguments and the errors see :func:`linrnn.models.build_model`.
 
         Args:
-            part: the rows of each parameter that this rank will hold.
+            part: the rows of each parameter that this rank will hold. The parameters are on the meta device, and
+                sharding gives them memory. None: this process holds the whole model. The parameters have memory.
         """
         prepare(arch, device, dtype)
-        self.part, self._seed, self._tape = part, seed, Tape()
+        self.part, self._seed, self._tape = part or WHOLE, seed, Tape()
         with self._tape.recording():
             hf = initialised(arch)
         self._places = {name: place_of(parameter) for name, parameter in hf.named_parameters()}
-        _move_to_meta(hf, dtype)
+        _replace_parameters(hf, dtype, torch.device("meta") if part else device)
         self._tape.play(_other_tensors(hf, device))
         self.model = LanguageModel(hf, arch).train()
 
     def draw(self) -> None:
         """Give the parameters their initial values, of which this rank keeps its part.
 
-        Every rank draws each parameter as a whole, one after the other. The generator's state is restored.
+        Every rank draws each parameter as a whole, one after the other. With a seed, the numbers come from a generator
+        of their own, and a thread can draw while others use the model's shapes.
         """
+        generator = None if self._seed is None else torch.Generator().manual_seed(self._seed)
         parameters = dict(self.model.hf.named_parameters())
-        with torch.random.fork_rng(devices=[], enabled=self._seed is not None):
-            if self._seed is not None:
-                torch.manual_seed(self._seed)
-            self._tape.play([(place, _copy_into(parameters[name], self.part)) for name, place in self._places.items()])
+        wanted = [(place, _copy_into(parameters[name], self.part)) for name, place in self._places.items()]
+        self._tape.play(wanted, generator)
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
@@ -71,13 +70,13 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
 
 def _copy_into(parameter: nn.Parameter, part: Part) -> Callable[[Tensor], None]:
     def copy(whole: Tensor) -> None:
-        keep(parameter.detach(), whole, part)
+        keep(parameter.data, whole, part)  # autograd does not notice: a backward pass may run
 
     return copy
 
 
-def _move_to_meta(hf: Any, dtype: torch.dtype) -> None:
-    """Replace the parameters, which have no memory, by some on the meta device. Ties and marks stay."""
+def _replace_parameters(hf: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the parameters, which have no memory, by some on `device` without values. Ties and marks stay."""
     blanks: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     for module in hf.modules():
@@ -86,7 +85,7 @@ def _move_to_meta(hf: Any, dtype: torch.dtype) -> None:
                 continue
             if id(parameter) not in blanks:
                 kept = kept_dtype(names[id(parameter)], parameter, dtype)
-                blank = torch.empty(parameter.shape, dtype=kept, device="meta")
+                blank = torch.empty(parameter.shape, dtype=kept, device=device)
                 blanks[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
                 if hasattr(parameter, NO_WEIGHT_DECAY):
                     setattr(blanks[id(parameter)], NO_WEIGHT_DECAY, True)
@@ -106,6 +105,6 @@ def _other_tensors(hf: Any, device: torch.device) -> list[Wanted]:
 
 def _setter(holder: dict[str, Any], name: str, device: torch.device) -> Callable[[Tensor], None]:
     def put(value: Tensor) -> None:
-        holder[name] = value.to(device)
+        holder[name] = value.to(device, copy=True)
 
     return put

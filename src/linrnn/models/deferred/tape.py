@@ -2,10 +2,11 @@
 
 `FakeTensorMode` runs a model's constructor on tensors that have a shape and no memory. :class:`Tape` notes every
 operation that writes a tensor. :meth:`Tape.play` runs the noted operations again on real tensors, in the same order and
-with the same random numbers. Each tensor is handed over after its last operation, and is then freed.
+with the same random numbers. Each tensor is handed over after its last operation. The next of its size gets its memory.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def place_of(tensor: Tensor) -> Place:
     )
 
 
-# A tensor to compute, and what is called with it.
+# A tensor to compute, and what is called with it. The tensor holds its values only during the call.
 Wanted = tuple[Place, Callable[[Tensor], None]]
 
 
@@ -116,30 +117,36 @@ class Tape(TorchDispatchMode):
             self._operations.append(Operation(function, arguments, options, results, *keys, random))
         return result
 
-    def play(self, wanted: Iterable[Wanted]) -> None:
+    def play(self, wanted: Iterable[Wanted], generator: torch.Generator | None = None) -> None:
         """Compute tensors on the CPU. Call the function beside each place with the tensor that stands there.
 
-        If one of them depends on random numbers, all noted random numbers are drawn, from torch's generator. Then each
-        has the numbers that it would have had without a tape.
+        If one of them depends on random numbers, all noted random numbers are drawn. Then each has the numbers that it
+        would have had without a tape.
+
+        Args:
+            generator: of the random numbers; None: torch's. With one of its own, a thread can play beside others.
         """
         receivers: dict[int, list[Wanted]] = {}
         for place, receive in wanted:
             receivers.setdefault(place.key, []).append((place, receive))
         needed, last = self._needed(set(receivers))
         drawn = any(self._operations[number].random for number in needed)
-        storages: dict[int, torch.UntypedStorage] = {}
+        memory = _Memory()
         for number, operation in enumerate(self._operations):
             if number in needed:
-                _run(operation, storages)
+                _run(operation, memory, generator)
                 for key in operation.touched:
                     if last[key] == number:
-                        storage = storages.pop(key)
                         for place, receive in receivers.pop(key, ()):
-                            receive(_tensor(place, storage))
-            elif drawn and operation.random:
-                _run(operation, {})
+                            receive(memory.tensor(place))
+                        memory.free(key)
+            elif drawn and operation.random:  # its numbers are thrown away
+                held = memory.keys()
+                _run(operation, memory, generator)
+                for key in memory.keys() - held:
+                    memory.free(key)
         for place, receive in itertools.chain(*receivers.values()):  # nothing writes them
-            receive(_tensor(place, torch.UntypedStorage(place.storage.nbytes())))
+            receive(memory.tensor(place))
 
     def _needed(self, keys: set[int]) -> tuple[set[int], dict[int, int]]:
         """The numbers of the operations behind the storages, and the last of them that touches each storage."""
@@ -168,26 +175,60 @@ def _is_place(value: Any) -> bool:
     return isinstance(value, Place)
 
 
-def _run(operation: Operation, storages: dict[int, torch.UntypedStorage]) -> None:
-    """Run an operation on real storages. Those that are missing are created, and kept in `storages`."""
+class _Memory:
+    """Real storages for the places of tensors without memory.
+
+    A freed storage is used again for the next place of its size: memory that is new to the process costs a quarter of
+    the time in which it is filled with random numbers.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._freed: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # by size in bytes
+
+    def keys(self) -> frozenset[int]:
+        """Of all places that have a storage."""
+        return frozenset(self._held)
+
+    def tensor(self, place: Place) -> Tensor:
+        """The tensor at a place. A place that has no storage yet gets one."""
+        if place.key not in self._held:
+            size = place.storage.nbytes()
+            self._held[place.key] = self._freed[size].pop() if self._freed[size] else torch.UntypedStorage(size)
+        return torch.empty(0, dtype=place.dtype).set_(self._held[place.key], place.offset, place.size, place.stride)
+
+    def hold(self, place: Place, tensor: Tensor) -> None:
+        """Let a place without storage have that of a tensor."""
+        self._held.setdefault(place.key, tensor.untyped_storage())
+
+    def free(self, key: int) -> None:
+        """Nothing needs a storage any more."""
+        storage = self._held.pop(key)
+        self._freed[storage.nbytes()].append(storage)
+
+
+def _run(operation: Operation, memory: _Memory, generator: torch.Generator | None) -> None:
+    """Run an operation on real storages."""
 
     def real(value: Any) -> Any:
         if isinstance(value, Place):
-            if value.key not in storages:
-                storages[value.key] = torch.UntypedStorage(value.storage.nbytes())
-            return _tensor(value, storages[value.key])
+            return memory.tensor(value)
         return value.clone() if isinstance(value, Tensor) else value  # a constant, which must not change
 
     arguments, options = (
         tree_map(real, noted, is_leaf=_is_place) for noted in (operation.arguments, operation.options)
     )
+    function = operation.function
+    if operation.random and generator is not None:
+        function, options = _with_generator(function), {**options, "generator": generator}
     with torch.no_grad():
-        results = tree_leaves(operation.function(*arguments, **options))
+        results = tree_leaves(function(*arguments, **options))
     tensors = [result for result in results if isinstance(result, Tensor)]
     for place, tensor in zip(operation.results, tensors, strict=True):
-        storages.setdefault(place.key, tensor.untyped_storage())
+        memory.hold(place, tensor)
 
 
-def _tensor(place: Place, storage: torch.UntypedStorage) -> Tensor:
-    """The tensor at a place of a real storage."""
-    return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
+def _with_generator(function: Any) -> Any:
+    """The overload of a random operation that takes a generator: `aten.rand.generator` for `aten.rand.default`."""
+    takes = any(argument.name == "generator" for argument in function._schema.arguments)
+    return function if takes else function.overloadpacket.generator
