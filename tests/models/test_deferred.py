@@ -116,7 +116,7 @@ def test_a_thread_draws_beside_others_that_draw_and_train() -> None:
 
 @pytest.mark.parametrize("option", ["seed=0", "model.shared_projection_rank=128"])
 @pytest.mark.parametrize("model", ["gla", "transformer"])
-def test_drawing_holds_at_most_two_matrices_of_each_size(model: str, option: str) -> None:
+def test_drawing_holds_one_matrix_of_each_size(model: str, option: str) -> None:
     """torch's CPU allocator reports every block that it gives and takes back."""
     config = load_config([f"model={model}", "size=mve", option])
     arch = resolve(config.model, config.size, 4096)
@@ -126,8 +126,8 @@ def test_drawing_holds_at_most_two_matrices_of_each_size(model: str, option: str
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     foreseen = memory_of_drawing(arch)
-    assert 0.5 * foreseen <= max(itertools.accumulate(sizes)) < 1.05 * foreseen
-    assert foreseen < 4 * arch.n_parameters
+    assert foreseen <= max(itertools.accumulate(sizes)) < 1.05 * foreseen
+    assert foreseen < 0.6 * 4 * arch.n_parameters
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9])

@@ -118,14 +118,14 @@ def training_state(
 
 
 def memory_of_drawing(arch: Architecture) -> int:
-    """The most of the CPU's memory that the initial weights need while they are drawn, in bytes, in fp32.
+    """Bytes of the CPU's memory that the initial weights need while they are drawn, in fp32.
 
-    Each parameter is drawn as a whole and then copied to where the model is (:class:`linrnn.models.BlankModel`). The
-    next parameter but one of its size gets its memory. So there are at most two matrices of each size. A model with
-    shared projections draws the full ones first.
+    Each parameter is drawn as a whole and copied to where the model is (:class:`linrnn.models.BlankModel`). The next
+    parameter of its size gets its memory. So there is one matrix of each size. A model with shared projections draws
+    the full ones first.
     """
     matrices = layer_matrices(replace(arch, shared_projection_rank=None)) or []
-    return 2 * FP32 * sum({arch.embedding_parameters, *(rows * columns for rows, columns in matrices)})
+    return FP32 * sum({arch.embedding_parameters, *(rows * columns for rows, columns in matrices)})
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:

@@ -5,9 +5,9 @@ operation that writes a tensor. :meth:`Tape.play` runs the noted operations agai
 with the same random numbers. Each tensor is handed over after its last operation. The next of its size gets its memory.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ def place_of(tensor: Tensor) -> Place:
     )
 
 
-# A tensor to compute, and what is called with it, on another thread. The tensor holds its values only during the call.
+# A tensor to compute, and what is called with it. The tensor holds its values only during the call.
 Wanted = tuple[Place, Callable[[Tensor], None]]
 
 
@@ -132,28 +132,21 @@ class Tape(TorchDispatchMode):
         needed, last = self._needed(set(receivers))
         drawn = any(self._operations[number].random for number in needed)
         memory = _Memory()
-        with ThreadPoolExecutor(1, thread_name_prefix="receive") as thread:
-
-            def hand_over(key: int) -> list[Future[None]]:
-                return [thread.submit(receive, memory.tensor(place)) for place, receive in receivers.pop(key, ())]
-
-            calls: list[Future[None]] = []
-            for number, operation in enumerate(self._operations):
-                if number in needed:
-                    _run(operation, memory, generator)
-                    for key in operation.touched:
-                        if last[key] == number:
-                            calls.extend(mine := hand_over(key))
-                            memory.free(key, mine)
-                elif drawn and operation.random:  # its numbers are thrown away
-                    held = memory.keys()
-                    _run(operation, memory, generator)
-                    for key in memory.keys() - held:
+        for number, operation in enumerate(self._operations):
+            if number in needed:
+                _run(operation, memory, generator)
+                for key in operation.touched:
+                    if last[key] == number:
+                        for place, receive in receivers.pop(key, ()):
+                            receive(memory.tensor(place))
                         memory.free(key)
-            for key in list(receivers):  # nothing writes them
-                calls.extend(hand_over(key))
-        for call in calls:
-            call.result()
+            elif drawn and operation.random:  # its numbers are thrown away
+                held = memory.keys()
+                _run(operation, memory, generator)
+                for key in memory.keys() - held:
+                    memory.free(key)
+        for place, receive in itertools.chain(*receivers.values()):  # nothing writes them
+            receive(memory.tensor(place))
 
     def _needed(self, keys: set[int]) -> tuple[set[int], dict[int, int]]:
         """The numbers of the operations behind the storages, and the last of them that touches each storage."""
@@ -185,14 +178,13 @@ def _is_place(value: Any) -> bool:
 class _Memory:
     """Real storages for the places of tensors without memory.
 
-    A freed storage is used again for a later place of its size: memory that is new to the process costs a quarter of
+    A freed storage is used again for the next place of its size: memory that is new to the process costs a quarter of
     the time in which it is filled with random numbers.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, torch.UntypedStorage] = {}
-        # By size in bytes, each with the calls that still read it.
-        self._freed: defaultdict[int, list[tuple[torch.UntypedStorage, Sequence[Future[None]]]]] = defaultdict(list)
+        self._freed: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # by size in bytes
 
     def keys(self) -> frozenset[int]:
         """Of all places that have a storage."""
@@ -201,26 +193,18 @@ class _Memory:
     def tensor(self, place: Place) -> Tensor:
         """The tensor at a place. A place that has no storage yet gets one."""
         if place.key not in self._held:
-            self._held[place.key] = self._storage(place.storage.nbytes())
+            size = place.storage.nbytes()
+            self._held[place.key] = self._freed[size].pop() if self._freed[size] else torch.UntypedStorage(size)
         return torch.empty(0, dtype=place.dtype).set_(self._held[place.key], place.offset, place.size, place.stride)
-
-    def _storage(self, size: int) -> torch.UntypedStorage:
-        """A freed storage that nothing reads any more, or a new one; never a third that is freed and still read."""
-        freed = self._freed[size]
-        if len(freed) > 1:
-            wait(freed[0][1])
-        if freed and all(call.done() for call in freed[0][1]):
-            return freed.pop(0)[0]
-        return torch.UntypedStorage(size)
 
     def hold(self, place: Place, tensor: Tensor) -> None:
         """Let a place without storage have that of a tensor."""
         self._held.setdefault(place.key, tensor.untyped_storage())
 
-    def free(self, key: int, readers: Sequence[Future[None]] = ()) -> None:
-        """Nothing needs a storage any more, once these calls have returned."""
+    def free(self, key: int) -> None:
+        """Nothing needs a storage any more."""
         storage = self._held.pop(key)
-        self._freed[storage.nbytes()].append((storage, readers))
+        self._freed[storage.nbytes()].append(storage)
 
 
 def _run(operation: Operation, memory: _Memory, generator: torch.Generator | None) -> None:
