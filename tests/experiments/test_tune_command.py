@@ -59,6 +59,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
         tuner.run(x=torch.empty(1), B=run.trainer.batch_size, grid=(1,), warmup=False)
 
     monkeypatch.setattr(tune_kernels, "gpu_name", lambda: "a GPU")
+    monkeypatch.setattr(tune_kernels, "gpu_capability", lambda: "9.0")
     monkeypatch.setattr(tune_kernels, "compile_all", lambda todo, say: None)
     monkeypatch.setattr(tune_kernels, "call_kernels", call_kernels)
     return called

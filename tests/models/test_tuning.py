@@ -93,11 +93,30 @@ def test_the_table_of_the_installed_triton_comes_first_and_then_the_newest(tmp_p
     replace(table(), gpu="a GPU of 80 GB").write(tmp_path)
 
     def order(installed: str) -> list[str]:
-        return [found.versions["triton"] for found in read_tables("a GPU", installed, tmp_path)]
+        return [found.versions["triton"] for found in read_tables("a GPU", "9.0", installed, tmp_path)]
 
     assert order("3.6.0") == ["3.6.0", "3.10.1", "3.7.1"]
     assert order("3.10.0") == ["3.10.1", "3.7.1", "3.6.0"]
     assert order("4.0.0") == ["3.10.1", "3.7.1", "3.6.0"]
+
+
+def test_a_gpu_without_choices_takes_those_of_another_of_its_compute_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace(table(), gpu="H100", capability="9.0").write(tmp_path)
+    replace(table(), gpu="B200", capability="10.0").write(tmp_path)
+    replace(table(), gpu="L4").write(tmp_path)
+    own = Table("H200", VERSIONS, {"another:kernel": {KEY: LARGE}}, "9.0")
+    own.write(tmp_path)
+    found = read_tables("H200", "9.0", "3.6.0", tmp_path)
+    assert [one.gpu for one in found] == ["H200", "H100"]
+    assert read_tables("L4", "8.9", "3.6.0", tmp_path)[0].gpu == "L4"
+    assert read_tables("L40", "8.9", "3.6.0", tmp_path) == []
+    monkeypatch.setattr(choices, "gpu_name", lambda: "H200")
+    monkeypatch.setattr(choices, "stored_tables", lambda: found)
+    tuning.use("stored")
+    assert call(tuner()) == [16]
+    assert "1 stored, 0 stored for another batch (some made on H100), none tuned here" in (tuning.remark() or "")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +125,7 @@ def test_the_table_of_the_installed_triton_comes_first_and_then_the_newest(tmp_p
 def test_a_damaged_table_is_named(tmp_path: Path, text: str) -> None:
     table_path("a GPU", "3.6.0", tmp_path).write_text(text)
     with pytest.raises(DataError, match=r"a_gpu-triton_3\.6\.json"):
-        read_tables("a GPU", "3.6.0", tmp_path)
+        read_tables("a GPU", "9.0", "3.6.0", tmp_path)
 
 
 def test_the_nearest_batch_counts_where_the_same_is_not_stored() -> None:
@@ -155,7 +174,7 @@ def test_a_stored_choice_is_used_without_measuring() -> None:
 def test_a_table_of_another_version_is_used_and_named() -> None:
     tuning.use("stored", replace(table(), versions={**VERSIONS, "triton": "0.1"}))
     assert call(tuner()) == [16]
-    assert "0 stored for another batch (some stored with triton 0.1), none tuned here" in (tuning.remark() or "")
+    assert "0 stored for another batch (some made with triton 0.1), none tuned here" in (tuning.remark() or "")
 
 
 def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +183,7 @@ def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch: pyt
     monkeypatch.setattr(choices, "stored_tables", lambda: [own, other])
     tuning.use("stored")
     assert call(tuner()) == [16]
-    assert "1 stored, 0 stored for another batch (some stored with triton 0.1)" in (tuning.remark() or "")
+    assert "1 stored, 0 stored for another batch (some made with triton 0.1)" in (tuning.remark() or "")
     monkeypatch.setattr(choices, "stored_tables", lambda: [replace(other, versions=VERSIONS), other])
     tuning.use("stored")
     assert call(tuner()) == [16]

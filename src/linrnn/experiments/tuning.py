@@ -22,7 +22,7 @@ from linrnn.core.output import say as print_line
 from linrnn.data import Batch
 from linrnn.models import build_model, tuning
 from linrnn.models.architecture import resolve
-from linrnn.models.tuning.choices import chosen, gpu_name
+from linrnn.models.tuning.choices import chosen, gpu_capability, gpu_name
 from linrnn.models.tuning.table import TABLES, Table, read_table
 from linrnn.training.execution.compilation import rehearse
 from linrnn.training.plan import make_plan
@@ -173,7 +173,7 @@ def _table_to_extend(gpu: str, folder: Path, *, again: bool) -> Table:
     versions = {name: version(name) for name in ("triton", "flash-linear-attention")}
     table = read_table(gpu, versions["triton"], folder)
     if table is None or (again and table.versions != versions):
-        return Table(gpu, versions)
+        return Table(gpu, versions, capability=gpu_capability())
     if table.versions != versions:
         there = ", ".join(f"{name} {number}" for name, number in table.versions.items())
         raise ConfigError(

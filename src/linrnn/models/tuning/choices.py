@@ -33,8 +33,8 @@ class _Process:
     """The choices of this process's run."""
 
     mode: str = "stored"
-    tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those of the GPU
-    made_with: set[str] = field(default_factory=set)  # versions that made choices and are not the installed ones
+    tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those that the GPU can use
+    made_with: set[str] = field(default_factory=set)  # GPUs and versions that made choices and are not those here
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
     tuning_seconds: float = 0.0
 
@@ -82,7 +82,7 @@ class Choices(dict[tuple[Any, ...], Any]):
             config = {config_text(config): config for config in self.tuner.configs}.get(found[1])
             if config is not None:
                 self._take(key, config, STORED if found[0] == text else NEAR)
-                _process.made_with |= _other_versions(table)
+                _process.made_with |= _other_makers(table)
                 return True
         if _process.mode == "strict":
             raise UnsupportedError(
@@ -99,7 +99,7 @@ def use(mode: str, table: Table | None = None) -> None:
         mode: `stored`: from the table; kernels without a stored choice are tuned. `exact`: also those whose choice is
             stored for another batch alone. `strict`: from the table; a kernel without a choice is an error. `tune`: all
             kernels are tuned.
-        table: the stored choices; None: those of this machine's GPU, first those of the installed Triton.
+        table: the stored choices; None: all that this machine's GPU can use (:func:`stored_tables`).
     """
     tables = None if table is None else (table,)
     _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
@@ -132,7 +132,7 @@ def remark() -> str | None:
         return None
     line = f"kernel choices {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
     if _process.made_with:
-        line += f" (some stored with {', '.join(sorted(_process.made_with))})"
+        line += f" (some made {', '.join(sorted(_process.made_with))})"
     if not now[TUNED]:
         return f"{line}, none tuned here"
     tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
@@ -140,9 +140,10 @@ def remark() -> str | None:
     return f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); scripts/tune.py stores them"
 
 
-def _other_versions(table: Table) -> set[str]:
-    """The versions with which a table was made, as far as they are not the installed ones."""
-    return {f"{name} {number}" for name, number in table.versions.items() if version(name) != number}
+def _other_makers(table: Table) -> set[str]:
+    """The GPU on which a table was made and the versions with which it was made, as far as they are not those here."""
+    versions = {f"with {name} {number}" for name, number in table.versions.items() if version(name) != number}
+    return versions | ({f"on {table.gpu}"} if gpu_name() not in (table.gpu, None) else set())
 
 
 def chosen() -> dict[str, dict[str, str]]:
@@ -151,12 +152,19 @@ def chosen() -> dict[str, dict[str, str]]:
 
 
 def stored_tables() -> Sequence[Table]:
-    """The stored tables of this machine's GPU, that of the installed Triton first; none without a GPU."""
-    name = gpu_name()
-    return _read(name, version("triton")) if name else ()
+    """The stored tables that this machine's GPU can use, best first (:func:`read_tables`); none without a GPU."""
+    if (name := gpu_name()) is None:
+        return ()
+    return _read(name, gpu_capability(), version("triton"))
 
 
 _read = functools.cache(read_tables)
+
+
+def gpu_capability() -> str:
+    """The compute capability of the current GPU, such as "9.0"."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}.{minor}"
 
 
 def gpu_name() -> str | None:

@@ -1,6 +1,6 @@
 """The stored choices of one kind of GPU and one version of Triton: a JSON file that people can read and compare.
 
-    {"gpu": "NVIDIA H100 80GB HBM3", "triton": "3.6.0", "flash-linear-attention": "0.6.0",
+    {"gpu": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0",
      "kernels": {"fla.modules.norm.layernorm:layer_norm_fwd_kernel":
          {"D=1024 NB=8 HAS_RESIDUAL=True … bfloat16 float32": "BT=32 num_warps=4 num_stages=3"}}}
 
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from linrnn.core.json_files import read_object
 TABLES = Path(__file__).with_name("tables")
 # Arguments that grow with the batch or the sequence. A choice for another value is as valid, and nearly as fast.
 SIZES = ("B", "NB", "T", "T_BUCKET")
+CAPABILITY = "compute_capability"
 Kernels = Mapping[str, Mapping[str, str]]
 
 
@@ -32,11 +33,13 @@ class Table:
     Attributes:
         gpu: its name, as torch gives it.
         versions: of `triton` and `flash-linear-attention`, with which the choices were measured.
+        capability: of the GPU, such as "9.0". GPUs that share it can run the same configurations; None: not known.
     """
 
     gpu: str
     versions: Mapping[str, str]
     kernels: Kernels = field(default_factory=dict)
+    capability: str | None = None
 
     def find(self, kernel: str, key: str, *, near: bool = True) -> tuple[str, str] | None:
         """The stored key that fits best, and its configuration; None if there is none.
@@ -56,13 +59,13 @@ class Table:
         """This table with more choices. They replace those for the same keys."""
         names = sorted({*self.kernels, *kernels})
         merged = {name: {**self.kernels.get(name, {}), **kernels.get(name, {})} for name in names}
-        return Table(self.gpu, self.versions, {name: dict(sorted(entries.items())) for name, entries in merged.items()})
+        return replace(self, kernels={name: dict(sorted(entries.items())) for name, entries in merged.items()})
 
     def write(self, folder: Path = TABLES) -> Path:
         """Write the table's file and return its path."""
         path = table_path(self.gpu, self.versions["triton"], folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"gpu": self.gpu, **self.versions, "kernels": self.kernels}
+        content = {"gpu": self.gpu, CAPABILITY: self.capability, **self.versions, "kernels": self.kernels}
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return path
 
@@ -82,16 +85,23 @@ def read_table(gpu: str, triton: str, folder: Path = TABLES) -> Table | None:
     return read_file(path) if path.exists() else None
 
 
-def read_tables(gpu: str, triton: str, folder: Path = TABLES) -> list[Table]:
-    """The stored tables for a GPU of this name: that of this version of Triton first, then the others, newest first.
+def read_tables(gpu: str, capability: str, triton: str, folder: Path = TABLES) -> list[Table]:
+    """The stored tables that a GPU can use: its own first, then those of other GPUs of its compute capability.
+
+    Of the tables of one GPU, that of this version of Triton comes first, then the others, newest first.
 
     Raises:
         DataError: a file is damaged.
     """
-    own = table_path(gpu, triton, folder)
-    found = [read_file(path) for path in folder.glob(f"{_slug(gpu)}-triton_*.json")]
-    newest_first = sorted(found, key=lambda table: _numbers(table.versions["triton"]), reverse=True)
-    return sorted(newest_first, key=lambda table: table_path(gpu, table.versions["triton"], folder) != own)
+    found = [read_file(path) for path in sorted(folder.glob("*-triton_*.json"))]
+    usable = [table for table in found if gpu == table.gpu or capability == table.capability]
+    usable.sort(key=lambda table: _numbers(table.versions["triton"]), reverse=True)
+
+    def rank(table: Table) -> tuple[bool, str, bool]:
+        own_version = table_path(gpu, table.versions["triton"]) == table_path(gpu, triton)
+        return table.gpu != gpu, table.gpu, not own_version
+
+    return sorted(usable, key=rank)
 
 
 def read_file(path: Path) -> Table:
@@ -105,7 +115,7 @@ def read_file(path: Path) -> Table:
     if not isinstance(kernels, dict) or not all(isinstance(entries, dict) for entries in kernels.values()):
         raise DataError(f"{path}: `kernels` does not map kernels to choices", "make it again with scripts/tune.py")
     versions = {name: content[name] for name in ("triton", "flash-linear-attention")}
-    return Table(content["gpu"], versions, kernels)
+    return Table(content["gpu"], versions, kernels, content.get(CAPABILITY))
 
 
 def _slug(gpu: str) -> str:
