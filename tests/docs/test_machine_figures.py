@@ -3,7 +3,7 @@
 from blocks import ROOT
 
 from linrnn.bench.parallel.rows import read
-from linrnn.runs.intervals import AT_LEAST, answer, estimate
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, answer, estimate
 
 
 def lines_of(page: str) -> list[str]:
@@ -26,6 +26,30 @@ def test_the_first_steps_are_those_of_the_log() -> None:
     assert [cells[1:] for cells in table if len(cells) == 8 and "**" in cells[6]] == expected
     reached = [seconds[-1] <= 30 for (name, when), seconds in marks.items() if when == "after" and "1b3" not in name]
     assert all(reached), "at 350m and below"
+
+
+def test_the_first_steps_at_1b3_are_those_of_the_log() -> None:
+    text = (ROOT / "results/log/2026-11-26/first_step_7d60aaf.txt").read_text(encoding="utf-8")
+    runs: dict[str, list[tuple[str, list[float]]]] = {"first": [], "second": []}
+    for line in text.splitlines()[3:]:
+        name, *seconds = line.split(" | ")
+        machine, _, model = name.split()
+        runs[machine].append((model, [float(second) for second in seconds]))
+    expected = [
+        [*(f"{second:.1f}" for second in seconds[1:-1]), f"**{seconds[-1]:.1f}**"] for _, seconds in runs["first"]
+    ]
+    table = [line.strip("| ").split(" | ") for line in lines_of("first_step.md")]
+    assert [cells[1:] for cells in table if len(cells) == 6 and "**" in cells[5]] == expected
+    page = " ".join(lines_of("first_step.md"))
+    found = estimate([seconds[-1] for model, seconds in runs["first"] if model == "gla"], ratios=False)
+    assert found.low is not None
+    assert found.high is not None
+    assert answer(found.low, found.high, AT_MOST, 30) is None, "undecided"
+    assert f"GLA 1b3 takes {found.value:.1f} s ({found.low:.1f} to {found.high:.1f}, n = {found.n})" in page
+    first, *later = [seconds[-1] for model, seconds in runs["second"] if model == "gla"]
+    assert f"GLA took {first} s, and three later ones took {min(later)} to {max(later)} s" in page
+    begins = [seconds[2] for _, seconds in runs["second"]]
+    assert f"after {min(begins):.1f} to   {max(begins):.1f} s" in page
 
 
 def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:
