@@ -91,4 +91,4 @@ def test_a_dry_run_says_what_drawing_the_weights_needs(
     as_rank(monkeypatch.setenv, 0, 8)
     print_forecast(load_config(small("parallel=fsdp", "size=1b3", "trainer.batch_size=8")))
     [said] = [line for line in capsys.readouterr().out.splitlines() if "draw the initial" in line]
-    assert said.endswith("1.044 GiB: one matrix of each size at a time")
+    assert said.endswith("1.044 GiB on each thread: one matrix of each size")

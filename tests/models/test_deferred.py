@@ -12,19 +12,23 @@ from linrnn.costs import memory_of_drawing
 from linrnn.models import BlankModel, build_model, cpu_ops
 from linrnn.models.architecture import resolve
 from linrnn.models.build import initialised
-from linrnn.models.deferred import Part
+from linrnn.models.deferred import Part, tape
+from linrnn.models.deferred.generator import generator_after
 from linrnn.models.deferred.tape import Tape, place_of
 from linrnn.models.layers.rwkv7 import FLAS_OWN
 
 
-@pytest.mark.parametrize("name", ["mamba2", "mesa_net", "rwkv6", "rwkv7"])
-def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "kda", "mamba2", "mesa_net", "rwkv6", "rwkv7"])
+def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(
+    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logarithms of random numbers, constants, rescaled and orthogonal matrices. These models have no CPU form."""
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
     config = load_config(["model=fla", f"model.config={name}", "size.tie_embeddings=false"])
     arch = resolve(config.model, config.size, 512)
     blank = BlankModel(arch, device=torch.device("cpu"), seed=3)
-    blank.draw()
+    blank.draw(threads)
     plain = build_model(arch, device="cpu", seed=3)
     for ours, theirs in (
         (dict(blank.model.named_parameters()), dict(plain.named_parameters())),
@@ -67,15 +71,15 @@ def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_tape_gives_the_values_in_the_order_in_which_they_are_complete() -> None:
-    tape = Tape()
-    with tape.recording():
+    recorded = Tape()
+    with recorded.recording():
         places = [place_of(tensor) for tensor in made()]
     got: dict[int, torch.Tensor] = {}
 
     def play(*numbers: int) -> list[int]:
         got.clear()
         torch.manual_seed(5)
-        tape.play(
+        recorded.play(
             [(places[number], lambda tensor, number=number: got.update({number: tensor.clone()})) for number in numbers]
         )
         return list(got)
@@ -91,6 +95,59 @@ def test_a_tape_gives_the_values_in_the_order_in_which_they_are_complete() -> No
     play(2)
     assert torch.equal(got[2], expected[2])
     assert not torch.equal(torch.get_rng_state(), after), "no random numbers are needed, and none are drawn"
+
+
+@pytest.mark.parametrize("model", ["gated_deltanet", "gla", "kda", "transformer"])
+def test_the_matched_models_are_drawn_in_as_many_parts_as_threads(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config([f"model={model}", "size=mve"])
+    arch = resolve(config.model, config.size, 1024)
+    blank = BlankModel(arch, device=torch.device("cpu"), seed=3)
+    asked = []
+    monkeypatch.setattr(
+        tape, "generator_after", lambda seed, draws: asked.append(draws) or generator_after(seed, draws)
+    )
+    blank.draw(threads=4)
+    assert len(asked) == 4
+    parts, total = sorted(asked), arch.n_parameters
+    assert all(abs(draws - number * total / 4) < 0.15 * total for number, draws in enumerate(parts)), (parts, total)
+    plain = build_model(arch, device="cpu", seed=3)
+    for (name, ours), theirs in zip(blank.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("seed", [0, 2**40 + 1])
+@pytest.mark.parametrize("draws", [0, 1, 15, 623, 624, 625, 2**14 - 1, 3 * 2**14 + 5, 5_000_011])
+def test_a_generator_after_draws_is_the_one_that_drew(draws: int, seed: int) -> None:
+    drew = torch.Generator().manual_seed(seed)
+    if draws:
+        torch.empty(draws).uniform_(generator=drew)
+    ours = generator_after(seed, draws)
+    for size in (1, 16, 1000):
+        assert torch.equal(torch.empty(size).normal_(generator=ours), torch.empty(size).normal_(generator=drew))
+
+
+def test_the_draws_of_operations_are_those_that_torch_takes() -> None:
+    def drawn() -> list[torch.Tensor]:
+        return [
+            torch.empty(7).uniform_(2, 3),
+            torch.rand(5, 3),
+            torch.empty(4, 4).normal_(),
+            torch.empty(33).normal_(1, 2),
+            torch.empty(8, 3).t().uniform_(),
+        ]
+
+    recorded = Tape()
+    with recorded.recording():
+        drawn()
+        torch.empty(3).normal_()
+        torch.empty(8, 4).t().normal_()
+        torch.empty(9, dtype=torch.float64).uniform_()
+    draws = [tape.draws_of(operation) for operation in recorded._operations if operation.random]
+    assert draws == [7, 15, 16, 49, 24, None, None, None]
+    torch.manual_seed(4)
+    drawn()
+    expected = torch.rand(9)
+    assert torch.equal(torch.rand(9, generator=generator_after(4, 7 + 15 + 16 + 49 + 24)), expected)
 
 
 def test_a_thread_draws_beside_others_that_draw_and_train() -> None:

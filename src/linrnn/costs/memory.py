@@ -118,7 +118,7 @@ def training_state(
 
 
 def memory_of_drawing(arch: Architecture) -> int:
-    """Bytes of the CPU's memory that the initial weights need while they are drawn, in fp32.
+    """Bytes of the CPU's memory that a thread needs while it draws initial weights, in fp32.
 
     Each parameter is drawn as a whole and copied to where the model is (:class:`linrnn.models.BlankModel`). The next
     parameter of its size gets its memory. So there is one matrix of each size. A model with shared projections draws

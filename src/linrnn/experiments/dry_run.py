@@ -89,7 +89,7 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
 def _drawing(arch: Architecture) -> list[str]:
     """What a rank's CPU memory holds before the first step, beside a model on the CPU."""
     held = costs.memory_of_drawing(arch) / GIB
-    return ["", f"CPU memory to draw the initial weights  {held:.3f} GiB: one matrix of each size at a time"]
+    return ["", f"CPU memory to draw the initial weights  {held:.3f} GiB on each thread: one matrix of each size"]
 
 
 def _room(plan: Plan, arch: Architecture) -> list[str]:

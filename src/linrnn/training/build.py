@@ -1,8 +1,11 @@
 """Everything that a run consists of, built from its configuration, and put back to where the run stood."""
 
 import functools
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import torch
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
@@ -28,6 +31,8 @@ from linrnn.training.starting import (
     newest_checkpoint,
     progress_to_resume,
 )
+
+CORES_OF_A_DRAWING_THREAD = 4  # all others compile kernels meanwhile
 
 
 class BuiltRun:
@@ -205,7 +210,7 @@ class BuiltRun:
         Not where ranks share a model: FSDP may move its parameters when they are first used.
         """
         pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._drawing = pool.submit(self._blank.draw)
+        self._drawing = pool.submit(self._draw)
         pool.shutdown(wait=False)
 
     def ensure_weights(self) -> None:
@@ -215,5 +220,11 @@ class BuiltRun:
         if self._drawing:
             self._drawing.result()
         else:
-            self._blank.draw()
+            self._draw()
         self._has_weights = True
+
+    def _draw(self) -> None:
+        """The ranks of a machine share its cores."""
+        ranks_here = min(self.ranks.world_size, torch.cuda.device_count() or self.ranks.world_size)
+        cores = len(os.sched_getaffinity(0)) // ranks_here
+        self._blank.draw(max(1, cores // CORES_OF_A_DRAWING_THREAD))

@@ -48,16 +48,18 @@ class BlankModel:
         self._tape.play(_other_tensors(hf, device))
         self.model = LanguageModel(hf, arch).train()
 
-    def draw(self) -> None:
+    def draw(self, threads: int = 1) -> None:
         """Give the parameters their initial values, of which this rank keeps its part.
 
-        Every rank draws each parameter as a whole, one after the other. With a seed, the numbers come from a generator
-        of their own, and a thread can draw while others use the model's shapes.
+        Each thread draws one parameter after the other, as a whole. With a seed, the numbers come from generators of
+        their own, and other threads can use the model's shapes meanwhile.
+
+        Args:
+            threads: that draw; 1 without a seed.
         """
-        generator = None if self._seed is None else torch.Generator().manual_seed(self._seed)
         parameters = dict(self.model.hf.named_parameters())
         wanted = [(place, _copy_into(parameters[name], self.part)) for name, place in self._places.items()]
-        self._tape.play(wanted, generator)
+        self._tape.play(wanted, seed=self._seed, threads=threads)
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:

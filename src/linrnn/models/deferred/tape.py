@@ -1,13 +1,15 @@
 """Record how tensors come into being on tensors without memory, and compute the values later, one after the other.
 
 `FakeTensorMode` runs a model's constructor on tensors that have a shape and no memory. :class:`Tape` notes every
-operation that writes a tensor. :meth:`Tape.play` runs the noted operations again on real tensors, in the same order and
-with the same random numbers. Each tensor is handed over after its last operation. The next of its size gets its memory.
+operation that writes a tensor. :meth:`Tape.play` runs the noted operations again on real tensors, with the same random
+numbers: in the same order, or parts of them on several threads. Each tensor is handed over after its last operation.
+The next of its size gets its memory.
 """
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from linrnn.models.deferred.generator import generator_after
 
 # In-place operations that do not read the tensor they write. Random ones do not read it either.
 OVERWRITING = ("aten.fill_", "aten.zero_", "aten.copy_")
@@ -80,6 +84,16 @@ class Operation:
     random: bool
 
 
+class _Part(NamedTuple):
+    """Operations that follow each other, by number, and the words of random bits that are drawn before them."""
+
+    numbers: range
+    draws_before: int
+
+    def until(self, end: int) -> "_Part":
+        return _Part(range(self.numbers.start, end), self.draws_before)
+
+
 class Tape(TorchDispatchMode):
     """The operations of everything that runs in :meth:`recording`."""
 
@@ -117,36 +131,64 @@ class Tape(TorchDispatchMode):
             self._operations.append(Operation(function, arguments, options, results, *keys, random))
         return result
 
-    def play(self, wanted: Iterable[Wanted], generator: torch.Generator | None = None) -> None:
+    def play(self, wanted: Iterable[Wanted], *, seed: int | None = None, threads: int = 1) -> None:
         """Compute tensors on the CPU. Call the function beside each place with the tensor that stands there.
 
         If one of them depends on random numbers, all noted random numbers are drawn. Then each has the numbers that it
         would have had without a tape.
 
         Args:
-            generator: of the random numbers; None: torch's. With one of its own, a thread can play beside others.
+            seed: of the random numbers, which come from generators of their own; None: from torch's generator.
+            threads: that play parts of the tape at the same time, and call the functions; 1 without a seed.
         """
         receivers: dict[int, list[Wanted]] = {}
         for place, receive in wanted:
             receivers.setdefault(place.key, []).append((place, receive))
         needed, last = self._needed(set(receivers))
         drawn = any(self._operations[number].random for number in needed)
-        memory = _Memory()
-        for number, operation in enumerate(self._operations):
-            if number in needed:
-                _run(operation, memory, generator)
-                for key in operation.touched:
-                    if last[key] == number:
-                        for place, receive in receivers.pop(key, ()):
-                            receive(memory.tensor(place))
+
+        def play_part(part: _Part) -> None:
+            generator = None if seed is None else generator_after(seed, part.draws_before)
+            memory = _Memory()
+            for number in part.numbers:
+                operation = self._operations[number]
+                if number in needed:
+                    _run(operation, memory, generator)
+                    for key in operation.touched:
+                        if last[key] == number:
+                            for place, receive in receivers.pop(key, ()):
+                                receive(memory.tensor(place))
+                            memory.free(key)
+                elif drawn and operation.random:  # its numbers are thrown away
+                    held = memory.keys()
+                    _run(operation, memory, generator)
+                    for key in memory.keys() - held:
                         memory.free(key)
-            elif drawn and operation.random:  # its numbers are thrown away
-                held = memory.keys()
-                _run(operation, memory, generator)
-                for key in memory.keys() - held:
-                    memory.free(key)
+
+        parts = self._parts(needed, last, threads if drawn and seed is not None else 1)
+        if len(parts) == 1:
+            play_part(parts[0])
+        else:
+            with ThreadPoolExecutor(len(parts), thread_name_prefix="draw") as pool:
+                list(pool.map(play_part, parts))
         for place, receive in itertools.chain(*receivers.values()):  # nothing writes them
-            receive(memory.tensor(place))
+            receive(_Memory().tensor(place))
+
+    def _parts(self, needed: set[int], last: dict[int, int], count: int) -> list[_Part]:
+        """Up to `count` parts of the tape with about as many draws each. No storage is needed in two of them."""
+        draws = [draws_of(operation) for operation in self._operations]
+        known = [drawn for drawn in itertools.takewhile(lambda drawn: drawn is not None, draws) if drawn is not None]
+        total, before, open_keys, parts = sum(known), 0, set[int](), [_Part(range(0), 0)]
+        for number, drawn in enumerate(known):
+            if not open_keys and before * count >= len(parts) * total > 0:
+                parts[-1] = parts[-1].until(number)
+                parts.append(_Part(range(number, number), before))
+            if number in needed:
+                touched = self._operations[number].touched
+                open_keys = {key for key in open_keys | touched if last[key] > number}
+            before += drawn
+        parts[-1] = parts[-1].until(len(draws))
+        return parts
 
     def _needed(self, keys: set[int]) -> tuple[set[int], dict[int, int]]:
         """The numbers of the operations behind the storages, and the last of them that touches each storage."""
@@ -160,6 +202,22 @@ class Tape(TorchDispatchMode):
                 for key in operation.touched:
                     last.setdefault(key, number)
         return needed, last
+
+
+def draws_of(operation: Operation) -> int | None:
+    """The words of 32 bits that an operation draws from torch's CPU generator; None: not known."""
+    if not operation.random:
+        return 0
+    name, result = str(operation.function), operation.results[0]
+    count = torch.Size(result.size).numel()
+    if result.dtype != torch.float32:
+        return None
+    if name.startswith(("aten.uniform_.", "aten.rand.")):
+        return count
+    contiguous = result.stride == torch.empty(result.size, device="meta").stride()
+    if name.startswith("aten.normal_.") and count >= 16 and contiguous:
+        return count + (16 if count % 16 else 0)
+    return None
 
 
 def _noted(value: Any) -> Any:
