@@ -198,6 +198,9 @@ def memory_estimate(
     # In the first block all gradients exist but its own and an untied embedding's.
     to_come = step.kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + matrix.to_come
     gradients = parameters + (matrix.waiting if step.earlier else -to_come)
+    # The graph of a compiled block returns all its gradients together, those of cast weights beside their casts.
+    own = step.kept + (step.compute if step.autocast else 0)
+    returned = own * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks if compiled_blocks else 0
     last_block = held - step.tokens * layer.norm + matrix.waiting + saved.recomputed  # without the final norm's
     first_block = always + gradients + step.batch + step.tokens * layer.saved + weights.of_first_block
     return MemoryEstimate(
@@ -216,7 +219,7 @@ def memory_estimate(
         loss_backward=backward,
         at_loss=held + inputs + max(forward, backward),
         at_head=held + step.compute * (step.tokens + step.rows) * arch.hidden_size + matrix.cast,
-        at_blocks=max(last_block, first_block) + of_block,
+        at_blocks=max(last_block, first_block + returned) + of_block,
         at_embedding=always + parameters + step.batch + step.loss_tokens * step.kept * arch.hidden_size + matrix.at_end,
         at_update=always + parameters + update_memory(arch, optimizer, step.kept),
     )
