@@ -173,6 +173,7 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
     [
         ("follow_ups", "10 M", 92, 8, (4, 5), MVE_LOSS),
         ("follow_ups_350m", "448 M", 50, 2, (1, 2), FINAL_LOSS),
+        ("follow_ups_1b3", "1.75 B", 40, 2, (2, 2), FINAL_LOSS),
     ],
 )
 def test_the_follow_ups_losses_hold_the_rows(
@@ -256,6 +257,47 @@ def test_what_the_pages_say_of_the_losses_of_448_m_parameters_follows_from_the_r
         statistics.mean(values) for values in zip(*([y for x, y in curve if x > 80] for curve in curves), strict=True)
     ]
     assert max(map(abs, means)) < 0.02, "after step 80"
+
+
+def test_what_the_page_says_of_the_losses_of_1_75_b_parameters_follows_from_the_rows() -> None:
+    page = " ".join((ROOT / "docs" / "study" / "h7_follow_ups.md").read_text(encoding="utf-8").split())
+    own = page.partition("## Training losses at 1.75 B parameters")[2].partition("## Why")[0]
+    of_group = {
+        size: read_committed(ROOT / "results" / "summaries" / f"follow_ups{end}")
+        for size, end in {"10 M": "", "448 M": "_350m", "1.75 B": "_1b3"}.items()
+    }
+    runs = of_group["1.75 B"]
+    assert {run.summary["n_parameters"] // 10**7 for run in runs if "shared" not in run.summary["model"]} == {175}
+    assert {run.summary["tokens"] for run in runs} == {128 * 8192}
+    changed = {
+        size: {
+            v.model: v.value or 0
+            for v in changes_of_loss(group)
+            if (v.criterion, v.backend) == (FINAL_LOSS, "cce_kahan")
+        }
+        for size, group in of_group.items()
+    }
+    gla, transformer = (changed["1.75 B"][f"{model}, shared_projection_rank=1024"] for model in MODELS)
+    assert f"GLA ends {-gla:.3f} nats lower, and the Transformer {transformer:.3f} higher." in page
+    most = max(abs(value) for model, value in changed["1.75 B"].items() if "float8" in model)
+    assert f"by more than {most:.4f} nats in the median" in own
+    shared = {
+        size: [next(value for name, value in found.items() if name.startswith(f"{m}, shared")) for m in MODELS]
+        for size, found in changed.items()
+    }
+    assert all(gla < 0 for gla, _ in shared.values()), "lowers GLA's final loss at all three sizes"
+    small, middle, large = (shared[size][1] for size in of_group)
+    words = f"ends {small:.2f} nats higher at 10 M parameters, {-middle:.2f} lower at 448 M, and {large:.2f} higher here"
+    assert words in own
+    assert f"[{large:.2f} higher]" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    judged = {
+        (v.model, v.criterion): v.value for v in verdicts(runs) if v.against == "compiled" and v.value is not None
+    }
+    assert f"lie up to {judged['gla', CURVES]:.3f} nats apart (the median of five pairs)" in own
+    full = [run for run in runs if "shared" not in run.summary["model"]]
+    assert {f"{run.summary['peak_memory_bytes'] / 2**30:.1f}" for run in full} == {"26.5"}
+    controls = {v.verdict for v in changes_of_loss(of_group["448 M"]) if "compile=blocks" in v.model}
+    assert controls == {"undecided"}
 
 
 def test_the_table_of_gla_with_shared_graphs_holds_the_rows() -> None:

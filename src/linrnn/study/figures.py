@@ -136,8 +136,8 @@ def filter_speed(results: Path) -> Any:
 
 
 def follow_up_losses(results: Path) -> Any:
-    """What float8 blocks and shared projections change in the training loss, at two sizes."""
-    groups = {"10 M": "follow_ups", "448 M": "follow_ups_350m"}
+    """What float8 blocks and shared projections change in the training loss, at three sizes."""
+    groups = {"10 M": "follow_ups", "448 M": "follow_ups_350m", "1.75 B": "follow_ups_1b3"}
     return changed_losses(
         {size: changes_of_loss(read_committed(results / "summaries" / group)) for size, group in groups.items()}
     )
