@@ -287,7 +287,9 @@ def test_what_the_page_says_of_the_losses_of_1_75_b_parameters_follows_from_the_
     }
     assert all(gla < 0 for gla, _ in shared.values()), "lowers GLA's final loss at all three sizes"
     small, middle, large = (shared[size][1] for size in of_group)
-    words = f"ends {small:.2f} nats higher at 10 M parameters, {-middle:.2f} lower at 448 M, and {large:.2f} higher here"
+    words = (
+        f"ends {small:.2f} nats higher at 10 M parameters, {-middle:.2f} lower at 448 M, and {large:.2f} higher here"
+    )
     assert words in own
     assert f"[{large:.2f} higher]" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     judged = {
