@@ -25,7 +25,15 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 # Pages of numbers: the search leaves them out.
 TABLES = tuple(
     f"repository/results/{name}/"
-    for name in ("summaries", "superseded", "bench_loss", "bench_models", "bench_parallel", "bench_steps")
+    for name in (
+        "summaries",
+        "superseded",
+        "bench_loss",
+        "bench_models",
+        "bench_parallel",
+        "bench_steps",
+        "bench_first_step",
+    )
 )
 PACKAGES = ["cce_kernels", *(f"linrnn.{path.parent.name}" for path in sorted(ROOT.glob("src/linrnn/*/__init__.py")))]
 

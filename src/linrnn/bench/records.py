@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from linrnn.config.schema import BenchLossConfig, BenchModelsConfig, BenchStepsConfig
+from linrnn.config.schema import BenchFirstStepConfig, BenchLossConfig, BenchModelsConfig, BenchStepsConfig
 from linrnn.core.errors import DataError
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
 
-BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig
+BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig | BenchFirstStepConfig
 AnyRow = TypeVar("AnyRow")
 
 

@@ -546,6 +546,19 @@ class BenchStepsConfig:
 
 
 @dataclass
+class BenchFirstStepConfig:
+    """scripts/bench_first_step.py: keys are explained in configs/bench_first_step.yaml."""
+
+    measure: bool
+    lines: list[str]
+    repeats: int = at_least(1)
+    limit_seconds: float = between(1e-3, 1e8)
+    device: str = one_of("auto", "cpu", "cuda")
+    results_dir: str = input_path()
+    output_dir: str | None = output_path()
+
+
+@dataclass
 class BenchParallelConfig:
     """scripts/bench_parallel.py: keys are explained in configs/bench_parallel.yaml."""
 
@@ -583,6 +596,7 @@ COMMANDS: dict[str, type] = {
     "bench_models": BenchModelsConfig,
     "bench_steps": BenchStepsConfig,
     "bench_parallel": BenchParallelConfig,
+    "bench_first_step": BenchFirstStepConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
     "breakdown": BreakdownConfig,

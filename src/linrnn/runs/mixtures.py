@@ -9,7 +9,7 @@ SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu"
 # Its choices of kernels must not contradict each other: another model or batch may need further ones.
 CHOICES = "kernel_choices"
 # Keys of an entry of environment.json that describe the process and not its environment.
-OF_A_PROCESS = ("command", "started", "ended", "from_step", "to_step", "settings", "continues")
+OF_A_PROCESS = ("command", "started", "ended", "from_step", "to_step", "settings", "continues", "seconds_to")
 
 
 @dataclass(frozen=True)

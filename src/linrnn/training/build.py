@@ -10,6 +10,7 @@ import torch
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
 from linrnn.core.errors import first_line, out_of_memory, ran_out_of_memory
+from linrnn.core.machine import seconds_since_start
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.losses import build_loss
@@ -49,6 +50,8 @@ class BuiltRun:
         replica: the model as the ranks share it; the same object as `model` in one process.
         parameters: the model's. To walk through all modules for them takes the host a millisecond.
         compiled: the graphs of the first step (`GraphCounter.report`); None if nothing is compiled.
+        seconds_to: seconds from the command's start to the end of each stage that the run has reached so far:
+            `libraries` imported, `model` built, `kernels` compiled, `weights` drawn, `first_step` ended.
         weights: what `init_from` names; None for random weights.
 
     Raises:
@@ -59,6 +62,7 @@ class BuiltRun:
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
         self.compiled: dict[str, Any] | None = None
+        self.seconds_to = {"libraries": seconds_since_start()}
         self._has_weights = False
         self._drawing: Future[None] | None = None
         self.ranks = ranks or Ranks()
@@ -198,6 +202,7 @@ class BuiltRun:
                 f"continuing {progress.run} after step {progress.step}: its weights and optimizer state, under a plan "
                 f"of {self.plan.total_steps} steps; the data {data}"
             )
+        self.seconds_to["model"] = seconds_since_start()
         if self.ranks.part:
             self.ensure_weights()
         elif not self._has_weights:
@@ -228,3 +233,4 @@ class BuiltRun:
         ranks_here = min(self.ranks.world_size, torch.cuda.device_count() or self.ranks.world_size)
         cores = len(os.sched_getaffinity(0)) // ranks_here
         self._blank.draw(max(1, cores // CORES_OF_A_DRAWING_THREAD))
+        self.seconds_to["weights"] = seconds_since_start()

@@ -110,18 +110,19 @@ class Session:
             StorageError: the file cannot be written.
         """
         if self._ranks.is_first:
-            self.record_kernels()
+            self.directory.add_to_process(kernel_choices=tuning.used())
             self.directory.end_process(step)
             self.directory.write_json(SUMMARY, summary)
 
-    def record_kernels(self) -> None:
-        """Record which configurations the autotuned kernels have run with so far.
+    def record_first_step(self, seconds_to: dict[str, float]) -> None:
+        """Record how long this process took to each stage before the end of its first step, and the kernels' choices.
 
         Raises:
             StorageError: the file cannot be written.
         """
         if self._ranks.is_first:
-            self.directory.add_to_process(kernel_choices=tuning.used())
+            rounded = {stage: round(seconds, 2) for stage, seconds in seconds_to.items()}
+            self.directory.add_to_process(seconds_to=rounded, kernel_choices=tuning.used())
 
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""

@@ -137,12 +137,13 @@ class Trainer(BuiltRun):
             if counter is not None:
                 self.compiled = counter.report()
                 self.session.console.line(in_words(self.compiled))
-        if remark := tuning.remark():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            took, since = time.monotonic() - began, seconds_since_start()
-            self.session.console.line(f"step {number} took {took:.1f} s, {since:.1f} s after the start; {remark}")
-            self.session.record_kernels()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        took, since = time.monotonic() - began, seconds_since_start()
+        self.seconds_to["first_step"] = since
+        self.session.record_first_step(self.seconds_to)
+        remark = f"; {of_kernels}" if (of_kernels := tuning.remark()) else ""
+        self.session.console.line(f"step {number} took {took:.1f} s, {since:.1f} s after the start{remark}")
         return record
 
     def train_step(self) -> StepRecord:

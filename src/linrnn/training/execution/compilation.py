@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from linrnn.config.schema import Config, FlaModelConfig
+from linrnn.core.machine import seconds_since_start
 from linrnn.data import Batch
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
@@ -26,6 +27,7 @@ def compile_kernels(run: BuiltRun) -> None:
     with tuning.compile_ahead(max(1, len(os.sched_getaffinity(0)) // ranks_here)):
         rehearse_step(run)
     torch.cuda.empty_cache()
+    run.seconds_to["kernels"] = seconds_since_start()
 
 
 def rehearses(config: Config, device: torch.device) -> bool:
