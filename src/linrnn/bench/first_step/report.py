@@ -113,7 +113,7 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
 
 
 def _title(row: Row) -> str:
-    told = ("model=", "size=", "loss=", "data=", "trainer.batch_size=", "trainer.seq_len=")
+    told = ("model=", "size=", "loss=", "data", "trainer.batch_size=", "trainer.seq_len=", "trainer.valid_tokens=")
     rest = [word for word in row.line.split() if not word.startswith(told)]
     return ", ".join([f"{model_in_words(row.model)} {row.size}, {row.loss}", *rest])
 
@@ -126,10 +126,9 @@ def _judged(rows: list[Row], limit_seconds: float) -> list[str]:
     """Median, interval and verdict."""
     found = estimate([row.seconds for row in rows], ratios=False)
     if found.low is None or found.high is None:
-        return [f"{found.value:.1f}", "-", f"undecided: n < {LEAST_PAIRS}"]
-    verdict = {True: "met", False: "missed", None: "undecided"}[answer(found.low, found.high, AT_MOST, limit_seconds)]
-    if found.n < LEAST_PAIRS:
-        verdict = f"undecided: n < {LEAST_PAIRS}"
+        return [f"{found.value:.1f}", "-", "**undecided**"]
+    met = answer(found.low, found.high, AT_MOST, limit_seconds) if found.n >= LEAST_PAIRS else None
+    verdict = {True: "met", False: "missed", None: "undecided"}[met]
     return [f"{found.value:.1f}", f"{found.low:.1f} to {found.high:.1f}", f"**{verdict}**"]
 
 
