@@ -2,54 +2,76 @@
 
 from blocks import ROOT
 
+from linrnn.bench.first_step.rows import read_rows as read_first_steps
 from linrnn.bench.parallel.rows import read
-from linrnn.runs.intervals import AT_LEAST, AT_MOST, answer, estimate
+from linrnn.bench.records import read_runs
+from linrnn.models.facts import model_in_words
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, answer, estimate
 
 
 def lines_of(page: str) -> list[str]:
     return (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
 
 
-def test_the_first_steps_are_those_of_the_log() -> None:
-    text = (ROOT / "results/log/2026-11-26/first_step_c69e142.txt").read_text(encoding="utf-8")
-    marks = {}
-    for line in text.splitlines()[3:]:
-        name, *seconds = line.split(" | ")
-        marks[tuple(name.split())] = [float(second) for second in seconds]
-    expected = []
-    for (name, when), seconds in marks.items():
-        if when == "after":
-            before = marks.get((name, "before"))
-            cells = [f"{second:.1f}" for second in seconds[:-1]] + [f"**{seconds[-1]:.1f}**"]
-            expected.append([*cells, f"{before[-1]:.1f}" if before else "not measured"])
+def seconds_of_log(name: str) -> list[tuple[list[str], float]]:
+    """The words that name each run of a log, and the end of its first step."""
+    text = (ROOT / "results" / "log" / "2026-11-26" / name).read_text(encoding="utf-8")
+    runs = [line.split(" | ") for line in text.splitlines()[3:]]
+    return [(cells[0].split(), float(cells[-1])) for cells in runs]
+
+
+def test_the_first_steps_are_those_of_logs_and_rows() -> None:
+    columns = ("c22efe3", "c69e142", "7d60aaf", "e8795ac")
+    ends: dict[tuple[str, str], list[float]] = {}
+    for (line, when), seconds in seconds_of_log("first_step_c69e142.txt"):
+        ends.setdefault((line, {"before": "c22efe3", "after": "c69e142"}[when]), []).append(seconds)
+    second_machine = []
+    for (machine, _, model), seconds in seconds_of_log("first_step_7d60aaf.txt"):
+        if machine == "first":
+            ends.setdefault((f"{model}_1b3", "7d60aaf"), []).append(seconds)
+        elif model == "gla":
+            second_machine.append(seconds)
+    rows = read_first_steps(ROOT / "results" / "bench_first_step" / "nvidia_h100_80gb_hbm3")
+    runs = read_runs(ROOT / "results" / "bench_first_step" / "nvidia_h100_80gb_hbm3")
+    assert {runs[row.run]["environment"]["git"]["commit"][:7] for row in rows} == {"e8795ac"}
+    for row in rows:
+        assert row.tuned == 0
+        ends.setdefault((f"{row.model}_{row.size}", "e8795ac"), []).append(row.seconds)
+
+    def cell(line: str, commit: str) -> str:
+        if (line, commit) not in ends:
+            return "not measured"
+        found = estimate(ends[line, commit], ratios=False)
+        if found.low is None or commit != columns[-1]:
+            return f"{found.value:.1f}"
+        return f"{found.value:.1f} ({found.low:.1f} to {found.high:.1f}, n = {found.n})"
+
+    def verdict(line: str) -> str:
+        found = estimate(ends.get((line, columns[-1]), [0.0]), ratios=False)
+        if found.low is None or found.high is None or found.n < LEAST_PAIRS:
+            return "undecided"
+        return {True: "**met**", False: "**missed**", None: "undecided"}[answer(found.low, found.high, AT_MOST, 30)]
+
     table = [line.strip("| ").split(" | ") for line in lines_of("first_step.md")]
-    assert [cells[1:] for cells in table if len(cells) == 8 and "**" in cells[6]] == expected
-    reached = [seconds[-1] <= 30 for (name, when), seconds in marks.items() if when == "after" and "1b3" not in name]
-    assert all(reached), "at 350m and below"
-
-
-def test_the_first_steps_at_1b3_are_those_of_the_log() -> None:
-    text = (ROOT / "results/log/2026-11-26/first_step_7d60aaf.txt").read_text(encoding="utf-8")
-    runs: dict[str, list[tuple[str, list[float]]]] = {"first": [], "second": []}
-    for line in text.splitlines()[3:]:
-        name, *seconds = line.split(" | ")
-        machine, _, model = name.split()
-        runs[machine].append((model, [float(second) for second in seconds]))
-    expected = [
-        [*(f"{second:.1f}" for second in seconds[1:-1]), f"**{seconds[-1]:.1f}**"] for _, seconds in runs["first"]
+    shown = [cells for cells in table if len(cells) == 7 and cells[0].split()[-1] in ("mve", "350m", "1b3")]
+    names = [f"{model}_{size}" for model in ("gla", "kda", "transformer") for size in ("mve", "350m", "1b3")]
+    assert [[cells[0], *cells[2:]] for cells in shown] == [
+        [f"{model_in_words(name.split('_')[0])} {name.split('_')[1]}", *(cell(name, c) for c in columns), verdict(name)]
+        for name in names
     ]
-    table = [line.strip("| ").split(" | ") for line in lines_of("first_step.md")]
-    assert [cells[1:] for cells in table if len(cells) == 6 and "**" in cells[5]] == expected
-    page = " ".join(lines_of("first_step.md"))
-    found = estimate([seconds[-1] for model, seconds in runs["first"] if model == "gla"], ratios=False)
-    assert found.low is not None
-    assert found.high is not None
-    assert answer(found.low, found.high, AT_MOST, 30) is None, "undecided"
-    assert f"GLA 1b3 takes {found.value:.1f} s ({found.low:.1f} to {found.high:.1f}, n = {found.n})" in page
-    first, *later = [seconds[-1] for model, seconds in runs["second"] if model == "gla"]
-    assert f"GLA took {first} s, and three later ones took {min(later)} to {max(later)} s" in page
-    begins = [seconds[2] for _, seconds in runs["second"]]
-    assert f"after {min(begins):.1f} to   {max(begins):.1f} s" in page
+    below = [max(ends[name, c]) for name in names for c in columns[1:] if "1b3" not in name and (name, c) in ends]
+    assert max(below) <= 30, "each run so far ended before"
+    page = " ".join(" ".join(lines_of("first_step.md")).split())
+    found = estimate(ends["gla_1b3", "7d60aaf"], ratios=False)
+    assert f"is the median of five ({found.low:.1f} to {found.high:.1f})" in page
+    kda = ends["kda_1b3", "e8795ac"]
+    assert f"The five runs of KDA 1b3 took {min(kda):.1f} to {max(kda):.1f} s" in page
+    first, *later = second_machine
+    assert (
+        f"took {first:.1f} s in its first run, and {min(later):.1f} to {max(later):.1f} s in three later ones" in page
+    )
+    imported = [row.at("model") or 0 for row in rows]
+    assert f"Imports take {min(imported):.0f} to {max(imported):.0f} s" in page
 
 
 def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:

@@ -28,7 +28,7 @@ def test_no_link_is_dead(page: Path) -> None:
             PAGES[0],
             [
                 *(RESULTS / "summaries").iterdir(),
-                *(RESULTS / name for name in ("bench_parallel", "bench_steps", "figures")),
+                *(RESULTS / name for name in ("bench_first_step", "bench_parallel", "bench_steps", "figures")),
             ],
         ),
         (PAGES[1], [path for path in (RESULTS / "superseded").iterdir() if path.is_dir()]),

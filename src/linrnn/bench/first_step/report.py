@@ -15,7 +15,7 @@ from linrnn.runs.intervals import AT_MOST, LEAST_PAIRS, answer, estimate
 # The stages of a run's start, as environment.json names them: the stage that comes before, and words for readers.
 STAGES = {
     "libraries": (None, "Python and libraries imported"),
-    "model": ("libraries", "model and optimizer built, without weights"),
+    "model": ("libraries", "FLA imported, model built without weights"),
     "weights": ("model", "weights drawn, on threads of their own"),
     "kernels": ("model", "kernels compiled"),
     "first_step": (None, "first step"),
