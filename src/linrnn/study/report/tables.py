@@ -99,20 +99,21 @@ def _beside_target(verdict: Verdict) -> str:
 
 
 def not_measured(found: Sequence[Verdict]) -> Table | None:
-    """What no run answers: a row a criterion and what it lacks, with the losses; None where nothing is missing."""
+    """What no run answers, a row for all criteria that lack the same for the same losses; None: nothing is missing."""
     missing: dict[tuple[str, str], dict[str, list[str]]] = {}
     for v in found:
         if v.verdict == OPEN:
             of_losses = missing.setdefault((v.criterion.name, v.remark.removeprefix("not measured: needs ")), {})
             loss = f"{v.model} x {v.backend}" + (f", {v.setting}" if v.setting else "")
             of_losses.setdefault(loss, []).append(v.against or "")
-    rows = []
+    rows: dict[tuple[str, str], list[str]] = {}
     for (criterion, reason), of_losses in missing.items():
         against = {loss: " and ".join(filter(None, dict.fromkeys(names))) for loss, names in of_losses.items()}
         losses = [f"{loss}, against {names}" if names else loss for loss, names in against.items()]
-        rows.append((criterion, reason, "; ".join(losses)))
-    columns = ("criterion", "what is missing", "losses")
-    return Table(columns, rows, columns) if rows else None
+        rows.setdefault((reason, "; ".join(losses)), []).append(criterion)
+    columns = ("what is missing", "criteria", "losses")
+    cells = [(reason, "; ".join(criteria), losses) for (reason, losses), criteria in rows.items()]
+    return Table(columns, cells, columns) if cells else None
 
 
 def verdict_table(found: Sequence[Verdict]) -> list[str]:
