@@ -186,7 +186,10 @@ def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval() -> N
     alone, together = steps("none", 1, 8, 400.0), steps("fsdp", 2, 4, 250.0)
     for slower in (1.0, 2.0, 1.0, 1.0, 3.0):
         alone.repeat(steps("none", 1, 8, 400.0 * slower), None)
-        together.repeat(steps("fsdp", 2, 4, 250.0 * slower), alone)
+        again = dataclasses.replace(steps("fsdp", 2, 4, 250.0 * slower), host_ms=240.0 * slower)
+        together.repeat(again, alone)
+    assert together.host_ms == 240.0, "the median"
+    assert alone.host_ms is None
     assert together.efficiencies == pytest.approx([0.8] * 5)
     assert together.efficiency == pytest.approx(0.8)
     assert together.step_ms == 250.0, "the median"

@@ -291,7 +291,8 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
         tokens = row["ranks"] * row["sequences_of_rank"] * 80
         assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
         assert row["host_ms"] > 0
-        assert len(row["times_ms"]) == 2
+        assert len(row["times_ms"]) == len(row["host_times_ms"]) == 2
+        assert row["host_ms"] == pytest.approx(sum(row["host_times_ms"]) / 2), "the median of two"
         assert len(row["efficiencies"]) == (0 if row["parallel"] == "none" else 2)
     assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu.md").read_text()
     (tmp_path / "cpu-x2.json").write_text(json.dumps(content | {"loss": []}))  # another run

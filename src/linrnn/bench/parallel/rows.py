@@ -77,8 +77,9 @@ class StepRow:
         gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
             lacks the gradients of DDP that NCCL still held.
         blocks_together, keep_gathered: those of `parallel`, if it shards the model.
-        host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it (first repeat).
-        times_ms: the step's time in each repeat. Their median is `step_ms`.
+        host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it: the median of
+            `host_times_ms`, or the first repeat's in a committed row without that list.
+        times_ms, host_times_ms: both times in each repeat. The median of the first is `step_ms`.
         efficiencies: in each repeat, against the GPUs alone in that repeat.
     """
 
@@ -102,11 +103,15 @@ class StepRow:
     host_ms: float | None = None
     times_ms: list[float] = field(default_factory=list)
     efficiencies: list[float] = field(default_factory=list)
+    host_times_ms: list[float] = field(default_factory=list)
 
     def repeat(self, again: "StepRow", alone: "StepRow | None") -> None:
         """Take up another measurement of this row. `alone` is the one GPU's row, whose last time is that repeat's."""
         self.times_ms.append(again.step_ms)
         self.step_ms = statistics.median(self.times_ms)
+        if again.host_ms is not None:
+            self.host_times_ms.append(again.host_ms)
+            self.host_ms = statistics.median(self.host_times_ms)
         self.tokens_per_second = again.tokens_per_second * again.step_ms / self.step_ms
         if alone is not None:
             # A step of one GPU alone has alone.sequences_of_rank; this row's ranks have their own number.
