@@ -9,11 +9,12 @@ from linrnn.config.schema import BreakdownConfig
 
 
 def main(config: BreakdownConfig, overrides: list[str]) -> None:
-    from linrnn.experiments.breakdown import markdown, measure, to_json
+    from linrnn.experiments.breakdown import check_parts, markdown, measure, to_json
     from linrnn.models import tuning
     from linrnn.training.trainer import Trainer
 
     run = load_config([*overrides, f"trainer.max_steps={config.warmup_steps + config.steps + 3}"])
+    check_parts(run.trainer)
     name = run_name(run)
     trainer = Trainer(run)
     with tuning.show_progress(), tuning.during(name):

@@ -12,12 +12,13 @@ import torch
 
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig
+from linrnn.core.errors import ConfigError
 from linrnn.costs import (
     loss_traffic,
     recurrent_state_bytes,
 )
 from linrnn.costs.utilisation import mfu_of_summary
-from linrnn.experiments.breakdown import Breakdown, markdown, measure, sum_of_inputs
+from linrnn.experiments.breakdown import Breakdown, check_parts, markdown, measure, sum_of_inputs
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models.architecture import resolve
@@ -125,6 +126,13 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small) -> None:
         assert word in text
     [mixer] = [line.split("|") for line in text.splitlines() if line.startswith("| mixer |")]
     assert float(mixer[6]) > 0, "a CPU's TFLOP/s are few, not none"
+
+
+@pytest.mark.parametrize("override", ["trainer.cuda_graph=true", "trainer.compile=blocks", "trainer.compile=model"])
+def test_steps_without_parts_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=override):
+        check_parts(load_config([override]).trainer)
+    check_parts(load_config([]).trainer)
 
 
 def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it(small: Small) -> None:

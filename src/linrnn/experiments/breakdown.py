@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from linrnn import costs
+from linrnn.config.schema import TrainerConfig
+from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
@@ -88,6 +90,19 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
     trainer.train_step()
     measured["without_loss_layer"] = trainer.measurements.memory.report().get("peak")
     return assemble(plan, arch, name, measured, dict(saved.bytes), times)
+
+
+def check_parts(config: TrainerConfig) -> None:
+    """Reject a run whose steps do not call its modules one by one: hooks on the modules would see nothing.
+
+    Raises:
+        ConfigError: it replays a CUDA graph, or compiles blocks.
+    """
+    remedy = "scripts/bench_steps.py measures whole steps of such a run"
+    if config.cuda_graph:
+        raise ConfigError("trainer.cuda_graph=true: a replayed graph calls no module that could be timed", remedy)
+    if config.compile != "none":
+        raise ConfigError(f"trainer.compile={config.compile}: compiled blocks have no parts to time", remedy)
 
 
 def sum_of_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
