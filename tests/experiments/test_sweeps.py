@@ -388,6 +388,10 @@ def test_points_of_several_ranks_are_packed_onto_gpus_or_refused(small: Small) -
         foresee([small("loss=standard")], ranks=2)
     [uneven] = foresee([small("loss=standard", "parallel=fsdp", "parallel.shard_ranks=3")], ranks=2)
     assert "parallel.shard_ranks=3 does not divide 2 ranks" in uneven.refusal
+    with pytest.raises(ConfigError, match="shard_ranks=4 does not divide 2 ranks"):  # its steps would hold 0 sequences
+        foresee([small("parallel=vocab", "parallel.shard_ranks=4", "trainer.max_tokens=9999")], ranks=2)
+    with pytest.raises(ConfigError, match=r"shard_ranks=4 does not divide 1 rank\n"):
+        load_config(["parallel=vocab", "parallel.shard_ranks=4"]).parallel.data_ranks(1)
     [single] = foresee([small("loss=standard", "parallel=fsdp")])
     assert "sweep.ranks=N" in single.refusal
     assert "RANK" not in os.environ

@@ -9,6 +9,8 @@ import math
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+from linrnn.core.errors import ConfigError
+
 
 def at_least(minimum: float, default: Any = MISSING) -> Any:
     """A number that must be >= `minimum` (or null, if the type allows it)."""
@@ -313,13 +315,27 @@ class FsdpConfig(DistributedConfig):
     blocks_together: int = field(default=1, metadata={"minimum": 1})
     keep_gathered: bool = False
 
+    def ranks_of_model(self, world_size: int) -> int:
+        """Number of ranks that share one model.
+
+        Raises:
+            ConfigError: the ranks cannot form groups of `shard_ranks`.
+        """
+        size = self.shard_ranks or world_size
+        if world_size % size:
+            raise ConfigError(
+                f"parallel.shard_ranks={size} does not divide {world_size} rank{'s' if world_size > 1 else ''}",
+                "use a divisor of the number of ranks (for several machines that of a machine's GPUs), or null for all",
+            )
+        return size
+
 
 @dataclass
 class VocabConfig(FsdpConfig):
     """As FSDP, but every rank keeps its vocabulary rows of embedding and head. The loss is computed on these rows."""
 
     def data_ranks(self, world_size: int) -> int:
-        return world_size // (self.shard_ranks or world_size)
+        return world_size // self.ranks_of_model(world_size)
 
 
 @dataclass

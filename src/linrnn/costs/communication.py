@@ -62,7 +62,7 @@ def communication(
     compute = FP32 if precision == "fp32" else BF16
     if not isinstance(parallel, FsdpConfig):
         return Communication({"gradients": _reduced_on_all(kept * arch.n_parameters, world_size)}, {})
-    ranks = parallel.shard_ranks or world_size
+    ranks = parallel.ranks_of_model(world_size)
     replicas = world_size // ranks
     body, matrix = arch.body_parameters, arch.embedding_parameters
     if (gathered := gathered_bytes(arch.model, precision)) is None:

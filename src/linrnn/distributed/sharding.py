@@ -32,7 +32,7 @@ from linrnn.models.deferred import Part, allocate
 def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
     """The ranks as groups of `shard_ranks` that share one model. `shard_ranks` divides the number of ranks."""
     ranks = dist.get_world_size()
-    shard_ranks = parallel.shard_ranks or ranks
+    shard_ranks = parallel.ranks_of_model(ranks)
     if shard_ranks == ranks:
         return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))

@@ -106,7 +106,7 @@ class Plan:
     def shard_ranks(self) -> int:
         """Number of ranks that share one model."""
         parallel = self.config.parallel
-        return (parallel.shard_ranks or self.world_size) if isinstance(parallel, FsdpConfig) else 1
+        return parallel.ranks_of_model(self.world_size) if isinstance(parallel, FsdpConfig) else 1
 
     def training_state(self, arch: Architecture) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state on each rank."""
@@ -198,14 +198,9 @@ def make_training_plan(config: Config) -> Plan:
 def _check_parallel(plan: Plan) -> None:
     """Reject settings that do not fit the number of ranks."""
     parallel, world_size = plan.config.parallel, plan.world_size
+    shard_ranks = plan.shard_ranks  # raises if the ranks cannot form groups
     if world_size == 1 or not isinstance(parallel, FsdpConfig):
         return
-    shard_ranks = parallel.shard_ranks or world_size
-    if world_size % shard_ranks:
-        raise ConfigError(
-            f"parallel.shard_ranks={shard_ranks} does not divide {world_size} ranks",
-            "use a divisor of the number of ranks (that of a machine's GPUs, for several machines), or null for all",
-        )
     if isinstance(plan.config.optimizer, MuonConfig):
         raise ConfigError(
             f"optimizer=muon needs whole matrices, and parallel={parallel.name} leaves a part of each on every rank",
