@@ -345,3 +345,16 @@ def test_a_sweep_s_listing_says_unknown(small: Small, tmp_path: Path) -> None:
     point = Point((), load_config(small()), tmp_path / "run", "label", total_steps=1)
     row = listing([point], load_config(["sweep=mve"], "run_sweep"))[1]
     assert row.split() == ["label", "unknown", "unknown", "to", "run"]
+
+
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 12)
+    assert (machine.ranks_here(), machine.cores_of_rank()) == (1, 12)
+    for ranks, expected in (("4", 3), ("5", 2), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert machine.cores_of_rank() == expected
+
+
+def test_a_system_that_tells_no_affinity_has_all_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    assert machine.cores() == machine.os.cpu_count()

@@ -33,6 +33,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def ranks_here() -> int:
+    """Processes of this run on this machine, as torchrun says; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def cores_of_rank() -> int:
+    """Cores for this process, if the run's processes share the machine's cores evenly."""
+    return max(1, cores() // ranks_here())
+
+
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process and its children can still take without swapping.
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.config.schema import Config, TuneConfig
 from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError, first_line
+from linrnn.core.machine import cores
 from linrnn.core.output import say as print_line
 from linrnn.data import Batch
 from linrnn.models import build_model, tuning
@@ -110,13 +110,12 @@ def compile_all(todo: Sequence[Target], say: Callable[[str], None]) -> None:
 
     What does not compile here fails again when it is tuned.
     """
-    cores = len(os.sched_getaffinity(0))
-    processes = min(len(todo), max(1, cores // THREADS_OF_A_PROCESS))
+    processes = min(len(todo), max(1, cores() // THREADS_OF_A_PROCESS))
     say(f"compiling for {len(todo)} models, sizes and batches in {processes} processes")
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        futures = [pool.submit(compile_target, target, max(1, cores // processes)) for target in todo]
+        futures = [pool.submit(compile_target, target, max(1, cores() // processes)) for target in todo]
         for target, future in zip(todo, futures, strict=True):
             if (error := future.exception()) is not None:
                 say(f"{target.name}: not compiled ahead: {first_line(error)}")

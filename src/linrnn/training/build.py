@@ -1,16 +1,13 @@
 """Everything that a run consists of, built from its configuration, and put back to where the run stood."""
 
 import functools
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-import torch
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
 from linrnn.core.errors import first_line, out_of_memory, ran_out_of_memory
-from linrnn.core.machine import seconds_since_start
+from linrnn.core.machine import cores_of_rank, seconds_since_start
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.losses import build_loss
@@ -229,8 +226,5 @@ class BuiltRun:
         self._has_weights = True
 
     def _draw(self) -> None:
-        """The ranks of a machine share its cores."""
-        ranks_here = min(self.ranks.world_size, torch.cuda.device_count() or self.ranks.world_size)
-        cores = len(os.sched_getaffinity(0)) // ranks_here
-        self._blank.draw(max(1, cores // CORES_OF_A_DRAWING_THREAD))
+        self._blank.draw(max(1, cores_of_rank() // CORES_OF_A_DRAWING_THREAD))
         self.seconds_to["weights"] = seconds_since_start()

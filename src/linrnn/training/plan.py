@@ -6,7 +6,6 @@ kernels; CPU kernels need more, so the figures are lower bounds. A GPU raises it
 nothing. There only what no step could hold is rejected.
 """
 
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +15,7 @@ from linrnn import costs
 from linrnn.config import steps
 from linrnn.config.schema import Config, FsdpConfig, MuonConfig, VocabConfig
 from linrnn.core.errors import ConfigError, OutOfMemoryError, UnsupportedError
-from linrnn.core.machine import GIB, available_memory
+from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
 from linrnn.losses import check_loss, check_vocabulary_parallel
@@ -230,7 +229,7 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
     state, estimate = sum(plan.training_state(arch).values()), plan.memory_estimate(arch)
     parts = f"{state / GIB:.1f} GiB of it parameters, gradients and optimizer state"
     if plan.device.type == "cpu":
-        least, processes = max(state, estimate.peak if estimate else 0), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        least, processes = max(state, estimate.peak if estimate else 0), ranks_here()
         each = f" in each of {processes} processes" if processes > 1 else ""
         what = f"a training step needs {least / GIB:.1f} GiB or more{each} ({parts})"
         check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help

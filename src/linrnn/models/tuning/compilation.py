@@ -8,12 +8,12 @@ Triton 3.6 also compiles a launcher in C for each kernel, when the kernel is fir
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 from unittest.mock import patch
 
+from linrnn.core.machine import cores
 from linrnn.models.tuning.progress import during
 
 
@@ -102,7 +102,7 @@ def compile_ahead(threads: int | None = None) -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or cores()
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         rehearsal = _Rehearsal(pool)
 

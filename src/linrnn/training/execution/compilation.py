@@ -1,12 +1,11 @@
 """Before the first step: compile the kernels of the model on all cores. One after the other they take half a minute."""
 
-import os
 from typing import Any
 
 import torch
 
 from linrnn.config.schema import Config, FlaModelConfig
-from linrnn.core.machine import seconds_since_start
+from linrnn.core.machine import cores_of_rank, seconds_since_start
 from linrnn.data import Batch
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
@@ -19,12 +18,11 @@ from linrnn.training.runtime import loss_inputs
 def compile_kernels(run: BuiltRun) -> None:
     """Rehearse the forward and backward pass of a step on a GPU, so that all its kernels are compiled at once.
 
-    A loss takes part if it is `rehearsable`. The ranks of a machine share its cores.
+    A loss takes part if it is `rehearsable`.
     """
     if not rehearses(run.config, run.device):
         return
-    ranks_here = min(run.ranks.world_size, torch.cuda.device_count())
-    with tuning.compile_ahead(max(1, len(os.sched_getaffinity(0)) // ranks_here)):
+    with tuning.compile_ahead(cores_of_rank()):
         rehearse_step(run)
     torch.cuda.empty_cache()
     run.seconds_to["kernels"] = seconds_since_start()
