@@ -10,9 +10,9 @@ from linrnn.data import BatchesOnce
 
 def main(config: EvaluateConfig) -> None:
     from linrnn.costs import loss_memory
-    from linrnn.inference.load import directory_of_tokenizer, open_data, vocab_size
+    from linrnn.inference.load import directory_of_tokenizer, open_data, read_model, vocab_size
     from linrnn.losses import build_loss
-    from linrnn.models import build_model, tuning
+    from linrnn.models import tuning
     from linrnn.training import checkpoint
     from linrnn.training.evaluation import evaluate
     from linrnn.training.plan import check_reading_fits, make_plan
@@ -38,8 +38,7 @@ def main(config: EvaluateConfig) -> None:
     of_loss = loss_memory(here.loss, *shape, compute_dtype(plan.precision).itemsize)
     check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0)
     data = open_data(directory, trained.data, here.data)
-    model = build_model(arch, device=plan.device, dtype=parameter_dtype(plan.precision), seed=0)
-    checkpoint.load_model(directory, model.hf)
+    model = read_model(directory, arch, plan.device, parameter_dtype(plan.precision))
     shards = data.valid if config.split == "valid" else data.train
     with tuning.show_progress():
         evaluation = evaluate(

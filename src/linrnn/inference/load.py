@@ -14,8 +14,8 @@ from linrnn.core.errors import ConfigError
 from linrnn.data import Batch, BatchesOnce, ConsoleProgress, PreparedData, prepare, vocabulary_size
 from linrnn.data.markov import END
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
-from linrnn.models import LanguageModel, build_model, check_supported, open_pretrained
-from linrnn.models.architecture import resolve
+from linrnn.models import BlankModel, LanguageModel, check_supported, open_pretrained
+from linrnn.models.architecture import Architecture, resolve
 from linrnn.training import checkpoint
 from linrnn.training.plan import check_reading_fits
 from linrnn.training.runtime import resolve_device, resolve_precision
@@ -73,7 +73,19 @@ def build(directory: Path, config: Config, device: torch.device) -> LanguageMode
     """The model of a checkpoint, in fp32. Chunk size only affects the speed of training, so FLA's default is used."""
     arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size(directory))
     check_reading_fits(arch, device)
-    model = build_model(arch, device=device, seed=0)
+    return read_model(directory, arch, device)
+
+
+def read_model(
+    directory: Path, arch: Architecture, device: torch.device, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """The model of a checkpoint. No initial weights are drawn, because every parameter is read.
+
+    Raises:
+        ConfigError: names or shapes differ from those of `arch`.
+        DataError: a file cannot be read.
+    """
+    model = BlankModel(arch, device=device, dtype=dtype).model
     checkpoint.load_model(directory, model.hf)
     return model
 
