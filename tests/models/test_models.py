@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
-from linrnn.models import LanguageModel, build_model, check_supported, load_weights, support
+from linrnn.models import LanguageModel, build_model, check_supported, find_pretrained, load_weights, support
 from linrnn.models import build as build_module
 from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.chunk_size import leave_out_slow_configurations
@@ -375,51 +375,51 @@ def test_save_pretrained_and_from_pretrained_keep_the_logits(model: str, tied: b
         loaded = type(network.hf).from_pretrained(tmp_path).eval()
         assert torch.equal(loaded(ids).logits, expected)
         other = build(model, seed=9, tie_embeddings=tied)
-        load_weights(other, str(tmp_path))
+        load_weights(other, tmp_path, "here")
         assert torch.equal(other.hf.eval()(ids).logits, expected)
     assert (other.head_weight is other.hf.model.embeddings.weight) == tied
 
 
-def saved(model: str, directory: Path, **size: Any) -> str:
+def saved(model: str, directory: Path, **size: Any) -> Path:
     build(model, **size).hf.save_pretrained(directory)
-    return str(directory)
+    return directory
 
 
 def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit(tmp_path: Path) -> None:
     source = saved("gla", tmp_path / "gla", hidden_size=32, layer_parameters_per_d2=20, tie_embeddings=False)
     with pytest.raises(ConfigError) as error:
-        load_weights(build("gla"), source)
+        load_weights(build("gla"), source, "here")
     for override in ("size.hidden_size=32", "size.tie_embeddings=false", "size.layer_parameters_per_d2="):
         assert override in error.value.remedy
     share = float(error.value.remedy.split("size.layer_parameters_per_d2=")[1].split()[0])
     fitting = build("gla", hidden_size=32, tie_embeddings=False, layer_parameters_per_d2=share)
-    load_weights(fitting, source)
+    load_weights(fitting, source, "here")
     untied = build("gla", hidden_size=32, layer_parameters_per_d2=share)
     with pytest.raises(ConfigError) as error:
-        load_weights(untied, source)
+        load_weights(untied, source, "here")
     assert error.value.remedy == "add size.tie_embeddings=false", "the layers agree as they are"
     with pytest.raises(ConfigError, match="it is a gla"):
-        load_weights(build("kda"), source)
+        load_weights(build("kda"), source, "here")
 
 
 def test_other_settings_and_damaged_or_missing_files_are_refused(tmp_path: Path) -> None:
     network = build("transformer")
     with pytest.raises(DataError, match="no such directory"):
-        load_weights(network, str(tmp_path / "nothing here"))
-    source = Path(saved("transformer", tmp_path / "model"))
+        find_pretrained(str(tmp_path / "nothing here"))
+    source = saved("transformer", tmp_path / "model")
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**settings, "window_size": 32}))
     with pytest.raises(ConfigError, match="window_size=32"):
-        load_weights(network, str(source))
+        load_weights(network, source, "here")
     (source / "config.json").write_text(json.dumps(settings))
     weights = source / "model.safetensors"
     complete = weights.read_bytes()
     weights.write_bytes(complete[:-100])
     with pytest.raises(DataError, match="cannot be read"):
-        load_weights(network, str(source))
+        load_weights(network, source, "here")
     weights.rename(source / "pytorch_model.bin")
     with pytest.raises(DataError, match="holds no"):
-        load_weights(network, str(source))
+        load_weights(network, source, "here")
 
 
 # --------------------------------------------------------------------------------------------------- refusals

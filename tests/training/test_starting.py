@@ -165,6 +165,23 @@ def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vo
     assert "tokenizer.json" in error.value.remedy
 
 
+def test_a_model_of_the_hub_is_looked_up_once(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later look-up could give files of another revision, whose tokenizer nobody has checked."""
+    run = fitted(small())
+    export(load_trained(str(run.directory.path), torch.device("cpu")), tmp_path / "out")
+    asked: list[str] = []
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(tmp_path / "out")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    trainer = Trainer(load_config(small("init_from=someone/gla", "group=other")))
+    assert asked == ["someone/gla"]
+    pairs = zip(trainer.model.parameters(), run.model.parameters(), strict=True)
+    assert all(torch.equal(here, there) for here, there in pairs)
+
+
 def test_evaluate_names_the_tokenizer_of_the_data_and_the_one_to_use(
     texts: Callable[[str], list[str]], command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
 ) -> None:

@@ -21,37 +21,15 @@ from linrnn.models.language_model import LanguageModel
 
 # The files to download from the hub.
 FILES = ["config.json", "*.safetensors", "*.index.json", "tokenizer.json", "tokenizer_config.json"]
-# Settings that change neither a parameter's shape nor what the model computes, and settings that `_overrides` compares.
-NOT_COMPARED = {
-    "attn_mode",
-    "bos_token_id",
-    "eos_token_id",
-    "expand_k",
-    "expand_v",
-    "fuse_cross_entropy",
-    "fuse_linear_cross_entropy",
-    "fuse_norm",
-    "fuse_swiglu",
-    "head_dim",
-    "hidden_ratio",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_heads",
-    "num_hidden_layers",
-    "pad_token_id",
-    "tie_word_embeddings",
-    "use_cache",
-    "use_gk",
-    "use_gv",
-    "use_l2warp",
-    "vocab_size",
-}
 # Settings that change nothing that a model computes here.
 FREE = {
     *("attn_mode", "bos_token_id", "eos_token_id", "pad_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
     *("fuse_norm", "fuse_swiglu", "initializer_range", "use_cache", "use_l2warp"),
+}
+# Those, settings that change no matched model, and settings that `_overrides` compares.
+NOT_COMPARED = FREE | {
+    *("expand_k", "expand_v", "head_dim", "hidden_ratio", "hidden_size", "intermediate_size", "num_heads"),
+    *("num_hidden_layers", "tie_word_embeddings", "vocab_size", "max_position_embeddings", "use_gk", "use_gv"),
 }
 
 
@@ -77,18 +55,18 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
     return int(fla_classes(settings["model_type"])[1].from_dict(settings).vocab_size)
 
 
-def load_weights(model: LanguageModel, source: str, part: Part = WHOLE) -> None:
+def load_weights(model: LanguageModel, directory: Path, source: str, part: Part = WHOLE) -> None:
     """Copy the weights of a Hugging Face model into `model`, in the dtype and on the device of `model`.
 
     Args:
+        directory: of the model's files; see :func:`find_pretrained`.
+        source: the value of `init_from`, for messages.
         part: the rows of each parameter that `model` holds.
-        source: a directory, or the name of a model on the hub.
 
     Raises:
-        DataError: `source` does not exist, has no safetensors, or a file is damaged.
+        DataError: `directory` has no safetensors, or a file is damaged.
         ConfigError: the architectures differ. The remedy names the overrides that give this one.
     """
-    directory = find_pretrained(source)
     check_checksums(directory)
     _check_config(directory, source, model.arch, model.hf.config)
     expected = model.hf.state_dict()

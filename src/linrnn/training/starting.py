@@ -146,7 +146,7 @@ class Weights:
         if self.is_checkpoint:
             checkpoint.load_model(self.directory, model.hf)
         else:
-            load_weights(model, self.source, part)
+            load_weights(model, self.directory, self.source, part)
 
 
 def find_weights(source: str, data: PreparedData) -> Weights:
