@@ -405,3 +405,22 @@ def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, m
     summary = point.summary()
     assert summary["status"] == "failed"
     assert summary["reason"] == "rank 1: no GPU is free"
+
+
+def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(
+    make_points: Callable[[int], list[Point]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = make_points(4)
+    write_summary(points[0], "unsupported", "no GPU")
+    write_summary(points[1], "out_of_memory", "too large")
+    run([points[2]])
+
+    def launch(*_: object) -> None:
+        run([points[1]])
+        raise RuntimeError("job 7 was lost")
+
+    monkeypatch.setattr(sweep_of_runs, "launch", launch)
+    said: list[str] = []
+    sweep_of_runs._submit(points, ["hydra/launcher=submitit_slurm"], said.append)
+    assert statuses(points) == ["failed", "finished", "finished", "failed"]
+    assert sum("the job was lost: job 7 was lost" in line for line in said) == 2

@@ -60,7 +60,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
 
     monkeypatch.setattr(tune_kernels, "gpu_name", lambda: "a GPU")
     monkeypatch.setattr(tune_kernels, "gpu_capability", lambda: "9.0")
-    monkeypatch.setattr(tune_kernels, "compile_all", lambda todo, say: None)
+    monkeypatch.setattr(tune_kernels, "compile_all", lambda *_: None)
     monkeypatch.setattr(tune_kernels, "call_kernels", call_kernels)
     return called
 
@@ -91,6 +91,19 @@ def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: P
     called.tiles.clear()
     tune_kernels.tune(config(*options, "models=[gla]", "again=true"), [], lines.append)
     assert len(called.tiles) == 6, "again measures all"
+
+
+@pytest.mark.parametrize(("again", "mode"), [("false", "exact"), ("true", "tune")])
+def test_only_what_is_to_be_measured_is_compiled(
+    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, mode: str
+) -> None:
+    tune_kernels.tune(config(*OPTIONS, "models=[gla]", f"output_dir={tmp_path}"), [], print)
+    stored = read_table("a GPU", version("triton"), tmp_path)
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(tune_kernels, "compile_all", lambda *arguments: calls.append(arguments))
+    tune_kernels.tune(config(*OPTIONS, "models=[gla]", f"output_dir={tmp_path}", f"again={again}"), [], print)
+    [(_, mode_of_call, table, _)] = calls
+    assert (mode_of_call, table) == (mode, stored)
 
 
 def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called: Called, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from linrnn.config.schema import BenchFirstStepConfig, BenchLossConfig, BenchModelsConfig, BenchStepsConfig
-from linrnn.core.errors import DataError
+from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
 
@@ -38,6 +38,14 @@ def results_directory(config: BenchConfig, benchmark: str) -> Path:
     device = resolve_device(config.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Path(config.results_dir) / benchmark / slug(name)
+
+
+def status_and_reason(error: Exception) -> tuple[str, str]:
+    """What a row says of a loss that failed: its status (unsupported | out_of_memory | failed), and why."""
+    if isinstance(error, UnsupportedError):
+        return "unsupported", as_reason(error)
+    memory = isinstance(error, OutOfMemoryError) or ran_out_of_memory(error)
+    return "out_of_memory" if memory else "failed", as_reason(error)
 
 
 def begin_run(directory: Path, command: str, config: BenchConfig) -> dict[str, Any]:

@@ -107,6 +107,11 @@ class Point:
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
 
+    def written_at(self) -> int | None:
+        """When its summary was written, in ns; None if it has none. Another number means another summary."""
+        path = self.directory / SUMMARY
+        return path.stat().st_mtime_ns if path.exists() else None
+
     def is_answered(self, retry: bool) -> bool:
         """Whether nothing is left to run: the point is finished, or (without `retry`) out of memory or diverged.
 
@@ -236,7 +241,7 @@ class Process:
     ) -> None:
         self.point = point
         self._claim = claim or point.claim()
-        self._summary_before = self._stamp()
+        self._summary_before = point.written_at()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
         with point.log.open("ab") as log:
@@ -306,7 +311,7 @@ class Process:
         self._claim.close()
 
     def _conclude(self) -> dict[str, Any]:
-        if self._stamp() not in (None, self._summary_before):
+        if self.point.written_at() not in (None, self._summary_before):
             summary = self.point.summary()
             assert summary is not None
             return summary
@@ -329,10 +334,6 @@ class Process:
             if "error: " in line
         ]
         return (errors[-1].split("error: ", 1)[1] if errors else self.last_line()) or f"exit code {code}"
-
-    def _stamp(self) -> int | None:
-        path = self.point.directory / SUMMARY
-        return path.stat().st_mtime_ns if path.exists() else None
 
 
 def decisive(codes: Sequence[int]) -> tuple[int, int]:

@@ -386,15 +386,17 @@ def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
     """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
     directory = points[0].directory.parent / LOGS / "cluster"
     say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
-    problem = "the job left no summary"
+    problem, before = "the job left no summary", [point.written_at() for point in points]
     try:
         launch(run_alone, points, launcher, directory.absolute())
     except ConfigError:
         raise
     except Exception as error:  # submitit raises when a job was lost; the others have run
         problem = f"the job was lost: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
-    for point in points:
-        summary = point.summary() or write_summary(point, "failed", problem)
+    for point, written_at in zip(points, before, strict=True):
+        summary = point.summary()
+        if summary is None or (point.written_at() == written_at and summary["status"] != "finished"):
+            summary = write_summary(point, "failed", problem)  # a summary that is there is of an earlier sweep
         say(f"{point.label}: {outcome(summary)}")
 
 

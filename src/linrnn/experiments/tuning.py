@@ -54,13 +54,13 @@ def tune(config: TuneConfig, overrides: Sequence[str], say: Callable[[str], None
     folder = Path(config.output_dir) if config.output_dir else TABLES
     table = _table_to_extend(gpu, folder, again=config.again)
     todo = targets(config, overrides)
-    began = time.monotonic()
-    compile_all(todo, say)
+    began, mode = time.monotonic(), "tune" if config.again else "exact"
+    compile_all(todo, mode, table, say)
     failures = []
     with tuning.show_progress(say), short_measurements():
         for number, target in enumerate(todo, start=1):
             try:
-                tuning.use("tune" if config.again else "exact", table)
+                tuning.use(mode, table)
                 with tuning.during(f"{target.name} ({number} of {len(todo)})"):
                     call_kernels(load_config(target.overrides))
             except (LinrnnError, RuntimeError) as error:
@@ -105,26 +105,29 @@ def targets(config: TuneConfig, overrides: Sequence[str]) -> list[Target]:
     return found
 
 
-def compile_all(todo: Sequence[Target], say: Callable[[str], None]) -> None:
-    """Compile every configuration of every kernel of the targets, on all cores, into Triton's cache on disk.
+def compile_all(todo: Sequence[Target], mode: str, table: Table, say: Callable[[str], None]) -> None:
+    """Compile the kernels of the targets on all cores, into Triton's cache on disk: all configurations to be measured.
 
     What does not compile here fails again when it is tuned.
+
+    Args:
+        mode, table: as for :func:`linrnn.models.tuning.use`. A kernel with a choice has this configuration alone.
     """
     processes = min(len(todo), max(1, cores() // THREADS_OF_A_PROCESS))
     say(f"compiling for {len(todo)} models, sizes and batches in {processes} processes")
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        futures = [pool.submit(compile_target, target, max(1, cores() // processes)) for target in todo]
+        futures = [pool.submit(compile_target, target, mode, table, max(1, cores() // processes)) for target in todo]
         for target, future in zip(todo, futures, strict=True):
             if (error := future.exception()) is not None:
                 say(f"{target.name}: not compiled ahead: {first_line(error)}")
     say(f"compiled in {time.monotonic() - began:.0f} s; measuring")
 
 
-def compile_target(target: Target, threads: int) -> None:
-    """In a process of its own: compile every configuration of the target's kernels."""
-    tuning.use("tune")
+def compile_target(target: Target, mode: str, table: Table, threads: int) -> None:
+    """In a process of its own: compile the target's kernels."""
+    tuning.use(mode, table)
     with tuning.show_progress(print_line), tuning.during(target.name), tuning.compile_ahead(threads):
         call_kernels(load_config(target.overrides))
 

@@ -36,9 +36,9 @@ from linrnn.bench.loss.sets import (
 )
 from linrnn.bench.loss.trained import KIND as TRAINED
 from linrnn.bench.loss.trained import read_trained
-from linrnn.bench.records import begin_run, read_runs, results_directory
+from linrnn.bench.records import begin_run, read_runs, results_directory, status_and_reason
 from linrnn.config.schema import BenchLossConfig, LossConfig
-from linrnn.core.errors import UnsupportedError, as_reason, first_line
+from linrnn.core.errors import first_line
 from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
@@ -204,7 +204,7 @@ class Bench:
                 self._record_sum(row, partial(_weight_gradient, self.built[text]), summed_VD)
                 _record_memory(row, self.built[text], problem)
             except Exception as error:  # a backend's failure is a result
-                _refuse(row, error)
+                row.status, row.reason = status_and_reason(error)
             else:
                 self.entries.append(Entry(row, self.built[text]))
                 shape = self.setting.shape
@@ -264,7 +264,7 @@ class Bench:
         try:
             three_products = [timing.three_products(problem) for problem in problems]
         except torch.OutOfMemoryError as error:  # N x V does not fit
-            _refuse(floor, error)
+            floor.status, floor.reason = status_and_reason(error)
             three_products = []
         graphs = {id(entry): self._graphs(entry, problems) for entry in self.entries}
         one_ms: list[float] = []
@@ -324,16 +324,6 @@ class Bench:
 
 
 # ------------------------------------------------------------------------------------------------- filling a row
-def _refuse(row: Row, error: Exception) -> None:
-    """Turn a backend's failure into its row."""
-    row.status = "failed"
-    if isinstance(error, UnsupportedError):
-        row.status = "unsupported"
-    elif isinstance(error, torch.OutOfMemoryError):
-        row.status = "out_of_memory"
-    row.reason = as_reason(error)
-
-
 def _compare(row: Row, got: Solution, truth: Solution) -> None:
     row.loss_nats = got.loss
     row.loss_err = abs(got.loss - truth.loss) / truth.loss

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from linrnn.bench.loss import timing
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.models.rows import Row
-from linrnn.bench.records import append_rows, begin_run, results_directory
+from linrnn.bench.records import append_rows, begin_run, results_directory, status_and_reason
 from linrnn.config.schema import BenchModelsConfig, LossConfig
-from linrnn.core.errors import ConfigError, UnsupportedError, as_reason
+from linrnn.core.errors import ConfigError
 from linrnn.core.machine import GIB
 from linrnn.losses.hugging_face import build_published, model_loss
 from linrnn.models import tuning
@@ -170,12 +170,7 @@ class Bench:
             except ConfigError:
                 raise
             except Exception as error:
-                row.status = "failed"
-                if isinstance(error, UnsupportedError):
-                    row.status = "unsupported"
-                elif isinstance(error, torch.OutOfMemoryError):
-                    row.status = "out_of_memory"
-                row.reason = as_reason(error)
+                row.status, row.reason = status_and_reason(error)
             self.optimizer.zero_grad()
 
     def _compare(self, row: Row) -> None:

@@ -34,7 +34,7 @@ from linrnn.bench.parallel.rows import (
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, ran_out_of_memory
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
@@ -170,7 +170,9 @@ def measure_steps(
         for plan in plans:
             try:
                 measured = _measure_mode(ranks, model, arch, run, *plan, config, device)
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out_of_memory(error):
+                    raise
                 say(f"{name} {plan[0]} {plan[1]}: out of memory")
                 continue
             finally:

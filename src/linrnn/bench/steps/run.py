@@ -25,13 +25,12 @@ import torch
 
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.timing import synchronize
-from linrnn.bench.records import append_rows, begin_run, results_directory
+from linrnn.bench.records import append_rows, begin_run, results_directory, status_and_reason
 from linrnn.bench.steps.lines import parse_line
 from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, ratio_of
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
-from linrnn.core.errors import OutOfMemoryError as NoMemoryError
-from linrnn.core.errors import UnsupportedError, as_reason, ran_out_of_memory
+from linrnn.core.errors import UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.losses import LossBackend, build_loss, check_loss
@@ -305,12 +304,7 @@ def _attempt(row: Row, device: torch.device, action: Callable[[], None]) -> bool
         action()
         return True
     except Exception as error:
-        row.status = "failed"
-        if isinstance(error, UnsupportedError):
-            row.status = "unsupported"
-        elif isinstance(error, NoMemoryError) or ran_out_of_memory(error):
-            row.status = "out_of_memory"
-        row.reason = as_reason(error)
+        row.status, row.reason = status_and_reason(error)
     _free(device)  # the error held the tensors of its frames
     return False
 
