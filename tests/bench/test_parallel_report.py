@@ -12,9 +12,9 @@ from linrnn.bench.parallel.forecast import Rates, measured_rates, sending_ms, st
 from linrnn.bench.parallel.report import markdown, two_digits
 from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, slug, write
 from linrnn.config.schema import Config
+from linrnn.core.machine import GIB
 from linrnn.costs.memory import WORKSPACES
 from linrnn.models.architecture import resolve
-from linrnn.runs.summary import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results" / "bench_parallel"

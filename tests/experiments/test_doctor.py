@@ -6,7 +6,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.core.errors import UnsupportedError
 from linrnn.experiments import doctor
-from linrnn.experiments.doctor import Finding, attempt, diagnose, free_bytes, losses, models, table
+from linrnn.experiments.doctor import Finding, attempt, diagnose, losses, models, table
 from linrnn.losses import apple_variants, check_loss, loss_names
 
 CPU = torch.device("cpu")
@@ -69,10 +69,6 @@ def test_a_refusal_becomes_cause_and_remedy_and_a_bug_stays_an_exception():
 def test_the_table_is_aligned_and_the_remedy_stands_under_the_cause():
     lines = table([Finding("a", "ok"), Finding("longer", "no", "why", "do this")]).splitlines()
     assert lines == ["  a       ok", "  longer  no  why", "              -> do this"]
-
-
-def test_free_space_of_a_directory_that_is_still_to_be_made(tmp_path):
-    assert free_bytes(str(tmp_path / "not" / "yet")) == pytest.approx(free_bytes(str(tmp_path)), rel=0.01)
 
 
 def test_asking_for_a_gpu_where_there_is_none_is_refused():

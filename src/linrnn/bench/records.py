@@ -7,12 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from linrnn.config.schema import BenchFirstStepConfig, BenchLossConfig, BenchModelsConfig, BenchStepsConfig
 from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.runs.environment import describe_environment
-from linrnn.training.runtime import resolve_device
+from linrnn.training.runtime import device_name, resolve_device
 
 BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig | BenchFirstStepConfig
 AnyRow = TypeVar("AnyRow")
@@ -36,8 +34,7 @@ def results_directory(config: BenchConfig, benchmark: str) -> Path:
     if config.output_dir is not None:
         return Path(config.output_dir)
     device = resolve_device(config.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Path(config.results_dir) / benchmark / slug(name)
+    return Path(config.results_dir) / benchmark / slug(device_name(device))
 
 
 def status_and_reason(error: Exception) -> tuple[str, str]:

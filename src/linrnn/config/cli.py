@@ -26,7 +26,15 @@ from linrnn.config.compose import (
 )
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import COMMANDS, ReadingConfig
-from linrnn.core.errors import EXIT_CODES, ConfigError, LinrnnError, StorageError, out_of_memory, ran_out_of_memory
+from linrnn.core.errors import (
+    EXIT_CODES,
+    ConfigError,
+    LinrnnError,
+    StorageError,
+    first_line,
+    out_of_memory,
+    ran_out_of_memory,
+)
 from linrnn.core.output import drop_output, open_streams, output_error, say
 from linrnn.core.redaction import scrub
 
@@ -168,8 +176,9 @@ def _known(error: Exception) -> LinrnnError | None:
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
         return StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
     if ran_out_of_memory(error):
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return out_of_memory(f"out of memory: {first}", "use a smaller batch, a smaller model or fewer tokens")
+        return out_of_memory(
+            f"out of memory: {first_line(error)}", "use a smaller batch, a smaller model or fewer tokens"
+        )
     return None
 
 

@@ -35,7 +35,7 @@ from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, FlaModelConfig, ReadingConfig
 from linrnn.config.strings import quoted, string_keys, unreadable
 from linrnn.config.yaml_lines import broken_yaml, place
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, first_line
 from linrnn.core.redaction import holds_secret, secrets
 
 CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
@@ -133,7 +133,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         raise broken_yaml(error) from error
     except (YAMLError, UnicodeDecodeError) as error:  # a character that YAML or UTF-8 forbids
         files = " or ".join(f"configs/{o.replace('=', '/')}.yaml" for o in lines if _key(o) in SCHEMAS)
-        raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {_first_line(error)}", "correct it") from error
+        raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {first_line(error)}", "correct it") from error
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # ValueError: group=null
         raise _explain(error, lines, config_name) from error
     except OSError as error:  # Hydra looks for the option's file (an unknown option is a HydraException, above)
@@ -241,9 +241,7 @@ def to_config(composed: DictConfig) -> Any:
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} must be given", f"add {error.full_key}=…") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            _first_line(error), "give the key a value of the type that its YAML file describes"
-        ) from error
+        raise ConfigError(first_line(error), "give the key a value of the type that its YAML file describes") from error
     if added := sorted(_added(config)):
         raise ConfigError(f"{', '.join(added)}: there is no such key", "run with --help for the keys there are")
     _expand_home(config)
@@ -323,7 +321,7 @@ def read_config(path: Path) -> Config:
         return to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{path} cannot be read as a configuration ({_first_line(error)})",
+            f"{path} cannot be read as a configuration ({first_line(error)})",
             "name the directory of a run or of one of its checkpoints, written by this version",
         ) from error
 
@@ -437,10 +435,6 @@ def _key(override: str) -> str:
     return override.split("=")[0].lstrip("+~")
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> ConfigError:
     """Turn Hydra's exception into one line of cause and one of remedy."""
     text = " ".join(str(error).split())
@@ -476,7 +470,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     ):
         return _unknown_key(next(name for name in missing.groups() if name), overrides, config_name)
     if bad_value := re.search(r"Error merging override (.*)", text):
-        reason, (key, _, value) = _first_line(error.__cause__ or error), bad_value.group(1).partition("=")
+        reason, (key, _, value) = first_line(error.__cause__ or error), bad_value.group(1).partition("=")
         if "is not a ListConfig" in reason:
             return ConfigError(f"{bad_value.group(1)}: {key} is a list", f"put it in brackets: {key}=[{value}]")
         for kind, words in KINDS.items():
@@ -490,7 +484,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
         return ConfigError(f"{ambiguous.group(1)}: {key} takes one value", "scripts/sweep.py runs several")
     if isinstance(error, OverrideParseException):
         return unreadable(error)
-    return ConfigError(_first_line(error), "write overrides as key=value or group=option; --help shows what there is")
+    return ConfigError(first_line(error), "write overrides as key=value or group=option; --help shows what there is")
 
 
 def _as_kind(key: str, value: str, words: str) -> str:

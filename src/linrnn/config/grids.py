@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from linrnn.config.overrides import override_value
 from linrnn.config.schema import SweepConfig
 from linrnn.config.strings import quoted, quoted_choices, unreadable
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, first_line
 
 HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
 MAX_VALUES = 1000  # for one key
@@ -54,7 +54,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     except OverrideParseException as error:
         raise unreadable(error, HOW_TO_WRITE) from error
     except (HydraException, ValueError, RecursionError) as error:
-        raise ConfigError(str(error).strip().splitlines()[0], HOW_TO_WRITE) from error
+        raise ConfigError(first_line(error), HOW_TO_WRITE) from error
 
 
 def _choices(override: Override) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
-from linrnn.core.errors import ConfigError, DataError, LinrnnError
+from linrnn.core.errors import ConfigError, DataError, LinrnnError, first_line
 from linrnn.data.readers import Document, checked_text, find_files, read_documents
 from linrnn.data.shards import sha256_of, write_json
 
@@ -181,7 +181,7 @@ class HubSource:
             raise
         except Exception as error:  # datasets, hub and network errors share no base class
             raise DataError(
-                f"reading {where} failed: {_first_line(error)}",
+                f"reading {where} failed: {first_line(error)}",
                 "run the same command again: preparation continues",
             ) from error
 
@@ -196,7 +196,7 @@ class HubSource:
             splits = datasets.load_dataset(path, config.subset, streaming=config.streaming or local)
         except Exception as error:  # datasets, hub and network errors share no base class
             raise DataError(
-                f"cannot load {config.path} ({config.subset}): {_first_line(error)}",
+                f"cannot load {config.path} ({config.subset}): {first_line(error)}",
                 "check data.path, data.subset and the connection, or give a local directory in data.path",
             ) from error
         if split not in splits:
@@ -247,8 +247,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

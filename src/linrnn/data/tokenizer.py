@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from linrnn.core.errors import DataError
+from linrnn.core.errors import DataError, first_line
 
 # The first of these names that the vocabulary has is the end token, unless tokenizer_config.json names another.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|endofdocument|>", "<eos>", "[EOS]")
@@ -57,7 +57,7 @@ class Tokenizer:
             self._tokenizer = HfTokenizer.from_str(json_text)
         except Exception as error:  # the library raises a bare Exception
             raise DataError(
-                f"{name} is not a Hugging Face tokenizers JSON: {_first_line(error)}",
+                f"{name} is not a Hugging Face tokenizers JSON: {first_line(error)}",
                 "give a tokenizer.json as written by tokenizers or transformers",
             ) from None
         self._tokenizer.encode_special_tokens = True
@@ -209,12 +209,7 @@ def _fetch_from_hub(name: str) -> Path:
         folder = snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json"])
     except Exception as error:  # requests, hub and validation errors share no base class
         raise DataError(
-            f"tokenizer {name} is neither a local file nor available from the hub: {_first_line(error)}",
+            f"tokenizer {name} is neither a local file nor available from the hub: {first_line(error)}",
             "check the name and the connection, or give a local tokenizer.json, or null to train one here",
         ) from None
     return Path(folder)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from linrnn.config.schema import DistributedConfig, FsdpConfig, VocabConfig
-from linrnn.core.errors import LinrnnError, RankFailedError
+from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
@@ -185,7 +185,7 @@ class DistributedRanks(Ranks):
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
             return RankFailedError(
                 f"no answer from the other ranks within {self._timeout.total_seconds():g} s, or no connection to them "
-                f"({str(error).strip().splitlines()[0]})",
+                f"({first_line(error)})",
                 "look at the other machines; raise parallel.timeout_seconds if a rank may take longer than that",
             )
         return error

@@ -11,6 +11,7 @@ from torch import Tensor
 from linrnn import costs
 from linrnn.config.schema import TrainerConfig
 from linrnn.core.errors import ConfigError
+from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
@@ -18,9 +19,9 @@ from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.profiling.components import PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
-from linrnn.runs.summary import GIB, names_of_run
+from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
-from linrnn.training.runtime import compute_dtype
+from linrnn.training.runtime import compute_dtype, device_name
 
 # Parts of the time, and the components of the FLOPs that belong to each.
 FLOPS_OF = {"mixer": ("mixer_projections", "mixer_scan"), "mlp": ("mlp",), "loss": ("vocabulary",)}
@@ -131,7 +132,7 @@ def assemble(
     n_tokens = trainer.batch_size * trainer.seq_len
     step = median(times, "step")
     flops = kernel_flops(plan, arch)
-    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
+    device = device_name(plan.device)
     peak = costs.peak_flops_per_second(device, plan.precision)
     traffic = costs.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
     parts = {f"{part}/{pass_}": median(times, f"{part}/{pass_}") for part in TIMED for pass_ in PASSES}

@@ -1,6 +1,5 @@
 """The report of `scripts/doctor.py`: what can run on this machine, and for the rest the cause and the remedy."""
 
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
+from linrnn.core.machine import GIB, free_disk
 from linrnn.losses import apple_variants, check_loss, loss_names
 from linrnn.losses.requirements import c_compiler, cxx_compiler, has_python_headers
 from linrnn.models import check_supported
@@ -18,8 +18,6 @@ from linrnn.models.architecture import MODELS
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.loggers import has_wandb_key
 from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def machine(config: Config) -> list[Finding]:
         notes = {"torch": f" ({cuda})", "cut-cross-entropy": f" (variants: {_variants()})"}
         findings.append(Finding(package, f"{version}{notes.get(package, '')}" if version else "not installed"))
     for gpu in facts["gpus"]:
-        details = f"{gpu['memory_bytes'] / _GIB:.0f} GiB, compute capability {gpu['compute_capability']}"
+        details = f"{gpu['memory_bytes'] / GIB:.0f} GiB, compute capability {gpu['compute_capability']}"
         findings.append(Finding("GPU", f"{gpu['name']} ({details}, driver {facts['gpu_driver']})"))
     if not facts["gpus"]:
         findings.append(Finding("GPU", "none that PyTorch sees"))
@@ -78,7 +76,7 @@ def machine(config: Config) -> list[Finding]:
         Finding("wandb API key", "present" if has_wandb_key() else "absent (runs are logged offline)"),
     ]
     for key, directory in (("results_dir", config.results_dir), ("data.cache_dir", config.data.cache_dir)):
-        findings.append(Finding(f"disk at {key}", f"{free_bytes(directory) / _GIB:.1f} GiB free ({directory})"))
+        findings.append(Finding(f"disk at {key}", f"{free_disk(Path(directory)) / GIB:.1f} GiB free ({directory})"))
     return findings
 
 
@@ -117,14 +115,6 @@ def table(findings: Iterable[Finding]) -> str:
         if finding.remedy:
             lines.append(f"  {'':<{width}}      -> {finding.remedy}")
     return "\n".join(lines)
-
-
-def free_bytes(directory: str) -> int:
-    """Free space at `directory`, which need not exist."""
-    path = Path(directory).absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def _installed_variants() -> tuple[str, ...]:

@@ -9,11 +9,12 @@ from linrnn import costs
 from linrnn.config import run_name
 from linrnn.config.schema import Config, TextDataConfig
 from linrnn.core.errors import DataError, LinrnnError
+from linrnn.core.machine import GIB
 from linrnn.data import vocabulary_size
 from linrnn.data.readers import find_files
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
-from linrnn.runs.summary import GIB, duration, memory_lines
+from linrnn.runs.summary import duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
 from linrnn.training.runtime import compute_dtype
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.core.errors import ConfigError, SweepFailure, UnsupportedError
+from linrnn.core.machine import GIB
 from linrnn.distributed.launch import as_first_of
 from linrnn.experiments.points import Point, Process, check_parallel, foresee
 from linrnn.experiments.sweep import check_gpus, in_another_process
 from linrnn.runs.directory import ENVIRONMENT
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.provenance import read_processes
-from linrnn.runs.summary import GIB
 
 Say = Callable[[str], None]
 

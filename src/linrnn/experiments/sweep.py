@@ -13,13 +13,13 @@ from typing import Any
 from linrnn.config.grids import sweep_points
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import RunSweepConfig
-from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure
+from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, first_line
 from linrnn.core.interrupts import StopRequest
-from linrnn.core.machine import SHARED_GPU, cores
+from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
 from linrnn.experiments.points import LOGS, POLL_SECONDS, Point, PointTakenError, Process, foresee, write_summary
 from linrnn.runs.figures import host_decides
-from linrnn.runs.summary import GIB, duration
+from linrnn.runs.summary import duration
 
 EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # exit codes for points that failed; any other status: 1
 HARMLESS = ("finished", "unsupported")
@@ -392,7 +392,7 @@ def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
     except ConfigError:
         raise
     except Exception as error:  # submitit raises when a job was lost; the others have run
-        problem = f"the job was lost: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        problem = f"the job was lost: {first_line(error)}"
     for point, written_at in zip(points, before, strict=True):
         summary = point.summary()
         if summary is None or (point.written_at() == written_at and summary["status"] != "finished"):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from linrnn.config.schema import FlaModelConfig, SizeConfig
-from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError, first_line
 from linrnn.models.attention import install_sdpa
 from linrnn.models.decay import layer_matrices
 from linrnn.models.facts import Architecture, bare_architecture, facts_of
@@ -229,9 +229,8 @@ def build_hf(name: str, settings: str, device: str) -> Any:
         with torch.device(device):
             return model_class(config_class(**json.loads(settings)))
     except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError, ZeroDivisionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"model.config={name}: FLA cannot build it with these dimensions ({reason})",
+            f"model.config={name}: FLA cannot build it with these dimensions ({first_line(error)})",
             "set its fields with model.options.KEY=VALUE",
         ) from error
     except ImportError as error:

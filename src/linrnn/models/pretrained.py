@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from linrnn.config.fla.names import fla_models
 from linrnn.core.checksums import check_checksums
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.models import cpu_ops
 from linrnn.models.attention import install_sdpa
 from linrnn.models.fla_import import fla_classes
@@ -41,8 +41,7 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
             directory, use_safetensors=True, local_files_only=True, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{directory} cannot be loaded ({first})", "export the model again") from error
+        raise DataError(f"{directory} cannot be loaded ({first_line(error)})", "export the model again") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(what):
             raise DataError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrnn.config.fla.names import fla_models
 from linrnn.core.checksums import check_checksums
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.models.architecture import Architecture
 from linrnn.models.deferred.part import WHOLE, Part, keep
 from linrnn.models.facts import matched
@@ -101,9 +101,8 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f"init_from={name}: no such directory, and the hub gave nothing ({reason})",
+            f"init_from={name}: no such directory, and the hub gave nothing ({first_line(error)})",
             "name a directory with config.json and *.safetensors, or a model that the hub has",
         ) from error
 

@@ -219,9 +219,6 @@ class PartClock:
         again = [i for i in range(first, len(self._intervals)) if self._intervals[i][0].endswith("/recomputed")]
         self._intervals.append((name, begun, self._now(), again if name.endswith("/backward") else []))
 
-    def _length(self, begun: Any, ended: Any) -> float:
-        return begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun
-
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()

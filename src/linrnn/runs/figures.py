@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GIB = 2**30
+from linrnn.core.machine import GIB
+
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
 HOST_DECIDES = 0.02  # above this share of the wall-clock time, a report says that the host decides the speed
 

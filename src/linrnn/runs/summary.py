@@ -12,11 +12,11 @@ from linrnn.config.naming import HORIZON, defaults_of
 from linrnn.config.schema import Config
 from linrnn.config.steps import horizon
 from linrnn.core.dates import utc_now
+from linrnn.core.machine import GIB
 from linrnn.runs.directory import LOG, METRICS, SUMMARY
 from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides
 
-GIB = 2**30
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from linrnn import costs
-from linrnn.core.machine import gpu_is_shared
+from linrnn.core.machine import GIB, gpu_is_shared
 from linrnn.distributed import Ranks
 from linrnn.models import LanguageModel
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace
 from linrnn.training.plan import Plan
+from linrnn.training.runtime import device_name
 from linrnn.training.starting import RunState
-
-GIB = 2**30
 
 
 class Measurements:
@@ -95,8 +94,3 @@ class Measurements:
                 stack.enter_context(memory_snapshot(directory / "memory_snapshot.pickle", self._plan.device))
             traced = trace(trainer.profile_steps, directory / "trace.json.gz", trainer.warmup_measurement_steps)
             yield stack.enter_context(traced)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -21,7 +21,7 @@ from linrnn.runs.figures import NOT_MEASURED, memory_of_run, speed_of_run
 from linrnn.runs.summary import memory_lines, names_of_run, status_of
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation
-from linrnn.training.measurements import device_name
+from linrnn.training.runtime import device_name
 
 
 def concerns_all_ranks(failure: BaseException | None) -> bool:

@@ -17,6 +17,11 @@ from linrnn.data import Batch
 from linrnn.models import LanguageModel, tuning
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def resolve_device(name: str) -> torch.device:
     """The device of this name. `auto` is the GPU if there is one, else the CPU.
 

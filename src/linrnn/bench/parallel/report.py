@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from linrnn.bench.parallel.forecast import GB, Rates, measured_rates, sending_ms, step_forecasts
 from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, replace, slug
+from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.costs.utilisation import mfu_of_summary
-from linrnn.runs.summary import GIB
 
 Row = TypeVar("Row", CollectiveRow, LossRow, StepRow)
 WORDS = ("model", "parallel", "scaling", "operation", "N × D × V", "column", "meaning")
@@ -42,9 +42,10 @@ def markdown(runs: list[Measured]) -> str:
     """The tables of all runs on one kind of device."""
     lines = [f"# Several GPUs against one: {runs[0].device}", ""]
     for number, run in enumerate(runs, start=1):
-        packages, commit = run.environment["packages"], (run.environment["git"] or {}).get("commit") or "unknown"
-        versions = f"commit {commit[:12]}, torch {packages['torch']}, Triton {packages['triton']}"
-        lines.append(f"{number}. `{run.command}`; {versions}")
+        packages, git = run.environment["packages"], run.environment["git"] or {}
+        changed = " with uncommitted changes" if git.get("dirty") else ""
+        commit = f"commit {(git.get('commit') or 'unknown')[:12]}{changed}"
+        lines.append(f"{number}. `{run.command}`; {commit}, torch {packages['torch']}, Triton {packages['triton']}")
     lines += ["", REPEATS]
     if collectives := _numbered([run.collectives for run in runs]):
         lines += _collectives(collectives)

@@ -35,15 +35,15 @@ from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
 from linrnn.core.errors import ConfigError, ran_out_of_memory
+from linrnn.core.machine import GIB
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
 from linrnn.models import build_model
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.environment import describe_environment
-from linrnn.runs.summary import GIB
 from linrnn.training.optimizer import build_optimizer
-from linrnn.training.runtime import compute_dtype, parameter_dtype, resolve_device, resolve_precision
+from linrnn.training.runtime import compute_dtype, device_name, parameter_dtype, resolve_device, resolve_precision
 
 MIB = 2**20
 FP32 = 4
@@ -260,7 +260,7 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
             f"use a multiple of {ranks.world_size}, or strong=[]",
         )
     device, directory = resolve_device(config.device), Path(config.output_dir)
-    measured = Measured(command, _device_name(device), ranks.world_size, describe_environment())
+    measured = Measured(command, device_name(device), ranks.world_size, describe_environment())
 
     def say(line: str) -> None:
         if ranks.is_first:
@@ -293,7 +293,3 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
 
 def _parallel(mode: str, config: BenchParallelConfig) -> Any:
     return load_config(parallel_overrides(mode, config.blocks_together, config.keep_gathered)).parallel
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 from linrnn.core.errors import StorageError
-
-GIB = 2**30
+from linrnn.core.machine import GIB
 
 
 def check_room(directory: Path, size: int, *, there: int, keep: int, writes: int, by_clock: bool) -> str:

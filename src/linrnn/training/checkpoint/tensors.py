@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError, DataError, first_line
 
 FILE_BYTES = 2 << 30  # a file is assembled in memory, so its size is limited
 Tensors = dict[str, torch.Tensor]
@@ -156,5 +156,4 @@ def _cause(failure: CheckpointException) -> Exception:
 
 
 def _unreadable(directory: Path, error: Exception) -> DataError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return DataError(f"{directory} cannot be read as safetensors ({first})", "name another checkpoint")
+    return DataError(f"{directory} cannot be read as safetensors ({first_line(error)})", "name another checkpoint")
