@@ -323,7 +323,7 @@ def test_weights_of_full_projections_are_no_start_for_shared_ones(small: Small, 
     full = fitted(small("model=gla"))
     full.model.hf.save_pretrained(tmp_path / "full")
     with pytest.raises(ConfigError, match="FLA's format has no shared projections"):
-        load_weights(build_model(architecture("gla"), device="cpu", seed=0), str(tmp_path / "full"))
+        load_weights(build_model(architecture("gla"), device="cpu", seed=0), tmp_path / "full", "here")
     start = (f"init_from={full.directory.path}", f"model.shared_projection_rank={RANK}")
     with pytest.raises(ConfigError, match=r"k_proj\.weight is .* absent in this model"):
         Trainer(load_config(small("model=gla", *start)))

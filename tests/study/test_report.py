@@ -1,5 +1,6 @@
 """Reports on a group's runs or its committed rows: answered verdicts come first; report.html needs no other file."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from linrnn.config import load_config
-from linrnn.core.errors import DataError
+from linrnn.core.errors import ConfigError, DataError
 from linrnn.study.criteria import MEMORY, OPEN, judge
 from linrnn.study.report import make_report, verdict_table, write
 from linrnn.study.report.page import Pictures, inline, to_html
@@ -19,7 +20,7 @@ from linrnn.study.report.remarks import ON_DROPPED
 from linrnn.study.report.sections import sections
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.report.tables import of_verdicts
-from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, read_committed, read_list
+from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, Run, read_committed, read_list
 from linrnn.study.verdicts import CONTROL, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +112,31 @@ def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.C
     assert (output / "runs.json").exists()
 
 
+def test_the_report_of_other_runs_is_not_overwritten(clone: Path, tmp_path: Path) -> None:
+    shutil.copytree(clone, tmp_path / "results")
+    own, rows = tmp_path / "results" / REPORT.name, (REPORT / "runs.json").read_bytes()
+    committed = read_committed(REPORT)
+    options = [f"group={REPORT.name}", f"results_dir={tmp_path / 'results'}"]
+
+    def write_runs(runs: list[Run]) -> None:
+        for run in runs:
+            (own / run.name).mkdir(parents=True, exist_ok=True)
+            (own / run.name / "summary.json").write_text(json.dumps(run.summary))
+
+    write_runs(committed[:1])
+    with pytest.raises(ConfigError, match=f"a report of {len(committed) - 1} runs that are not here") as refusal:
+        make_report(load_config(options, "report"))
+    assert "output_dir=" in refusal.value.remedy
+    again = dataclasses.replace(committed[0], summary={**committed[0].summary, "started": "another day"})
+    write_runs([again, *committed[1:]])
+    with pytest.raises(ConfigError, match="a report of 1 runs"):
+        make_report(load_config(options, "report"))
+    target = tmp_path / "results" / "summaries" / REPORT.name / "runs.json"
+    assert target.read_bytes() == rows
+    write_runs(committed)
+    make_report(load_config(options, "report"))  # of the same runs
+
+
 def test_a_report_holds_the_largest_batches_that_were_searched_in_its_own_group(clone: Path) -> None:
     first = read_committed(REPORT)[0]
     found = {"model": first.summary["model"], "size": first.summary["size"], "max_sequences": 7}
@@ -126,7 +152,7 @@ def test_a_report_holds_the_largest_batches_that_were_searched_in_its_own_group(
             write, "write_report", lambda *arguments, **said: written.append([a["max_sequences"] for a in arguments[3]])
         )
         for group in (REPORT.name, "max_batch"):
-            options = [f"group={REPORT.name}", f"results_dir={clone}", f"max_batch_group={group}"]
+            options = [f"group={REPORT.name}", f"results_dir={clone}", f"max_batch_group={group}", "output_dir=unused"]
             make_report(load_config(options, "report"))
     for name in (REPORT.name, "max_batch"):
         shutil.rmtree(clone / name)

@@ -392,6 +392,8 @@ def validate(config: Any) -> None:
         if choices and value not in choices:
             names = [str(choice) for choice in choices]
             meant = difflib.get_close_matches(str(value), names, n=1, cutoff=0.7)  # not cpu for gpu, nor none for true
+            if meant == ["bf16"] and "bf16_autocast" in names:  # for fp16: bf16 would round the parameters, too
+                meant = ["bf16_autocast"]
             raise ConfigError(
                 f"{key}={value} is not one of {', '.join(names)}",
                 f"use {key}={meant[0]}" if meant else f"give {key} one of these values",

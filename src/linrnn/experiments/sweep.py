@@ -41,15 +41,15 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         SweepFailure: a point failed, diverged or ran out of memory.
     """
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), config.sweep.ranks)
+    if launcher and config.share_gpus:
+        raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
     if config.dry_run:
         for line in listing(points, config):
             say(line)
         return
+    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
     for point in points:
         check_outputs(point.config)
-    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
-    if launcher and config.share_gpus:
-        raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
     pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
     refused: dict[str, list[str]] = {}
     for point in points:
@@ -252,7 +252,7 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
         "",
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
         *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
-        "memory is foreseen for a GPU, time without start-up and tuning of kernels"
+        "memory is foreseen for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
         + (f"; in all {duration(sum(total) / config.jobs)}" if total and len(total) == len(ahead) else ""),
         "nothing was run or written",
     ]

@@ -106,7 +106,9 @@ def _until_first_step(process: "subprocess.Popen[str]", line: str, say: Callable
         lines.append(printed.rstrip("\n"))
     for printed in lines[-LAST_LINES:]:
         say(f"  {printed}")
-    raise LinrnnError(
+    failure = LinrnnError(
         f"lines: the run of {line!r} ended with exit code {process.wait()} before the end of its first step",
         "mend what its last lines above name, and call the benchmark again",
     )
+    failure.exit_code = max(process.returncode, 1)  # the run's own, which says what kind of failure it was
+    raise failure

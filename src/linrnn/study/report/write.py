@@ -39,7 +39,8 @@ def make_report(config: ReportConfig) -> list[Path]:
     If the group has runs here, these are read. Otherwise its committed rows are read; they are not changed.
 
     Raises:
-        ConfigError: neither a group nor a report is named, or both are; or the runs have different origins.
+        ConfigError: neither a group nor a report is named, or both are; or the runs have different origins; or a
+            report of other runs would be lost.
         DataError: there are no runs to read.
     """
     if bool(config.group) == bool(config.summary):
@@ -64,10 +65,25 @@ def make_report(config: ReportConfig) -> list[Path]:
         output = Path(config.output_dir) if config.output_dir else directory
         return write_pages(runs, output, title, *lists, source=source, again=again)
     output = Path(config.output_dir) if config.output_dir else results / "summaries" / title
+    if not config.output_dir:
+        _keep_other_runs(output, runs)
     groups = dict.fromkeys((directory, results / config.max_batch_group))
     answers = [answer for group in groups for answer in read_max_batches(group)]
     taken_apart = read_breakdowns(Path(config.breakdowns))
     return write_report(runs, output, title, answers, taken_apart, source=source, again=again)
+
+
+def _keep_other_runs(directory: Path, runs: Sequence[Run]) -> None:
+    """Reject a report in the place of one whose runs are not all here: its rows would be lost."""
+    if not (directory / COMMITTED).exists():
+        return
+    here = {(run.name, run.summary.get("started")) for run in runs}
+    lost = [run.name for run in read_committed(directory) if (run.name, run.summary.get("started")) not in here]
+    if lost:
+        raise ConfigError(
+            f"{directory} holds a report of {len(lost)} runs that are not here, such as {lost[0]}",
+            "write this report elsewhere with output_dir=…, or give the runs another group",
+        )
 
 
 def write_report(
