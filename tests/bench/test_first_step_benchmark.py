@@ -43,7 +43,7 @@ def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tm
     assert (row.stored, row.near, row.tuned) == (None, None, None)
     assert said == [f"1 of 1, gla smoke: first step after {row.seconds:.1f} s"]
     page, _ = write_report(tmp_path, 30)
-    assert "| GLA smoke, standard | 1 | 1 |" in page.read_text()
+    assert "| GLA smoke, standard, trainer.valid_tokens=512 | 1 | 1 |" in page.read_text()
     assert "**undecided**" in page.read_text()
     [run] = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert f"1. `{run['command']}`: commit" in page.read_text()
@@ -63,8 +63,9 @@ def test_a_run_finds_no_compiled_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     for name in CACHES:
         monkeypatch.setenv(name, str(tmp_path / "filled"))
     said: list[str] = []
-    with pytest.raises(LinrnnError, match="ended with exit code 3 before the end of its first step"):
+    with pytest.raises(LinrnnError, match="ended with exit code 3 before the end of its first step") as failure:
         run_benchmark(config_of(tmp_path, small(tmp_path / "data")), "", said.append)
+    assert failure.value.exit_code == 3, "the kind of failure is that of the run"
     assert str(tmp_path / "filled") not in said[-1]
     assert said[-1].count("[])") == len(CACHES), "folders of this run alone, and empty"
     with pytest.raises(DataError, match="no rows"):

@@ -303,3 +303,10 @@ def test_equal_choices_are_composed_once() -> None:
 def test_losses_and_models_cross_freely() -> None:
     for model, loss in itertools.product(("gla", "transformer"), SCHEMAS["loss"]):
         assert load_config([f"model={model}", f"loss={loss}"]).loss.name == loss
+
+
+@pytest.mark.parametrize(("value", "meant"), [("fp16", "bf16_autocast"), ("fp3", "fp32")])
+def test_the_remedy_for_half_precision_keeps_fp32_parameters(value: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([f"trainer.precision={value}"])
+    assert error.value.remedy == f"use trainer.precision={meant}"

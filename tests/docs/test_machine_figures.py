@@ -71,7 +71,9 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
         f"took {first:.1f} s in its first run, and {min(later):.1f} to {max(later):.1f} s in three later ones" in page
     )
     imported = [row.at("model") or 0 for row in rows]
-    assert f"Imports take {min(imported):.0f} to {max(imported):.0f} s" in page
+    assert f"After {min(imported):.0f} to {max(imported):.0f} s the model is built" in page
+    gla = ends["gla_1b3", "e8795ac"]
+    assert f"here GLA's first took {gla[0]:.1f} s, and KDA's {kda[0]:.1f} s" in page
 
 
 def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:

@@ -78,6 +78,21 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
     assert list(samples(exported, options(**greedy))) == expected
 
 
+def test_reading_a_checkpoint_draws_no_weights(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are read, so drawing them first would take a 1.3B model many seconds for nothing."""
+    run = trained(small())
+    before = torch.get_rng_state()
+
+    def draw(*_: Any, **__: Any) -> None:
+        raise AssertionError("initial weights are drawn")
+
+    monkeypatch.setattr("linrnn.inference.load.BlankModel.draw", draw)
+    read = load_trained(str(run.directory.path), torch.device("cpu"))
+    pairs = zip(read.model.parameters(), run.model.parameters(), strict=True)
+    assert all(torch.equal(here, there) for here, there in pairs)
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global generator either"
+
+
 def test_a_version_of_transformers_that_keeps_the_state_from_fla_is_refused(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:

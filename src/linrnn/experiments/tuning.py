@@ -111,7 +111,8 @@ def compile_all(todo: Sequence[Target], mode: str, table: Table, say: Callable[[
     What does not compile here fails again when it is tuned.
 
     Args:
-        mode, table: as for :func:`linrnn.models.tuning.use`. A kernel with a choice has this configuration alone.
+        mode, table: as for :func:`linrnn.models.tuning.use`. A kernel whose choice is stored is compiled in that
+            configuration alone.
     """
     processes = min(len(todo), max(1, cores() // THREADS_OF_A_PROCESS))
     say(f"compiling for {len(todo)} models, sizes and batches in {processes} processes")

@@ -26,7 +26,7 @@ FREE = {
     *("attn_mode", "bos_token_id", "eos_token_id", "pad_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
     *("fuse_norm", "fuse_swiglu", "initializer_range", "use_cache", "use_l2warp"),
 }
-# Those, settings that change no matched model, and settings that `_overrides` compares.
+# FREE, settings that change no matched model, and settings that `_overrides` compares.
 NOT_COMPARED = FREE | {
     *("expand_k", "expand_v", "head_dim", "hidden_ratio", "hidden_size", "intermediate_size", "num_heads"),
     *("num_hidden_layers", "tie_word_embeddings", "vocab_size", "max_position_embeddings", "use_gk", "use_gv"),

@@ -113,7 +113,7 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
 
 
 def _title(row: Row) -> str:
-    told = ("model=", "size=", "loss=", "data", "trainer.batch_size=", "trainer.seq_len=", "trainer.valid_tokens=")
+    told = ("model=", "size=", "loss=", "data", "trainer.batch_size=", "trainer.seq_len=")
     rest = [word for word in row.line.split() if not word.startswith(told)]
     return ", ".join([f"{model_in_words(row.model)} {row.size}, {row.loss}", *rest])
 
