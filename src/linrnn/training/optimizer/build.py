@@ -1,16 +1,15 @@
-"""AdamW or Muon with decay groups, and gradient clipping."""
+"""AdamW or Muon with decay groups."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from linrnn.config.schema import MuonConfig, OptimizerConfig
 from linrnn.core.errors import ConfigError
 from linrnn.models.decay import decays, layer_matrices
 from linrnn.training.optimizer.muon import MuonAndAdamW
+from linrnn.training.optimizer.shards import AdamW
 
 
 def decay_groups(model: nn.Module) -> dict[str, list[str]]:
@@ -65,8 +64,8 @@ def _layer_matrices(model: nn.Module, names: list[str]) -> list[str]:
     return [name for name in names if id(parameters[name]) in matrices]
 
 
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, device: torch.device) -> AdamW:
+    return AdamW(
         groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -83,16 +82,3 @@ def _muon(groups: list[dict[str, Any]], config: MuonConfig) -> torch.optim.Muon:
     return torch.optim.Muon(
         groups, lr=config.lr, momentum=config.momentum, ns_steps=config.ns_steps, adjust_lr_fn="match_rms_adamw"
     )
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm` (None: leave them).
-
-    Gradients may be sharded (DTensors of one mesh). Returns the norm before clipping, a scalar on the gradients'
-    device. The host does not wait for it.
-    """
-    if max_norm is None:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
