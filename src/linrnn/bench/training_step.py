@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class TrainingStep:
         def passes(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             return self._passes(loss, batch), {}
 
-        replayed = GraphedPasses(passes, self.parameters, self.batch, self.device)
+        reshard = partial(self.ranks.reshard, self.replica)
+        replayed = GraphedPasses(passes, self.parameters, self.batch, self.device, reshard)
         # Pinned once: a capture empties the cache of pinned memory, and allocating it anew may wait for the GPU.
         batch = self.batch
         if self.device.type == "cuda":

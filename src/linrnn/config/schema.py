@@ -596,6 +596,7 @@ class BenchParallelConfig:
     timeout_seconds: float = between(1, 1e8)
     blocks_together: int = at_least(1)
     keep_gathered: bool
+    cuda_graph: bool
     output_dir: str = output_path()
     part: str | None
 

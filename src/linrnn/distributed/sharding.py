@@ -91,10 +91,16 @@ class Replicas:
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self._model, self._accumulating = model, False
+        self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if mesh.ndim > 1:
             group = mesh.get_group("replicate")
             for weight in {model.embedding.weight, model.head_weight}:  # a single one if they are tied
                 weight.register_post_accumulate_grad_hook(lambda weight: self._sum(weight.grad.to_local(), group))
+
+    def reshard(self) -> None:
+        """Free gathered parameters, those that FSDP keeps for a backward pass among them."""
+        for module in self._gathering:
+            module.reshard()
 
     def _sum(self, grad: Tensor, group: dist.ProcessGroup) -> None:
         if not self._accumulating:

@@ -95,6 +95,7 @@ class Trainer(BuiltRun):
             self._step_log.forget()
             where = f"in the validation after step {self.step}" if self._validating else f"at step {self.step + 1}"
             status, failure = explained(self, error, where)
+        self._graphed = None  # the ranks cannot leave NCCL while a graph holds its collectives
         return conclude(self, status, failure, evaluation)
 
     def _train(self) -> None:
@@ -190,7 +191,7 @@ class Trainer(BuiltRun):
         def passes(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return self._passes(batch, n_tokens, self.measurements.memory)
 
-        return GraphedPasses(passes, self.parameters, batch, self.device)
+        return GraphedPasses(passes, self.parameters, batch, self.device, lambda: self.ranks.reshard(self.replica))
 
     def _passes(
         self, batch: Batch, n_tokens: int, *observers: LossObserver

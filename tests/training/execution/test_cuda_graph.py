@@ -50,12 +50,13 @@ def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small: S
     assert "cce_kahan" in caught.value.remedy
 
 
-def test_several_ranks_and_a_cpu_are_refused(small: Small) -> None:
-    config = load_config(small(GRAPH))
-    with pytest.raises(ConfigError, match="2 ranks launch collectives"):
-        check_cuda_graph(config, torch.device("cuda"), 2, 9)
+def test_replicas_and_a_cpu_are_refused(small: Small) -> None:
+    with pytest.raises(ConfigError, match="parallel=ddp keeps gradients in buckets") as caught:
+        check_cuda_graph(load_config(small(GRAPH, "parallel=ddp")), torch.device("cuda"), 9)
+    assert "parallel=fsdp" in caught.value.remedy
+    check_cuda_graph(load_config(small(GRAPH, "parallel=fsdp")), torch.device("cuda"), 9)
     with pytest.raises(UnsupportedError, match="needs a GPU"):
-        Trainer(config)
+        Trainer(load_config(small(GRAPH)))
 
 
 # ------------------------------------------------------------------------------------------- which step is captured

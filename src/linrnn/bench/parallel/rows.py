@@ -77,6 +77,7 @@ class StepRow:
         gib_is_own: whether `gib` counts all that the row held. Where it is false, FSDP's row comes after DDP's and
             lacks the gradients of DDP that NCCL still held.
         blocks_together, keep_gathered: those of `parallel`, if it shards the model.
+        cuda_graph: the passes are a CUDA graph, as with trainer.cuda_graph=true.
         host_ms: time in which the slowest rank's host issues a step to a GPU that is idle before it: the median of
             `host_times_ms`, or the first repeat's in a committed row without that list.
         times_ms, host_times_ms: both times in each repeat. The median of the first is `step_ms`.
@@ -100,6 +101,7 @@ class StepRow:
     gib_is_own: bool = False  # the committed rows lack this key and the next ones
     blocks_together: int = 1
     keep_gathered: bool = False
+    cuda_graph: bool = False
     host_ms: float | None = None
     times_ms: list[float] = field(default_factory=list)
     efficiencies: list[float] = field(default_factory=list)
@@ -130,9 +132,10 @@ class StepRow:
 
     @property
     def method(self) -> str:
-        """`parallel`, and how blocks are gathered if not one by one for each pass."""
+        """`parallel`, how blocks are gathered if not one by one for each pass, and whether a CUDA graph is replayed."""
         together = f", {self.blocks_together} blocks together" if self.blocks_together > 1 else ""
-        return self.parallel + together + (", kept" if self.keep_gathered else "")
+        kept, graph = ", kept" if self.keep_gathered else "", ", CUDA graph" if self.cuda_graph else ""
+        return self.parallel + together + kept + graph
 
     @property
     def memory(self) -> str:

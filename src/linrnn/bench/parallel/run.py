@@ -213,7 +213,7 @@ def _measure_mode(
         model, optimizer, batch, tokens=tokens, precision=precision, device=device,
         max_grad_norm=run.optimizer.max_grad_norm, replica=replica, ranks=spread,
     )  # fmt: skip
-    train_step = partial(step_of, loss)
+    train_step: Callable[[], None] = partial(step_of, loss)
 
     for _ in range(config.warmup):
         train_step()
@@ -223,6 +223,9 @@ def _measure_mode(
     dist.all_reduce(torch.zeros((), device=device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    if config.cuda_graph:
+        train_step = step_of.graphed(loss)
+        train_step()  # captures the passes, with the memory of a step
 
     def several() -> None:
         for _ in range(config.steps):
@@ -241,6 +244,7 @@ def _measure_mode(
         gib_is_own=True,
         blocks_together=config.blocks_together if mode in SHARDED else 1,
         keep_gathered=config.keep_gathered and mode in SHARDED,
+        cuda_graph=config.cuda_graph,
         host_ms=host_ms,
     )  # fmt: skip
 
@@ -250,7 +254,7 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
     """Measure. Rank 0 writes every row into the run's file, then the pages of all runs, and returns the pages' paths.
 
     Raises:
-        ConfigError: there is one process only, or the ranks cannot share the batch evenly.
+        ConfigError: there is one process only, the ranks cannot share the batch evenly, or a CUDA graph cannot be had.
     """
     if not isinstance(ranks, DistributedRanks):
         raise ConfigError("there is only one process", "use torchrun --nproc-per-node=N, N of 2 or more")
@@ -259,6 +263,8 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
             f"strong: {ranks.world_size} ranks cannot share batch_size={config.batch_size} evenly",
             f"use a multiple of {ranks.world_size}, or strong=[]",
         )
+    if config.cuda_graph and "ddp" in (*config.weak, *config.strong):
+        raise ConfigError("cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "leave ddp out")
     device, directory = resolve_device(config.device), Path(config.output_dir)
     measured = Measured(command, device_name(device), ranks.world_size, describe_environment())
 

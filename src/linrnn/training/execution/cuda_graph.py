@@ -5,6 +5,9 @@ kernels with the same arguments, so losses stay the same bit for bit. The pass i
 warm-up (`trainer.warmup_measurement_steps`), when all its kernels are compiled. Gradient clipping and the optimizer run
 as always.
 
+With several ranks each captures its own graph. The collectives that gather parameters and sum gradients are part of the
+graph, so the ranks' GPUs wait for each other and no host launches a collective.
+
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
@@ -23,16 +26,19 @@ WHAT = "trainer.cuda_graph=true"
 OFF = "use trainer.cuda_graph=false"
 
 
-def check_cuda_graph(config: Config, device: torch.device, world_size: int, total_steps: int) -> None:
+def check_cuda_graph(config: Config, device: torch.device, total_steps: int) -> None:
     """Reject what cannot be captured.
 
     Raises:
         UnsupportedError: the device is a CPU, or the loss's host may wait for the GPU.
         ConfigError: a key of the configuration changes the passes from step to step, or was not tried with a graph.
     """
-    trainer, alone = config.trainer, "parallel=none with one process"
+    trainer, parallel = config.trainer, config.parallel.name
     hindrances = {
-        f"{world_size} ranks launch collectives between kernels": (world_size > 1, alone),
+        "parallel=ddp keeps gradients in buckets of its own, which a replay does not fill": (
+            parallel == "ddp",
+            "parallel=fsdp",
+        ),
         "a replay overwrites the gradients of the micro-step before": (
             trainer.accumulation_steps > 1,
             "trainer.accumulation_steps=1",
@@ -69,10 +75,19 @@ class GraphedPasses:
         passes: forward and backward pass of one batch on the GPU: leaves gradients, returns the loss and statistics.
         parameters: of the model. Their gradients are the same tensors after every replay.
         batch: one of this run's batches; all others have its shape.
+        reshard: frees gathered parameters (`Ranks.reshard`). It is called before the capture, so that the graph
+            gathers parameters, and before every replay, so that no later pass uses parameters gathered before it.
     """
 
-    def __init__(self, passes: Passes, parameters: Sequence[nn.Parameter], batch: Batch, device: torch.device) -> None:
-        self._passes, self._parameters = passes, parameters
+    def __init__(
+        self,
+        passes: Passes,
+        parameters: Sequence[nn.Parameter],
+        batch: Batch,
+        device: torch.device,
+        reshard: Callable[[], None],
+    ) -> None:
+        self._passes, self._parameters, self._reshard = passes, parameters, reshard
         self._ids, self._labels = (tensor.to(device) for tensor in (batch.input_ids, batch.labels))
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -86,6 +101,7 @@ class GraphedPasses:
         """
         for there, tensor in ((self._ids, batch.input_ids), (self._labels, batch.labels)):
             there.copy_(tensor.pin_memory() if there.is_cuda else tensor, non_blocking=True)
+        self._reshard()
         if self._graph is None:
             self._graph = self._captured(batch)
         self._graph.replay()

@@ -1,0 +1,90 @@
+"""`trainer.cuda_graph=true` on several ranks: every replay gathers parameters and sums gradients anew."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from graph_stand_in import Graphs
+from rank_process import curve, summary_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from linrnn.bench.training_step import TrainingStep, random_batch
+from linrnn.config import load_config
+from linrnn.distributed import Ranks
+from linrnn.distributed.sharding import Replicas, shard
+from linrnn.losses import build_loss
+from linrnn.models import LanguageModel, build_model
+from linrnn.models.architecture import resolve
+from linrnn.training.optimizer import build_optimizer
+
+Small = Callable[..., list[str]]
+Trained = Callable[[list[str], int], Path]
+CPU = torch.device("cpu")
+RUN = ("trainer.max_steps=9", "trainer.warmup_measurement_steps=3", "trainer.valid_every=4", "device=cuda")
+
+
+class OneShard(Ranks):
+    """One rank of a sharded model. It remembers whether parameters were gathered when the model was resharded."""
+
+    def __init__(self, model: LanguageModel, replicas: Replicas) -> None:
+        self._model, self._replicas, self.gathered_before = model, replicas, list[bool]()
+
+    def reshard(self, replica: object) -> None:
+        self.gathered_before.append(not _is_sharded(self._model))
+        self._replicas.reshard()
+        assert _is_sharded(self._model)
+
+
+def _is_sharded(model: LanguageModel) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients_left_them_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP leaves parameters gathered after a forward pass whose backward pass never comes, as in a validation. A graph
+    that is captured then would never gather, and validations between replays would use the parameters of the first.
+    """
+    run = load_config(["model=transformer", "size=smoke", "parallel=fsdp", "parallel.keep_gathered=true"])
+    arch = resolve(run.model, run.size, 64)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = build_model(arch, device=CPU, dtype=torch.float32, seed=0)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        ranks = OneShard(model, shard(model, mesh, torch.float32, run.parallel))
+        step = TrainingStep(
+            model, build_optimizer(model, run.optimizer, CPU), random_batch(2, 16, 64, 0), tokens=32, precision="fp32",
+            device=CPU, max_grad_norm=1.0, ranks=ranks,
+        )  # fmt: skip
+        loss = build_loss(load_config(["loss=standard"]).loss, device=CPU)
+        step(loss)
+        graphs = Graphs(monkeypatch)
+        replayed = step.graphed(loss)
+        for _ in range(2):
+            with torch.no_grad():
+                model(step.batch.input_ids)
+            replayed()
+        replayed()
+    finally:
+        dist.destroy_process_group()
+    assert (graphs.captures, graphs.replays) == (1, 3)
+    assert ranks.gathered_before == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("kept", ["parallel.keep_gathered=true", "parallel.keep_gathered=false"])
+@pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
+def test_on_gpus_losses_are_those_without_a_graph_bit_for_bit(
+    parallel: str, kept: str, small: Small, trained: Trained
+) -> None:
+    run = small(*RUN, f"parallel={parallel}", kept, "trainer.batch_size=4", "loss=cce_kahan")
+    plain = trained([*run, "group=plain"], 2)
+    graphed = trained([*run, "group=graphed", "trainer.cuda_graph=true"], 2)
+    assert "a CUDA graph replays the forward and backward pass" in (graphed / "train.log").read_text()
+    assert curve(graphed) == curve(plain)
+    assert len(curve(plain)) == 9
+    assert summary_of(graphed)["valid_loss_nats"] == summary_of(plain)["valid_loss_nats"]
