@@ -26,7 +26,8 @@ def main(config: BenchParallelConfig) -> None:
     else:
         pages = write_pages(Path(config.output_dir))
     for path in pages:
-        print(path.read_text(encoding="utf-8"))
+        if path.suffix == ".md":
+            print(path.read_text(encoding="utf-8"))
         print(f"wrote {path}")
 
 

@@ -32,7 +32,7 @@ class OneShard(Ranks):
     def __init__(self, model: LanguageModel, replicas: Replicas) -> None:
         self._model, self._replicas, self.gathered_before = model, replicas, list[bool]()
 
-    def reshard(self, replica: object) -> None:
+    def reshard(self) -> None:
         self.gathered_before.append(not _is_sharded(self._model))
         self._replicas.reshard()
         assert _is_sharded(self._model)

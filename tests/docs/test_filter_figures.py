@@ -12,7 +12,7 @@ from figures import FIRST_SCREEN, H100, above, cell_of, index_lines, table_of
 
 from linrnn.bench.loss.rows import read_rows as loss_rows
 from linrnn.runs.intervals import pairs_for
-from linrnn.study.criteria import CURVES, FINAL_LOSS, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS
+from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS
 from linrnn.study.curves import mean_of_last
 from linrnn.study.filter_speed import filter_speeds
 from linrnn.study.plots.select import named
@@ -35,19 +35,59 @@ def added_ms(row: Any) -> float:
 
 
 def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
-    names = {"cce_filter": "`cce_filter` (samples)", "cce_apple": "`cce_apple` (Apple's kernels, drop tiles)"}
-    names |= {"cce_kahan": "`cce_kahan` (exact)", "compiled_nudged": "`compiled_nudged`, the control"}
+    sampled, dropped = {"cce_filter": "`cce_filter` (samples)"}, {"cce_apple": "`cce_apple` (drops entries)"}
+    variants = {
+        "cce": "(drops entries)",
+        "cce_kahan_full_c": "(drops entries of dE alone)",
+        "cce_exact": "(drops nothing)",
+    }
+    of_apple = {f"cce_apple variant={name}": f"`cce_apple variant={name}` {what}" for name, what in variants.items()}
+    exact = {"cce_kahan": "`cce_kahan` (exact)", "compiled_nudged": "`compiled_nudged`, the control"}
+    losses_of = {
+        "GLA": sampled | dropped | exact,
+        "Transformer": sampled | of_apple | exact,
+        "KDA": {"cce_filter": "`cce_filter` (samples), n = 4"} | dropped,
+    }
     expected = []
-    for loss, name in names.items():
-        cells = [cell_of("finetune_filter_gla", loss, "compiled", c, n=5) for c in (FINAL_LOSS, VALID_LOSS)]
-        expected.append([name, *cells, cell_of("finetune_filter_gla", loss, "compiled", CURVES, ".4f", n=5)])
-    assert table_of("h3_filter.md", "GLA 350M, fine-tuned, against compiled, n = 5") == expected
-    [low, high] = re.findall(r"[+-][\d.]+", expected[0][1])[1:]
-    assert f"final loss, difference in nats | - | {low} to {high} | 5 seeds |" in FIRST_SCREEN
+    for model, names in losses_of.items():
+        folder = f"finetune_filter_{model.lower()}"
+        for loss, name in names.items():
+            n = 4 if name.endswith("n = 4") else 5
+            cells = [cell_of(folder, loss, "compiled", c, n=n) for c in (FINAL_LOSS, VALID_LOSS)]
+            expected.append([f"{model}, {name}", *cells, cell_of(folder, loss, "compiled", CURVES, ".4f", n=n)])
+    assert table_of("h3_filter.md", "350M, fine-tuned, against compiled, n = 5") == expected
+    cell = {name: final for name, final, *_ in expected}
+    first = {
+        model: re.findall(r"[+-][\d.]+", cell[f"{model}, `cce_filter` (samples)"]) for model in ("GLA", "Transformer")
+    }
+    assert f"final loss, difference in nats | - | {' to '.join(first['GLA'][1:])} | 5 seeds |" in FIRST_SCREEN
+    assert f"Transformer of 447 M, the same | - | {' to '.join(first['Transformer'][1:])} | 5 seeds |" in FIRST_SCREEN
     [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
-    for name in ("cce_filter", "cce_apple"):
-        _, _, figures = cell_of("finetune_filter_gla", name, "compiled", FINAL_LOSS, n=5).partition(": ")
-        assert figures.replace(" (", " nats (" if name == "cce_filter" else " (", 1) in row
+    for name in ("GLA, `cce_apple` (drops entries)", "Transformer, `cce_apple variant=cce` (drops entries)"):
+        assert cell[name].partition(": ")[2] in row
+    for model in ("GLA", "Transformer"):
+        _, _, figures = cell[f"{model}, `cce_filter` (samples)"].partition(": ")
+        assert figures.replace(" (", " nats (", 1) in row
+    page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
+    for model in ("Transformer", "KDA"):
+        n = 4 if model == "KDA" else 5
+        folder = f"finetune_filter_{model.lower()}"
+        final, valid = (
+            cell_of(folder, "cce_filter", "compiled", criterion, n=n) for criterion in (FINAL_LOSS, VALID_LOSS)
+        )
+        assert f"{model} 350M, ±0.01 nats | {final}, validation {valid.partition(': ')[2]} | {n} |" in page
+
+
+def test_the_memory_of_fine_tuning_is_that_of_the_runs() -> None:
+    shares: dict[str, list[float]] = {}
+    for folder in ("finetune_filter_gla", "finetune_filter_transformer", "finetune_filter_kda"):
+        for v in verdicts(read_committed(ROOT / "results" / "summaries" / folder)):
+            if (v.criterion, v.against) == (MEMORY, "compiled") and v.value is not None:
+                shares.setdefault(v.backend, []).append(v.value)
+    page = (ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8")
+    (least, _, most), (exact_least, _, exact_most) = (sorted(shares[name]) for name in ("cce_filter", "cce_kahan"))
+    assert f"`cce_filter` peaks at {least:.3f} (Transformer) to {most:.3f} (KDA) of compiled's memory" in page
+    assert f"`cce_kahan` at {exact_least:.3f} to {exact_most:.3f}" in page
 
 
 def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:

@@ -76,6 +76,38 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
     assert f"here GLA's first took {gla[0]:.1f} s, and KDA's {kda[0]:.1f} s" in page
 
 
+def test_the_efficiencies_with_cuda_graphs_are_met_by_the_rows() -> None:
+    runs = read(ROOT / "results/bench_parallel")
+    lines = lines_of("multi_gpu.md")
+    for part, gathering in (
+        ("350m_graph", ""),
+        ("350m_graph_kept", " parallel.keep_gathered=true parallel.blocks_together=4"),
+    ):
+        [run] = [run for run in runs if f"part={part} " in run.command]
+        alone, *spread = run.steps
+        cells = []
+        for row in spread:
+            assert row.cuda_graph
+            assert alone.cuda_graph
+            found = estimate(row.efficiencies, ratios=True)
+            assert found.n == 6
+            assert found.low is not None
+            assert found.high is not None
+            assert answer(found.low, found.high, AT_LEAST, 0.9) is True
+            cells.append(f"**met**: {found.value:.3f} ({found.low:.3f} to {found.high:.3f})")
+        assert f"| `trainer.cuda_graph=true{gathering}` | {' | '.join(cells)} |" in lines
+        assert f"with a CUDA graph, too: {alone.step_ms:.0f} ms a step" in " ".join(lines)
+        assert f"commit {run.environment['git']['commit'][:7]}:" in " ".join(lines)
+    older = [
+        row.step_ms
+        for run in runs
+        for row in run.steps
+        if (run.device, row.size, row.scaling, row.sequences_of_rank) == ("NVIDIA H200", "350m", "alone", 8)
+        and not row.cuda_graph
+    ]
+    assert f"one H200 took {min(older):.0f} to {max(older):.0f} ms in older runs" in " ".join(lines)
+
+
 def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:
     [run] = [run for run in read(ROOT / "results/bench_parallel") if "part=350m_repeats" in run.command]
     cells = []

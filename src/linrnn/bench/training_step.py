@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,8 +77,7 @@ class TrainingStep:
         def passes(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             return self._passes(loss, batch), {}
 
-        reshard = partial(self.ranks.reshard, self.replica)
-        replayed = GraphedPasses(passes, self.parameters, self.batch, self.device, reshard)
+        replayed = GraphedPasses(passes, self.parameters, self.batch, self.device, self.ranks.reshard)
         # Pinned once: a capture empties the cache of pinned memory, and allocating it anew may wait for the GPU.
         batch = self.batch
         if self.device.type == "cuda":

@@ -32,7 +32,7 @@ class MemoryEstimate:
         parameters: in the dtype that they are kept in.
         gradients: of all parameters, at the end of the backward pass.
         optimizer: AdamW's two moments; Muon's mean of a matrix's gradients.
-        workspaces: cuBLAS's, always allocated.
+        workspaces: cuBLAS's, always allocated: a set for each stream.
         weight_copies: the blocks' weights in the compute dtype, under autocast. There are none with activation
             checkpointing, or if FSDP gathers the weights in that dtype. Gathered blocks that stay until their backward
             pass count here.
@@ -153,6 +153,7 @@ def memory_estimate(
     blocks_together: int = 1,
     keep_gathered: bool = False,
     compiled_blocks: bool = False,
+    cuda_graph: bool = False,
 ) -> MemoryEstimate | None:
     """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens.
 
@@ -167,6 +168,7 @@ def memory_estimate(
         by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
         blocks_together, keep_gathered: as in :class:`linrnn.config.schema.FsdpConfig`.
         compiled_blocks: whether torch.compile compiles each block.
+        cuda_graph: whether the passes were captured, on a stream that has workspaces of its own.
     """
     step = _Step(
         arch=arch,
@@ -193,7 +195,8 @@ def memory_estimate(
     parameters, _, state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer).values()
 
     # What is allocated at each moment. When the loss begins, all blocks are saved.
-    always = parameters + state + WORKSPACES
+    workspaces = WORKSPACES * (2 if cuda_graph else 1)
+    always = parameters + state + workspaces
     held = always + (parameters if step.earlier else 0) + weights.copies + saved.mixer + saved.mlp + saved.residual
     # In the first block all gradients exist but its own and an untied embedding's.
     to_come = step.kept * (arch.mixer_parameters + arch.mlp_parameters) // shard_ranks + matrix.to_come
@@ -207,7 +210,7 @@ def memory_estimate(
         parameters=parameters,
         gradients=parameters,
         optimizer=state,
-        workspaces=WORKSPACES,
+        workspaces=workspaces,
         weight_copies=weights.copies,
         mixer=saved.mixer,
         mlp=saved.mlp,

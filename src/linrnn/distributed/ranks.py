@@ -64,7 +64,7 @@ class Ranks:
         """A context in which passes keep their gradients on their rank. The next pass outside it sums them."""
         return contextlib.nullcontext()
 
-    def reshard(self, replica: Any) -> None:
+    def reshard(self) -> None:
         """Free parameters that were gathered from other ranks. The next pass gathers them anew."""
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -240,7 +240,7 @@ class ShardedRanks(DistributedRanks):
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         return self._replicas.accumulating()
 
-    def reshard(self, replica: Any) -> None:
+    def reshard(self) -> None:
         self._replicas.reshard()
 
     def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:

@@ -132,6 +132,7 @@ class Plan:
             blocks_together=parallel.blocks_together if isinstance(parallel, FsdpConfig) else 1,
             keep_gathered=isinstance(parallel, FsdpConfig) and parallel.keep_gathered,
             compiled_blocks=trainer.compile == "blocks",
+            cuda_graph=trainer.cuda_graph,
         )
 
 

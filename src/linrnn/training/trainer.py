@@ -191,7 +191,7 @@ class Trainer(BuiltRun):
         def passes(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return self._passes(batch, n_tokens, self.measurements.memory)
 
-        return GraphedPasses(passes, self.parameters, batch, self.device, lambda: self.ranks.reshard(self.replica))
+        return GraphedPasses(passes, self.parameters, batch, self.device, self.ranks.reshard)
 
     def _passes(
         self, batch: Batch, n_tokens: int, *observers: LossObserver

@@ -138,7 +138,7 @@ def step_memory(row: StepRow) -> costs.MemoryEstimate | None:
         accumulation_steps=2 if row.parallel == "ddp" else 1,
         shard_ranks=row.ranks if isinstance(config.parallel, FsdpConfig) else 1,
         by_vocabulary=isinstance(config.parallel, VocabConfig),
-        blocks_together=row.blocks_together, keep_gathered=row.keep_gathered,
+        blocks_together=row.blocks_together, keep_gathered=row.keep_gathered, cuda_graph=row.cuda_graph,
     )  # fmt: skip
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from linrnn.bench.parallel.forecast import GB, Rates, measured_rates, sending_ms, step_forecasts
+from linrnn.bench.parallel.plot import weak_scaling
 from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, replace, slug
 from linrnn.core.machine import GIB
+from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
 from linrnn.costs.utilisation import mfu_of_summary
 
@@ -21,13 +23,15 @@ REPEATS = (
 
 
 def write_pages(directory: Path) -> list[Path]:
-    """Write `<directory>/<device>.md` from all runs of that device."""
+    """Write `<directory>/<device>.md` and its picture from all runs of that device."""
     runs = read(directory)
-    devices = sorted({run.device for run in runs})
-    return [
-        replace(directory / f"{slug(device)}.md", markdown([run for run in runs if run.device == device]))
-        for device in devices
-    ]
+    paths = []
+    for device in sorted({run.device for run in runs}):
+        own = [run for run in runs if run.device == device]
+        paths.append(replace(directory / f"{slug(device)}.md", markdown(own)))
+        if (figure := weak_scaling(own)) is not None:
+            paths.append(save(figure, directory / f"{slug(device)}.png"))
+    return paths
 
 
 def two_digits(value: float | None) -> str:
@@ -53,6 +57,8 @@ def markdown(runs: list[Measured]) -> str:
         lines += _losses(losses)
     if steps := _numbered([run.steps for run in runs]):
         lines += _steps(steps, runs[0].device)
+        if any(row.scaling == "weak" and row.efficiency is not None for row, _ in steps):
+            lines += ["", f"![Weak scaling of training steps]({slug(runs[0].device)}.png)"]
     if rates := measured_rates(runs):
         lines += _step_forecasts(runs, rates)
         lines += _loss_forecasts(losses, rates)

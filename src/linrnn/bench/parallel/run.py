@@ -251,7 +251,8 @@ def _measure_mode(
 
 # -------------------------------------------------------------------------------------------------------- the whole
 def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> list[Path]:
-    """Measure. Rank 0 writes every row into the run's file, then the pages of all runs, and returns the pages' paths.
+    """Measure. Rank 0 writes every row into the run's file, then the pages of all runs with
+    their pictures, and returns the paths.
 
     Raises:
         ConfigError: there is one process only, the ranks cannot share the batch evenly, or a CUDA graph cannot be had.
