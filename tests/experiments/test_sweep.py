@@ -10,7 +10,7 @@ import torch
 
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, DataError
 from linrnn.experiments import sweep
 
 Small = Callable[..., list[str]]
@@ -39,6 +39,18 @@ def said_by_sweep(*overrides: str) -> list[str]:
     said: list[str] = []
     sweep.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
     return said
+
+
+def test_a_sweep_without_its_data_is_refused_before_anything_starts(small: Small, tmp_path: Path) -> None:
+    """A cluster's machines may hold what this one lacks: a launcher is asked."""
+    sweep_of_one = ["sweep=checkpointing", "experiment=null", "model=gla", "loss=standard", "size=smoke"]
+    points = small(*sweep_of_one, "memory_budget_gib=null", "data=text", f"data.path={tmp_path / 'no.txt'}")
+    points = [override for override in points if "data.n_" not in override]
+    with pytest.raises(DataError, match=r"no\.txt does not exist"):
+        said_by_sweep(*points)
+    assert not (tmp_path / "results").exists()
+    with pytest.raises(ConfigError, match="there is no such launcher"):
+        said_by_sweep(*points, "hydra/launcher=other")
 
 
 def shared(*more: str) -> list[str]:

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from linrnn.config import load_config, run_name
-from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure
 from linrnn.core.machine import SHARED_GPU
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
+from linrnn.experiments.listing import TimeLeft, check_inputs, listing
 from linrnn.experiments.points import Point, decisive, foresee, write_summary
-from linrnn.experiments.sweep import Sweep, TimeLeft, _judge, in_another_process, listing, slots_of, threads_of
+from linrnn.experiments.sweep import Sweep, _judge, in_another_process, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
 
@@ -275,6 +276,50 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -
     assert lines[4].endswith("unsupported (1)"), "a reason is said once"
     assert [line[:22] for line in lines[6:8]] == ["(1) loss=liger has Tri", "(2) model.chunk_size=1"]
     assert "4 points: 3 unsupported, 1 to run" in lines
+
+
+def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]:
+    """Two seeds on a text that is not there, and one on a text that is."""
+    (tmp_path / "my.txt").write_text("some text")
+    texts = [("seed=0", "no.txt"), ("seed=1", "no.txt"), ("seed=2", "my.txt")]
+    own = [override for override in small("loss=standard", "data=text", *more) if "data.n_" not in override]
+    return foresee([[*own, seed, f"data.path={tmp_path / file}"] for seed, file in texts])
+
+
+def test_a_dry_run_names_the_points_without_data(small: Small, tmp_path: Path) -> None:
+    points = points_without_data(small, tmp_path)
+    lines = listing(points, load_config(["sweep=mve"], "run_sweep"))
+    assert [line.split("  ")[-1] for line in lines[1:4]] == ["no data (1)", "no data (1)", "to run"]
+    [reason] = [line for line in lines if line.startswith("(1)")]
+    assert f"data.path={tmp_path}/no.txt does not exist" in reason
+    assert "3 points: 2 no data, 1 to run" in lines
+
+
+def test_a_dry_run_says_that_the_hub_was_not_asked_and_how_to_fetch_its_data(small: Small) -> None:
+    own = [override for override in small("data=wikitext103", "data.max_tokens=9") if "data.n_" not in override]
+    points = foresee([[*own, f"seed={seed}"] for seed in (0, 1)])
+    assert [point.missing for point in points] == [None, None], "nobody knows without asking the hub"
+    [line] = [line for line in listing(points, load_config(["sweep=mve"], "run_sweep")) if "hub" in line]
+    assert "Salesforce/wikitext" in line
+    assert "scripts/prepare_data.py data=wikitext103 data.cache_dir=" in line
+    assert line.endswith("data.max_tokens=9")
+    [nowhere] = foresee([[*own, "data.path=/no/such/place"]])
+    assert (nowhere.hub, nowhere.missing.cause) == (None, "data.path=/no/such/place is no directory")
+
+
+def test_a_sweep_starts_nothing_if_no_point_has_its_data(small: Small, tmp_path: Path) -> None:
+    points = points_without_data(small, tmp_path)
+    with pytest.raises(DataError, match=r"none of 2 points can start: .*no\.txt does not exist") as refusal:
+        check_inputs(points[:2])
+    assert "data=stdlib" in refusal.value.remedy
+    [line] = check_inputs(points)
+    assert line.startswith("will fail: ")
+    assert "seed=0" in line
+    assert "seed=2" not in line
+    assert check_inputs(points[2:]) == check_inputs([]) == []
+    [weights] = foresee([small("init_from=nowhere")])
+    with pytest.raises(DataError, match="none of 1 points can start: init_from=nowhere is no directory"):
+        check_inputs([weights])
 
 
 def test_time_left_follows_what_points_took(make_points) -> None:

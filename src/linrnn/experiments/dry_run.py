@@ -7,11 +7,11 @@ import torch
 
 from linrnn import costs
 from linrnn.config import run_name
-from linrnn.config.schema import Config, TextDataConfig
-from linrnn.core.errors import DataError, LinrnnError
+from linrnn.config.schema import Config
+from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB
 from linrnn.data import vocabulary_size
-from linrnn.data.readers import find_files
+from linrnn.experiments.inputs import data_of_hub, missing_inputs
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
@@ -31,7 +31,7 @@ def print_forecast(config: Config) -> None:
     arch = plan.architecture(vocabulary_size(config.data))
     for line in [
         *_run(plan, arch),
-        *_missing(config),
+        *_inputs(config),
         *_memory(plan, arch),
         *_drawing(arch),
         *_room(plan, arch),
@@ -59,18 +59,12 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
     ]
 
 
-def _missing(config: Config) -> list[str]:
-    """Lines for text and weights that are not on this machine. Nothing is read, and the hub is not asked."""
-    absent = []
-    if isinstance(config.data, TextDataConfig):
-        try:
-            find_files(config.data.path, "data.path")
-        except DataError as error:
-            absent.append(error.cause)
-    for key, source in (("init_from", config.init_from), ("continue_from", config.continue_from)):
-        if source and not Path(source).is_dir():
-            absent.append(f"{key}={source} is no directory")
-    return ["", *(f"not on this machine: {line}" for line in absent)] if absent else []
+def _inputs(config: Config) -> list[str]:
+    """Lines for text and weights that are not on this machine."""
+    lines = [f"not on this machine: {error.cause}" for error in missing_inputs(config)]
+    if hub := data_of_hub(config):
+        lines.append(f"data: {hub}, from the hub, which was not asked")
+    return ["", *lines] if lines else []
 
 
 def _memory(plan: Plan, arch: Architecture) -> list[str]:

@@ -17,6 +17,7 @@ from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, first_
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
+from linrnn.experiments.listing import TimeLeft, check_inputs, listing, pending
 from linrnn.experiments.points import LOGS, POLL_SECONDS, Point, PointTakenError, Process, foresee, write_summary
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import duration
@@ -37,6 +38,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
 
     Raises:
         ConfigError: an override is wrong, or there are too few GPUs for the jobs and their ranks.
+        DataError: no point that is left to run has its data and weights on this machine.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
     """
@@ -50,7 +52,10 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
     for point in points:
         check_outputs(point.config)
-    pending = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
+    ahead = pending(points, config.retry)
+    if not launcher:  # a cluster's machines may hold what this one lacks
+        for line in check_inputs(ahead):
+            say(line)
     refused: dict[str, list[str]] = {}
     for point in points:
         if point.refusal is not None and not point.is_answered(config.retry):
@@ -58,13 +63,13 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
             refused.setdefault(point.refusal, []).append(point.label)
     for reason, labels in refused.items():
         say(f"unsupported: {', '.join(labels)}: {reason}")
-    say(f"sweep {config.sweep.name}: {len(points)} points, {len(pending)} to run")
-    if launcher and pending:
-        _submit(pending, launcher, say)
-    elif pending:
+    say(f"sweep {config.sweep.name}: {len(points)} points, {len(ahead)} to run")
+    if launcher and ahead:
+        _submit(ahead, launcher, say)
+    elif ahead:
         threads = threads_of(config.jobs)
         slots = [threads | slot for slot in slots]
-        Sweep(pending, slots, say, config.report_every_seconds, share_gpus=config.share_gpus).run()
+        Sweep(ahead, slots, say, config.report_every_seconds, share_gpus=config.share_gpus).run()
     _judge(points, say)
 
 
@@ -195,68 +200,6 @@ class Sweep:
         elapsed = sum(time.monotonic() - began for _, _, began in self._running)
         seconds = self._clock.left(points, elapsed)
         return "" if seconds is None or not points else f"; about {duration(seconds)} left"
-
-
-class TimeLeft:
-    """Estimates the time that points still take, from their expected times and those of finished points.
-
-    Args:
-        slots: number of points that run at a time.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._done: list[tuple[Point, float]] = []
-
-    def add(self, point: Point, seconds: float) -> None:
-        """`point` finished after `seconds`."""
-        self._done.append((point, seconds))
-
-    def left(self, points: Sequence[Point], elapsed: float) -> float | None:
-        """Seconds for `points`, which have already run for `elapsed` seconds in total; None if unknown."""
-        foreseen = [point.seconds for point in points if point.seconds is not None]
-        mean = sum(seconds for _, seconds in self._done) / len(self._done) if self._done else None
-        if len(foreseen) == len(points) and all(point.seconds for point, _ in self._done):
-            took = sum(seconds for _, seconds in self._done)
-            expected = sum(point.seconds or 0 for point, _ in self._done)
-            total = sum(foreseen) * (took / expected if expected else 1)
-        elif mean is not None:
-            total = mean * len(points)
-        else:
-            return None
-        return max(total - elapsed, 0) / self._slots
-
-
-def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
-    """The dry run's lines: name, memory, time and state of every point, then the sums."""
-    width = max(len(point.label) for point in points)
-    lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
-    states = Counter[str]()
-    reasons: dict[str, int] = {}  # each reason is printed once, below the points
-    for point in points:
-        summary, answered = point.summary(), point.is_answered(config.retry)
-        state = "to run" if summary is None or not answered else summary["status"]
-        if point.refusal and not answered:
-            state = f"unsupported ({reasons.setdefault(point.refusal, len(reasons) + 1)})"
-        states[state.split(" (")[0]] += 1
-        budget = point.config.memory_budget_gib
-        if state == "to run" and budget and (point.memory_bytes or 0) > budget * GIB:
-            state += f", will hardly fit the {budget:g} GiB budget"
-        memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
-        seconds = "unknown" if point.seconds is None else duration(point.seconds)
-        lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
-    lines += ["", *(f"({number}) {reason}" for reason, number in reasons.items())] if reasons else []
-    ahead = [point for point in points if point.refusal is None and not point.is_answered(config.retry)]
-    total = [point.seconds for point in ahead if point.seconds is not None]
-    lines += [
-        "",
-        f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
-        *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
-        "memory is foreseen for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
-        + (f"; in all {duration(sum(total) / config.jobs)}" if total and len(total) == len(ahead) else ""),
-        "nothing was run or written",
-    ]
-    return lines
 
 
 def outcome(summary: dict[str, Any]) -> str:

@@ -1,0 +1,129 @@
+"""What is foreseen of a sweep: the table of its dry run, and the time that its points still take."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+
+from linrnn.config.schema import RunSweepConfig
+from linrnn.core.errors import DataError
+from linrnn.core.machine import GIB
+from linrnn.experiments.points import Point
+from linrnn.runs.summary import duration
+
+
+class TimeLeft:
+    """Estimates the time that points still take, from their expected times and those of finished points.
+
+    Args:
+        slots: number of points that run at a time.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._done: list[tuple[Point, float]] = []
+
+    def add(self, point: Point, seconds: float) -> None:
+        """`point` finished after `seconds`."""
+        self._done.append((point, seconds))
+
+    def left(self, points: Sequence[Point], elapsed: float) -> float | None:
+        """Seconds for `points`, which have already run for `elapsed` seconds in total; None if unknown."""
+        foreseen = [point.seconds for point in points if point.seconds is not None]
+        mean = sum(seconds for _, seconds in self._done) / len(self._done) if self._done else None
+        if len(foreseen) == len(points) and all(point.seconds for point, _ in self._done):
+            took = sum(seconds for _, seconds in self._done)
+            expected = sum(point.seconds or 0 for point, _ in self._done)
+            total = sum(foreseen) * (took / expected if expected else 1)
+        elif mean is not None:
+            total = mean * len(points)
+        else:
+            return None
+        return max(total - elapsed, 0) / self._slots
+
+
+class Reasons:
+    """Numbers for reasons, so that a table says each reason once, in a line below it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number_of(self, reason: str) -> int:
+        return self._numbers.setdefault(reason, len(self._numbers) + 1)
+
+    def lines(self) -> list[str]:
+        return ["", *(f"({number}) {reason}" for reason, number in self._numbers.items())] if self._numbers else []
+
+
+def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
+    """The dry run's lines: name, memory, time and state of every point, then the sums."""
+    width = max(len(point.label) for point in points)
+    lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
+    states, reasons = Counter[str](), Reasons()
+    for point in points:
+        state = _state(point, config.retry, reasons)
+        states[state.split(" (")[0]] += 1
+        budget = point.config.memory_budget_gib
+        if state == "to run" and budget and (point.memory_bytes or 0) > budget * GIB:
+            state += f", will hardly fit the {budget:g} GiB budget"
+        memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
+        seconds = "unknown" if point.seconds is None else duration(point.seconds)
+        lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
+    ahead = pending(points, config.retry)
+    total = [point.seconds for point in ahead if point.seconds is not None]
+    return [
+        *lines,
+        *reasons.lines(),
+        "",
+        f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
+        *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
+        *sorted({_hub_line(point) for point in ahead if point.hub}),
+        "memory is foreseen for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
+        + (f"; in all {duration(sum(total) / config.jobs)}" if total and len(total) == len(ahead) else ""),
+        "nothing was run or written",
+    ]
+
+
+def pending(points: Sequence[Point], retry: bool) -> list[Point]:
+    """The points that a sweep would start."""
+    return [point for point in points if point.refusal is None and not point.is_answered(retry)]
+
+
+def check_inputs(points: Sequence[Point]) -> list[str]:
+    """Lines that name the points whose data or weights are not on this machine.
+
+    Raises:
+        DataError: no point has its data and weights here.
+    """
+    lacking: dict[str, list[Point]] = {}
+    for point in points:
+        if point.missing is not None:
+            lacking.setdefault(point.missing.cause, []).append(point)
+    if points and sum(map(len, lacking.values())) == len(points):
+        assert points[0].missing is not None
+        raise DataError(
+            f"none of {len(points)} points can start: {'; '.join(lacking)}",
+            f"{points[0].missing.remedy}; nothing was started",
+        )
+    return [
+        f"will fail: {', '.join(point.label for point in those)}: not on this machine: {cause}"
+        for cause, those in lacking.items()
+    ]
+
+
+def _state(point: Point, retry: bool, reasons: Reasons) -> str:
+    summary = point.summary()
+    if summary is not None and point.is_answered(retry):
+        return str(summary["status"])
+    if point.refusal:
+        return f"unsupported ({reasons.number_of(point.refusal)})"
+    if point.missing:
+        reason = f"not on this machine: {point.missing.cause}; {point.missing.remedy}"
+        return f"no data ({reasons.number_of(reason)})"
+    return "to run"
+
+
+def _hub_line(point: Point) -> str:
+    data = point.config.data
+    options = [override for override in point.overrides if override.startswith("data.")]
+    command = shlex.join(["python", "scripts/prepare_data.py", f"data={data.name}", *options])
+    return f"the data come from the hub ({point.hub}), which was not asked; to fetch the data first: {command}"
