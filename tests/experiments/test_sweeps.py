@@ -68,7 +68,9 @@ def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on
     assert any("[4/4 done] seed=3: finished: 10 tokens/s, 1.00 GiB" in line for line in said)
     with pytest.raises(SweepFailure, match=r"2 of 4 points.*seed=0 \(failed\), seed=2 \(failed\)") as failure:
         _judge(points, print)
-    assert failure.value.exit_code == 1
+    assert failure.value.exit_code == 8
+    logs = points[0].log.parent
+    assert failure.value.remedy == f"the reasons are in {logs}/*.log; the same command runs failed points again"
 
 
 def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
@@ -84,6 +86,20 @@ def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
     with pytest.raises(SweepFailure) as failure:
         _judge(points[:2], print)
     assert failure.value.exit_code == 5
+    expected = f"the reason is in {points[1].log}; the same command with retry=true runs these points again"
+    assert failure.value.remedy == expected
+    with pytest.raises(SweepFailure) as failure:
+        _judge(points, print)
+    assert failure.value.exit_code == 8, "not all ran out of memory"
+    assert "runs failed points again, and with retry=true also points that are out_of_memory" in failure.value.remedy
+
+
+def test_the_closing_error_of_a_sweep_names_few_points_and_counts_all(make_points) -> None:
+    points = make_points(7)
+    for point in points:
+        write_summary(point, "failed", "a crash")
+    with pytest.raises(SweepFailure, match=r"7 of 7 points did not finish: .*seed=4 \(failed\), and 2 more"):
+        _judge(points, print)
 
 
 def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points) -> None:

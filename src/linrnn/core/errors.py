@@ -6,8 +6,9 @@ from typing import Any
 from linrnn.core.machine import gpu_is_shared
 
 EXIT_CODES = (
-    "0 finished, 1 unexpected error (a bug), 2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, "
-    "6 diverged, 7 storage, 128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
+    "0 finished, 1 unexpected error (a bug, or a rank that was killed), 2 wrong configuration, 3 data, "
+    "4 not supported here, 5 out of memory, 6 diverged, 7 storage, 8 runs that the command started failed, "
+    "128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
 )
 
 _ASKED_FOR = re.compile(r"(out of memory\. Tried to allocate [\d.]+ \w+\.) .*")
@@ -141,9 +142,14 @@ class RankFailedError(LinrnnError):
 
 
 class SweepFailure(LinrnnError):
-    """Points of a sweep failed. The exit code is the points' own if all failed with the same one, else 1."""
+    """Points of a sweep, or a probe of a search, failed.
 
-    def __init__(self, cause: str, remedy: str, exit_code: int) -> None:
+    The exit code is that of the points if all ended out of memory or all diverged.
+    """
+
+    exit_code = 8
+
+    def __init__(self, cause: str, remedy: str, exit_code: int = exit_code) -> None:
         super().__init__(cause, remedy)
         self.exit_code = exit_code
 

@@ -249,8 +249,7 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
     if summary["status"] not in ("finished", "out_of_memory"):
         raise SweepFailure(
             f"the probe of {batch} sequences {summary['status']}: {summary['reason']}",
-            f"see {point.log}",
-            1,
+            f"the reason is in {point.log}; the same command runs the probe again",
         )
     peak = summary["peak_memory_bytes"]
     fits = summary["status"] == "finished" and peak <= budget

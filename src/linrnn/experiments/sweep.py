@@ -7,7 +7,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from linrnn.config.grids import sweep_points
@@ -18,11 +17,21 @@ from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
 from linrnn.experiments.listing import TimeLeft, check_inputs, listing, pending
-from linrnn.experiments.points import LOGS, POLL_SECONDS, Point, PointTakenError, Process, foresee, write_summary
+from linrnn.experiments.points import (
+    ANSWERS,
+    LOGS,
+    POLL_SECONDS,
+    Point,
+    PointTakenError,
+    Process,
+    foresee,
+    write_summary,
+)
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import duration
 
-EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # exit codes for points that failed; any other status: 1
+EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # if all points ended so; any other status: that of SweepFailure
+NAMED = 5  # points that the closing error names; it counts all others
 HARMLESS = ("finished", "unsupported")
 SHARING = ", or share_gpus=true if only the losses matter"
 
@@ -353,11 +362,22 @@ def _judge(points: Sequence[Point], say: Say) -> None:
     say(", ".join(f"{count} {status}" for status, count in Counter(statuses.values()).items()))
     failed = {name: status for name, status in statuses.items() if status not in HARMLESS}
     if failed:
-        codes = {EXIT_CODES.get(status, 1) for status in failed.values()}
+        codes = {EXIT_CODES.get(status, SweepFailure.exit_code) for status in failed.values()}
+        words = [f"{name} ({status})" for name, status in failed.items()]
+        more = [f"and {len(words) - NAMED} more"] if len(words) > NAMED else []
+        logs = [str(point.log) for point in points if point.label in failed]
+        where = f"reason is in {logs[0]}" if len(logs) == 1 else f"reasons are in {points[0].log.parent / '*.log'}"
         raise SweepFailure(
-            f"{len(failed)} of {len(points)} points did not finish: "
-            + ", ".join(f"{name} ({status})" for name, status in failed.items()),
-            f"their output is in {Path(points[0].directory.parent) / LOGS}; the same command runs failed ones again, "
-            "retry=true those out of memory or diverged as well",
-            codes.pop() if len(codes) == 1 else 1,
+            f"{len(failed)} of {len(points)} points did not finish: {', '.join([*words[:NAMED], *more])}",
+            f"the {where}; {_again({*failed.values()})}",
+            codes.pop() if len(codes) == 1 else SweepFailure.exit_code,
         )
+
+
+def _again(statuses: set[str]) -> str:
+    """How points of these statuses are run again."""
+    if not statuses & {*ANSWERS}:
+        return f"the same command runs {'failed points' if statuses == {'failed'} else 'these points'} again"
+    if statuses <= {*ANSWERS}:
+        return "the same command with retry=true runs these points again"
+    return f"the same command runs failed points again, and with retry=true also points that are {' or '.join(ANSWERS)}"
