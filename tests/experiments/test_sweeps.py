@@ -18,9 +18,10 @@ import pytest
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure
 from linrnn.core.machine import SHARED_GPU
+from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
-from linrnn.experiments.listing import TimeLeft, check_inputs, listing
+from linrnn.experiments.listing import TimeLeft, check_inputs, listing, points_at_full_speed
 from linrnn.experiments.points import Point, decisive, foresee, write_summary
 from linrnn.experiments.sweep import Sweep, _judge, in_another_process, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
@@ -349,6 +350,31 @@ def test_time_left_follows_what_points_took(make_points) -> None:
     unknown = replace(third, seconds=None)
     assert clock.left([second, unknown], elapsed=0) == pytest.approx(20)
     assert TimeLeft(slots=1).left([unknown], elapsed=0) is None
+
+
+def test_points_that_share_a_cpu_or_a_gpu_are_expected_to_take_longer(
+    make_points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing_of_sweeps, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [points_at_full_speed(jobs, []) for jobs in (1, 4)] == [1, 1], "a point alone uses all cores"
+    assert points_at_full_speed(4, ["0", "1", "2", "3"]) == 4
+    assert points_at_full_speed(16, ["0", "1"]) == 2, "share_gpus=true"
+    assert points_at_full_speed(2, ["0", "1", "2", "3"], ranks=2) == 2
+
+    points = [replace(point, seconds=100.0) for point in make_points(4)]
+    config = replace(load_config(["sweep=mve"], "run_sweep"), jobs=4)
+    assert "in all 6:40, since 4 points at a time share the CPU" in "\n".join(listing(points, config))
+    assert "in all 3:20, since 4 points at a time share 2 GPUs" in "\n".join(listing(points, config, ["0", "1"]))
+    assert listing(points, config, ["0", "1", "2", "3"])[-2].endswith("in all 1:40")
+    longest = [*points[1:], replace(points[0], seconds=900.0)]
+    assert listing(longest, config, ["0", "1", "2", "3"])[-2].endswith("in all 15:00"), "the longest point decides"
+    assert TimeLeft(slots=4, at_full_speed=1).left(points, elapsed=0) == pytest.approx(400)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert [points_at_full_speed(jobs, []) for jobs in (2, 4, 6)] == [2, 4, 4]
+    assert points_at_full_speed(4, [], ranks=2) == 2
+    assert listing(points, config)[-2].endswith("in all 1:40")
 
 
 def _fail() -> None:

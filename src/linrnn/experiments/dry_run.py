@@ -9,7 +9,7 @@ from linrnn import costs
 from linrnn.config import run_name
 from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
-from linrnn.core.machine import GIB
+from linrnn.core.machine import GIB, cores, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.experiments.inputs import data_of_hub, missing_inputs
 from linrnn.models.architecture import Architecture
@@ -176,4 +176,5 @@ def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
 
 @lru_cache
 def _cpu_rate(dtype: torch.dtype) -> float:
-    return matmul_rate(dtype)
+    """FLOP/s of each rank, measured with this process's threads. Ranks with more threads than cores share the cores."""
+    return matmul_rate(dtype) * min(1.0, cores() / (torch.get_num_threads() * ranks_here()))

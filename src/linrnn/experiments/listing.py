@@ -1,12 +1,13 @@
 """What is foreseen of a sweep: the table of its dry run, and the time that its points still take."""
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 
 from linrnn.config.schema import RunSweepConfig
 from linrnn.core.errors import DataError
-from linrnn.core.machine import GIB
+from linrnn.core.machine import GIB, cores
 from linrnn.experiments.points import Point
 from linrnn.runs.summary import duration
 
@@ -16,10 +17,12 @@ class TimeLeft:
 
     Args:
         slots: number of points that run at a time.
+        at_full_speed: points at a time that take no longer than expected; None: all. See :func:`points_at_full_speed`.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, at_full_speed: int | None = None) -> None:
         self._slots = slots
+        self._slowdown = slots / (at_full_speed or slots)
         self._done: list[tuple[Point, float]] = []
 
     def add(self, point: Point, seconds: float) -> None:
@@ -33,12 +36,25 @@ class TimeLeft:
         if len(foreseen) == len(points) and all(point.seconds for point, _ in self._done):
             took = sum(seconds for _, seconds in self._done)
             expected = sum(point.seconds or 0 for point, _ in self._done)
-            total = sum(foreseen) * (took / expected if expected else 1)
+            total = sum(foreseen) * (took / expected if expected else self._slowdown)
         elif mean is not None:
             total = mean * len(points)
         else:
             return None
         return max(total - elapsed, 0) / self._slots
+
+
+def points_at_full_speed(jobs: int, gpus: Sequence[str], ranks: int = 1) -> int:
+    """How many of `jobs` points at a time take no longer than expected. The expected time is that of a point alone.
+
+    Points on one GPU share its time. Points on a CPU share its cores: a point alone uses OMP_NUM_THREADS cores for each
+    rank, or all cores without this variable.
+    """
+    if gpus:
+        return min(jobs, max(1, len(gpus) // ranks))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    used = int(threads) * ranks if threads.isdecimal() else cores()
+    return min(jobs, max(1, cores() // max(1, used)))
 
 
 class Reasons:
@@ -54,8 +70,12 @@ class Reasons:
         return ["", *(f"({number}) {reason}" for reason, number in self._numbers.items())] if self._numbers else []
 
 
-def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
-    """The dry run's lines: name, memory, time and state of every point, then the sums."""
+def listing(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str] = ()) -> list[str]:
+    """The dry run's lines: name, memory, time and state of every point, then the sums.
+
+    Args:
+        gpus: those that the points may use; empty: the points run on the CPU.
+    """
     width = max(len(point.label) for point in points)
     lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
     states, reasons = Counter[str](), Reasons()
@@ -69,7 +89,6 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
         seconds = "unknown" if point.seconds is None else duration(point.seconds)
         lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
     ahead = pending(points, config.retry)
-    total = [point.seconds for point in ahead if point.seconds is not None]
     return [
         *lines,
         *reasons.lines(),
@@ -78,7 +97,7 @@ def listing(points: Sequence[Point], config: RunSweepConfig) -> list[str]:
         *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
         *sorted({_hub_line(point) for point in ahead if point.hub}),
         "memory is foreseen for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
-        + (f"; in all {duration(sum(total) / config.jobs)}" if total and len(total) == len(ahead) else ""),
+        + _in_all(ahead, config, gpus),
         "nothing was run or written",
     ]
 
@@ -120,6 +139,18 @@ def _state(point: Point, retry: bool, reasons: Reasons) -> str:
         reason = f"not on this machine: {point.missing.cause}; {point.missing.remedy}"
         return f"no data ({reasons.number_of(reason)})"
     return "to run"
+
+
+def _in_all(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]) -> str:
+    """The time of all points, in words; empty if a time is unknown."""
+    foreseen = [point.seconds for point in points if point.seconds is not None]
+    if not foreseen or len(foreseen) < len(points):
+        return ""
+    at_a_time = points_at_full_speed(config.jobs, gpus, config.sweep.ranks)
+    words = f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
+    if at_a_time == config.jobs:
+        return words
+    return f"{words}, since {config.jobs} points at a time share {f'{len(gpus)} GPUs' if gpus else 'the CPU'}"
 
 
 def _hub_line(point: Point) -> str:

@@ -16,7 +16,7 @@ from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, first_
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
-from linrnn.experiments.listing import TimeLeft, check_inputs, listing, pending
+from linrnn.experiments.listing import TimeLeft, check_inputs, listing, pending, points_at_full_speed
 from linrnn.experiments.points import (
     ANSWERS,
     LOGS,
@@ -55,7 +55,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     if launcher and config.share_gpus:
         raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
     if config.dry_run:
-        for line in listing(points, config):
+        for line in listing(points, config, gpus):
             say(line)
         return
     slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
@@ -78,7 +78,14 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     elif ahead:
         threads = threads_of(config.jobs)
         slots = [threads | slot for slot in slots]
-        Sweep(ahead, slots, say, config.report_every_seconds, share_gpus=config.share_gpus).run()
+        Sweep(
+            ahead,
+            slots,
+            say,
+            config.report_every_seconds,
+            share_gpus=config.share_gpus,
+            at_full_speed=points_at_full_speed(config.jobs, gpus, config.sweep.ranks),
+        ).run()
     _judge(points, say)
 
 
@@ -90,6 +97,7 @@ class Sweep:
         command: the command of a point's process; None: train.py.
         share_gpus: whether several slots share a GPU. The first point of each model and loss then starts alone: it
             compiles the kernels of all others.
+        at_full_speed: points at a time that take no longer than expected; None: all.
     """
 
     def __init__(
@@ -101,12 +109,13 @@ class Sweep:
         command: Callable[[Point], Sequence[str]] | None = None,
         *,
         share_gpus: bool = False,
+        at_full_speed: int | None = None,
     ) -> None:
         self._waiting, self._free = deque(points), deque(slots)
         self._total = len(points)
         self._say, self._every, self._command = say, report_every_seconds, command
         self._running: list[tuple[Process, dict[str, str], float]] = []
-        self._clock = TimeLeft(len(slots))
+        self._clock = TimeLeft(len(slots), at_full_speed)
         self._share_gpus = share_gpus
         self._compiled: set[str] = set()  # what needs_kernels_of names, if a point has taken a step with it
 
