@@ -312,6 +312,14 @@ def test_tables_say_whose_clock_tokens_per_second_are_by_and_where_the_host_deci
     assert "| tokens/s, wall clock | ratio | step, device ms |" in text
     assert "**the host decides the speed of gla-compiled-8-s0**: 0.03 ms of a step's 1.03 ms by wall clock are" in text
     assert "the host decides the speed of gla-cce_kahan" not in text
+    for one in (fast, slow):
+        one.summary["device"] = "cpu"
+    on_a_cpu = write_report([fast, slow], tmp_path, "g")[0].read_text()
+    assert "| tokens/s, wall clock | ratio | step, ms |" in on_a_cpu
+    assert "0.03 ms of the 1.03 ms from step to step of gla-compiled-8-s0 pass between its steps" in on_a_cpu
+    assert not [words for words in ("device ms", "the host decides", "the device's") if words in on_a_cpu]
+    for one in (fast, slow):
+        one.summary["device"] = "H200"
     del fast.summary["tokens_per_second_is"], slow.summary["tokens_per_second_is"]
     before = write_report([fast, slow], tmp_path, "g")[0].read_text()
     assert "| tokens/s, device time |" in before

@@ -12,7 +12,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import SharedGpuFullError
 from linrnn.core.machine import SHARED_GPU
 from linrnn.runs.directory import SUMMARY
-from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
+from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run, waits_between_steps
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training.trainer import Trainer
 
@@ -49,7 +49,10 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
     records = step_records(trainer)
     assert min(record["speed/step_ms"] for record in records if "speed/step_ms" in record) < 1e3 * seconds
     assert [r.get("speed/measured_steps") for r in records] == ([None, None] + [1] * 6 if log_every == 1 else [2, 4])
-    assert "the host decides" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"between steps  {summary['host_step_ms']:.1f} ms from step to step" in out
+    assert "the host decides" not in out, "a CPU has no host beside it"
+    assert "on the device" not in out
 
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +180,8 @@ def test_figures_weigh_records_by_their_steps() -> None:
     assert figures["measured_steps"] == 4
     assert host_decides(figures)
     assert not host_decides({**figures, "host_step_ms": 0.3})
+    assert not host_decides({**figures, "device": "cpu"})
+    assert waits_between_steps({**figures, "device": "cpu"})
     assert not host_decides({"tokens_per_second": 1.0}), "a summary of an earlier version"
     nothing = speed_of_run(records[:1], tokens_per_step=600)
     assert (nothing["tokens_per_second"], nothing["measured_steps"], nothing["loss_layer_ms"]) == (None, 0, None)

@@ -12,7 +12,7 @@ from typing import Any
 from linrnn.core.machine import GIB
 
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
-HOST_DECIDES = 0.02  # above this share of the wall-clock time, a report says that the host decides the speed
+HOST_DECIDES = 0.02  # above this share of the wall-clock time between steps, a report says so
 
 
 def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
@@ -39,8 +39,18 @@ def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> 
     }
 
 
+def on_cpu(summary: Mapping[str, Any]) -> bool:
+    """Whether a run computed on a CPU. It has no device beside its host."""
+    return summary.get("device") == "cpu"
+
+
 def host_decides(summary: Mapping[str, Any]) -> bool:
-    """Whether the host's work between steps takes more than 2 % of a run's wall-clock time.
+    """Whether a GPU waits between steps for more than 2 % of a run's wall-clock time."""
+    return waits_between_steps(summary) and not on_cpu(summary)
+
+
+def waits_between_steps(summary: Mapping[str, Any]) -> bool:
+    """Whether more than 2 % of a run's wall-clock time passes between steps.
 
     False for a row that lacks one of the two times, as all committed rows do.
     """

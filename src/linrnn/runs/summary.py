@@ -15,7 +15,7 @@ from linrnn.core.dates import utc_now
 from linrnn.core.machine import GIB
 from linrnn.runs.directory import LOG, METRICS, SUMMARY
 from linrnn.runs.environment import typed_command
-from linrnn.runs.figures import NOT_MEASURED, host_decides
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
@@ -205,10 +205,15 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         if summary["gpu_shared"]
         else show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
         + (f", {summary['wall_step_ms']:.1f} ms from step to step" if summary["wall_step_ms"] else ""),
-        "step time": show(summary["step_time_ms_median"], ".1f", " ms on the device (median)")
+        "step time": show(
+            summary["step_time_ms_median"], ".1f", f" ms{'' if on_cpu(summary) else ' on the device'} (median)"
+        )
         + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
         "host": f"the host decides: {summary['host_step_ms']:.1f} ms of each step pass between the device's steps"
         if host_decides(summary)
+        else "-",
+        "between steps": f"{summary['host_step_ms']:.1f} ms from step to step, for data, metrics and the console"
+        if waits_between_steps(summary) and on_cpu(summary)
         else "-",
         "MFU": show(summary["mfu"], ".1%"),
         "MFU by 6N": show(summary["mfu_6n"], ".1%"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from linrnn.bench.loss.rows import crossovers
 from linrnn.models.facts import model_in_words
-from linrnn.runs.figures import NOT_MEASURED, host_decides
+from linrnn.runs.figures import NOT_MEASURED, waits_between_steps
 from linrnn.runs.intervals import LEAST_PAIRS
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock, checkpointing_of
 from linrnn.study.results import SETTING, Run, alike, backend_names
@@ -27,8 +27,8 @@ def clock_of(runs: Sequence[Run]) -> str:
 
 
 def speeds_rank(runs: Sequence[Run]) -> bool:
-    """Whether the runs' tokens/s can rank losses: all are wall-clock speeds, and no run waits for the host."""
-    return clock_of(runs) == WALL_CLOCK and not any(host_decides(run.summary) for run in runs)
+    """Whether the runs' tokens/s can rank losses: all are wall-clock speeds, and little time passes between steps."""
+    return clock_of(runs) == WALL_CLOCK and not any(waits_between_steps(run.summary) for run in runs)
 
 
 def baseline_of(runs: Sequence[Run]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.runs.figures import NOT_MEASURED, host_decides
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
@@ -72,7 +72,7 @@ def _on_speed(runs: Sequence[Run]) -> str:
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
-    """Remarks on single runs: failures, mixtures of origins, and speeds that the host limits."""
+    """Remarks on single runs: failures, mixtures of origins, and time that passes between steps."""
     names = backend_names([run.summary for run in runs])
     failures = [
         f"{run.summary['model']} x {name}, B = {run.summary['batch_size']}: {run.summary['status']}: "
@@ -91,7 +91,13 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if host_decides(run.summary)
     ]
-    return [*failures, *mixtures, *slowed, *_on_sharing(runs)]
+    between = [
+        f"{run.summary['host_step_ms']:.2f} ms of the {run.summary['wall_step_ms']:.2f} ms from step to step of "
+        f"{run.name} pass between its steps, for data, metrics and the console"
+        for run in runs
+        if waits_between_steps(run.summary) and on_cpu(run.summary)
+    ]
+    return [*failures, *mixtures, *slowed, *between, *_on_sharing(runs)]
 
 
 def _on_sharing(runs: Sequence[Run]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
+from linrnn.runs.figures import on_cpu
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Verdict
@@ -142,7 +143,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
         *(
             f"tokens/s, {plots.clock_of(runs).split(':')[0]}",
             "ratio",
-            "step, device ms",
+            "step, ms" if all(on_cpu(run.summary) for run in runs) else "step, device ms",
             "of it loss",
             "MFU",
             "MFU by 6N",
