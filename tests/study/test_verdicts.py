@@ -80,7 +80,7 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         "mfu": 0.1,
         "mfu_6n": 0.1,
         "device": "H200",
-        "command": "python train.py",
+        "command": "python train.py experiment=mve",
         **more,
     }
     return Run(summary, HERE, [(step, nats + 1 / step) for step in range(1, 41)])
@@ -1033,3 +1033,42 @@ def test_a_frame_has_the_loss_layer_s_shares() -> None:
     assert table.loc[0, "loss_layer_time_share"] == pytest.approx(0.2)
     assert table.loc[0, "loss_backward_ms"] == 0.3
     assert table.loc[0, "gpu"] == "H200"
+
+
+OF_THE_STUDY = (
+    "(H1: ",
+    "(H2)",
+    "Follow-up",
+    "If the hypothesis is wrong",
+    "November",
+    "restates the perplexity's criterion",
+)
+ABBREVIATIONS = ("B: ", "T: ", "V: ", "n: ", "nats: ", "MFU: ", "*By 6N*", "MVE: ")
+
+
+@pytest.mark.usefixtures("text_alone")
+@pytest.mark.parametrize("command", ["python train.py", "python train.py experiment=null"])
+def test_a_report_of_own_runs_has_no_hypothesis_and_explains_its_abbreviations(command: str, tmp_path: Path) -> None:
+    own = [one for size in ("mve", "350m") for loss in ("compiled", "cce_kahan") for one in five(loss, size=size)]
+    study = [path.read_text() for path in write_report(own, tmp_path / "study", "g")[:3]]
+    for words in OF_THE_STUDY:
+        assert any(words in text for text in study), "or this test checks nothing"
+    for one in own:
+        one.summary["command"] = command
+    for text in (path.read_text() for path in write_report(own, tmp_path / "own", "g")[:3]):
+        assert not [words for words in OF_THE_STUDY if words in text]
+        assert "For other runs they are a yardstick" in text
+    report = (tmp_path / "own" / "report.md").read_text()
+    assert not [word for word in ABBREVIATIONS if word not in report.partition("## Abbreviations")[2]]
+    assert "## Abbreviations" not in study[0], "committed reports stay as they are"
+
+
+def test_schedules_of_different_ends_are_told_apart_by_the_key_of_the_configuration() -> None:
+    runs = [
+        one
+        for steps in (60, 200)
+        for loss in ("compiled", "cce_kahan")
+        for one in five(loss, training=f"schedule.steps={steps} optimizer.lr=1")
+    ]
+    settings = {v.setting for v in verdicts.verdicts(runs) if v.criterion == criteria.MEMORY}
+    assert settings == {"schedule.steps=60"}, "the setting of most runs, here the first"

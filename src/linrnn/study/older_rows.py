@@ -14,12 +14,19 @@ from linrnn.config import load_config
 from linrnn.config.older_keys import NEW_NAMES, with_new_names
 
 WALL_CLOCK = "wall clock"
+GROUPS_WITHOUT_EXPERIMENT = ("whole_step",)  # of the study, from before its experiments had files
 _HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
 
 
 def checkpointing_of(row: Mapping[str, Any]) -> str:
     """none | full. Rows without the key were trained before there was activation checkpointing."""
     return row.get("activation_checkpointing") or "none"
+
+
+def of_study(row: Mapping[str, Any]) -> bool:
+    """Whether a run belongs to an experiment of the study: its command names one (`experiment=mve`)."""
+    named = [word for word in str(row["command"]).split() if word.startswith("experiment=")]
+    return named not in ([], ["experiment=null"]) or row.get("group") in GROUPS_WITHOUT_EXPERIMENT
 
 
 def by_wall_clock(row: Mapping[str, Any]) -> bool:

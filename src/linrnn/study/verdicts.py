@@ -269,7 +269,10 @@ def _against(
 
 
 def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:
-    """The part of a setting in which it differs from others, as `vocab_size=32000`, without implied keys."""
+    """The part of a setting in which it differs from others, as `vocab_size=32000`, without implied keys.
+
+    The horizon has the name of its configuration key.
+    """
     every = [dict(zip(SETTING, other, strict=True)) for other in others]
     implied = {"n_parameters", "data_fingerprint", "steps", "training"}
     sizes = {(one["batch_size"], one["seq_len"]) for one in every}
@@ -277,7 +280,7 @@ def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str
         implied.add("horizon")
     varying = [key for key in SETTING if key not in implied and len({one[key] for one in every}) > 1]
     own = dict(zip(SETTING, setting, strict=True))
-    return ", ".join(f"{key}={own[key]}" for key in varying)
+    return ", ".join(f"{'schedule.steps' if key == 'horizon' else key}={own[key]}" for key in varying)
 
 
 def _paired(

@@ -20,6 +20,7 @@ from linrnn.study.criteria import (
 )
 from linrnn.study.hypotheses import branches
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
+from linrnn.study.report.own_runs import YARDSTICK, are_of_study
 from linrnn.study.results import Run, backend_names
 from linrnn.study.verdicts import CONTROL
 
@@ -171,6 +172,8 @@ def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
     unbiased = [options["filter_unbiased"] for run in runs if "filter_unbiased" in (options := _options(run))]
     if unbiased and not any(unbiased):  # where some are, the losses' names tell them apart
         lines.append(ON_DROPPED)
+    if not are_of_study(runs):
+        return [*lines, YARDSTICK]
     if any(verdict.criterion == VALID_LOSS and verdict.value is not None for verdict in found):
         lines.append(RESTATED)
     if any(verdict.criterion == FINAL_LOSS and verdict.value is not None for verdict in found):

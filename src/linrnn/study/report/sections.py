@@ -8,6 +8,7 @@ from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import UNDECIDED, Verdict
 from linrnn.study.report import remarks, tables
+from linrnn.study.report.own_runs import abbreviations, are_of_study
 from linrnn.study.report.page import Block, Bullets, Commands, Pictures, Section
 from linrnn.study.report.settings import RULES, changes_of_loss
 from linrnn.study.results import Run
@@ -49,10 +50,13 @@ def sections(
     if crossover := [line.removeprefix("* ") for line in plots.crossover_lines(runs)]:
         made.append(Section("Vocabulary: where a loss passes the baseline", [Bullets(crossover)]))
     if any(run.finished for run in runs):
-        made.append(Section("If the hypothesis is wrong", [Bullets(remarks.on_branches(found))]))
+        if are_of_study(runs):
+            made.append(Section("If the hypothesis is wrong", [Bullets(remarks.on_branches(found))]))
         made.append(Section("What is next", _next(runs, breakdowns)))
     if every_loss and others:
         made += [Section("Verdicts on the other losses", [remarks.on_count(others)]), *of_verdicts(others)]
+    if not are_of_study(runs):
+        made.append(Section("Abbreviations", [Bullets(abbreviations(found))]))
     commands = Commands([run.summary["command"] for run in runs])
     made.append(Section("How the runs were made", [Bullets(remarks.on_origin(runs)), "Commands:", commands]))
     return [section for section in made if section.blocks]
@@ -69,7 +73,7 @@ def _next(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[Blo
     steps = remarks.on_breakdowns(runs, breakdowns)
     if not free and not steps:
         steps = [remarks.NO_BOTTLENECK]
-    bullets = Bullets([*steps, *remarks.FOLLOW_UPS])
+    bullets = Bullets([*steps, *(remarks.FOLLOW_UPS if are_of_study(runs) else ())])
     return [free, remarks.FREE_LOSS, bullets] if free else [bullets]
 
 

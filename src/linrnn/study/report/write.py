@@ -11,6 +11,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS
 from linrnn.study.report import remarks
+from linrnn.study.report.own_runs import are_of_study, without_hypotheses
 from linrnn.study.report.page import Pictures, Section, to_html, to_markdown
 from linrnn.study.report.sections import of_verdicts, sections
 from linrnn.study.results import (
@@ -145,6 +146,8 @@ def write_pages(
     check_origin(runs, title)
     directory.mkdir(parents=True, exist_ok=True)
     found = verdicts(runs, max_batches)
+    if not are_of_study(runs):
+        found = without_hypotheses(found)
     pictures = Pictures([plots.save(figure, directory / name) for name, figure in _figures(runs)])
     short, whole = (sections(runs, found, breakdowns, pictures, every_loss=every) for every in (False, True))
     every = [Section("Verdicts", [remarks.on_count(found)]), *of_verdicts(found)]
