@@ -288,7 +288,9 @@ def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
     assert validations[-1]["memory/parameters_gib"] == pytest.approx(4 * 461_696 / 2**30)
 
 
-def test_wandb_records_offline_without_a_key(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the_run(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import wandb  # takes a second, which only the worker that runs this file shall pay
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -299,6 +301,14 @@ def test_wandb_records_offline_without_a_key(small: Small, monkeypatch: pytest.M
     recorded = list(trainer.directory.path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(recorded) == 1, (trainer.directory.path / "train.log").read_text()
     assert b"train/loss_nats" in recorded[0].read_bytes()
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    listed = re.findall(
+        r"^\| (`[^|]+`) \|", page.partition("## The run directory")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    names = {name.rstrip("/") for cell in listed for name in re.findall(r"`([^`]+)`", cell)}
+    written = {path.name for path in trainer.directory.path.iterdir()}
+    of_options = {"tokenizer.json", "tokenizer_config.json", "trace.json.gz", "memory_snapshot.pickle"}
+    assert names == written | of_options
 
 
 def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
