@@ -15,11 +15,10 @@ from linrnn.study.verdicts import verdicts
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_SCREEN = " ".join(README.split("## Install")[0].split())
-# The first screen's table: the cells of each row, by what was measured.
-MEASURED = {
-    cells[0]: cells[1:]
-    for cells in (line.strip("| ").split(" | ") for line in README.split("## Install")[0].splitlines() if "|" in line)
-}
+# The first screen's table: the cells of each row, and the unit of its range, by what was measured.
+_ROWS = [line.strip("| ").split(" | ") for line in README.split("## Install")[0].splitlines() if line.startswith("| ")]
+MEASURED = {cells[0]: [*cells[1:3], *cells[4:]] for cells in _ROWS}
+UNITS = {cells[0]: cells[3] for cells in _ROWS[1:]}
 
 
 def linked(measured: str) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from blocks import ROOT
-from figures import MEASURED, README, STEPS, linked
+from figures import MEASURED, README, STEPS, UNITS, linked
 
 from linrnn.bench.steps.rows import read_rows
 from linrnn.study.criteria import MVE_LOSS
@@ -45,6 +45,13 @@ def test_the_speed_of_whole_steps() -> None:
     for measured, against in (("1.3B steps: speed", "compiled"), ("1.3B steps: speed against eager", "standard")):
         values = [v.value for v in ours if v.against == against and v.value is not None]
         assert MEASURED[measured][1:3] == [f"{min(values):.3f} to {max(values):.3f}", f"{ours[0].n} rounds"]
+
+
+def test_every_range_has_its_unit() -> None:
+    for measured, unit in UNITS.items():
+        figures = MEASURED[measured][1]
+        form = {"ratio": r"\d\.\d+ to \d\.\d+", "sequences": r"\d+ instead of \d+", "nats": r"[-+]\S+ to [-+]\S+"}[unit]
+        assert re.fullmatch(form, figures), f"{measured}: {figures} {unit}"
 
 
 def test_the_sizes_of_the_models() -> None:

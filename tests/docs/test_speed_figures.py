@@ -60,7 +60,7 @@ def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
     ends = f"{min(compiled):.3f} to {max(compiled):.3f}"
     assert f"missed against torch.compile**, {ends}." in page
     assert f"**missed** at 350M as CUDA graphs: {ends} |" in index
-    assert f"V = 32,000 to 262,144: speed | - | {ends} | 8 rounds |" in FIRST_SCREEN
+    assert f"V = 32,000 to 262,144: speed | - | {ends} | ratio | 8 rounds |" in FIRST_SCREEN
     eager = [v for v in ours.values() if v.against == "standard"]
     met = [v.value for v in eager if v.verdict == "met"]
     assert f"on ({min(met):.3f} to {max(met):.3f})" in page
