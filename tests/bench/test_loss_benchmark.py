@@ -678,6 +678,15 @@ def test_a_group_of_another_command_is_refused():
         load_config(["model=gla"], "bench_loss")
 
 
+@pytest.mark.usefixtures("eager_baseline")
+def test_clocks_are_medians_of_what_nvidia_smi_reports(tmp_path, monkeypatch):
+    readings = iter([{"sm_mhz": mhz, "watts": None} for mhz in (1980.0, None, 1700.0)])
+    monkeypatch.setattr(run, "_SAVE_EVERY", 1)
+    monkeypatch.setattr(run, "gpu_state", lambda device: next(readings))
+    rows = run_benchmark(configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert {(row.sm_mhz, row.watts) for row in rows if row.backend == "standard"} == {(1840.0, None)}
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
     overrides = ["device=cuda", "shapes=[2048x256x8192]", "backends=[standard,cce_kahan]", "logits=[flat]"]

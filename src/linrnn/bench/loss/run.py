@@ -42,6 +42,7 @@ from linrnn.core.errors import first_line
 from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
+from linrnn.runs.environment import gpu_state
 from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
@@ -269,7 +270,7 @@ class Bench:
         graphs = {id(entry): self._graphs(entry, problems) for entry in self.entries}
         one_ms: list[float] = []
         three_ms: list[float] = []
-        clocks: list[dict[str, float]] = []
+        clocks: list[dict[str, Any]] = []
         begin = time.perf_counter()
         for index in range(self.config.rounds):
             turn = index % len(problems)
@@ -287,7 +288,7 @@ class Bench:
                 job()
                 problem.clear_gradients()
             if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
-                if reading := timing.read_clocks(self.device):
+                if reading := gpu_state(self.device):
                     clocks.append(reading)
                 baseline, eager = self._entry(BASELINE), self._entry(EAGER)
                 yardsticks = np.array(one_ms), np.array(three_ms)
@@ -410,7 +411,8 @@ def _ratio(ratios: np.ndarray, seed: int) -> tuple[float, float, float]:
     return float(np.median(ratios)), *interval_of_median(ratios, seed)
 
 
-def _record_clocks(row: Row, clocks: list[dict[str, float]]) -> None:
-    if clocks:
-        row.sm_mhz = float(np.median([reading["sm_mhz"] for reading in clocks]))
-        row.watts = float(np.median([reading["watts"] for reading in clocks]))
+def _record_clocks(row: Row, clocks: list[dict[str, Any]]) -> None:
+    """Medians of what nvidia-smi reported, in the readings of :func:`linrnn.runs.environment.gpu_state`."""
+    for key in ("sm_mhz", "watts"):
+        if known := [reading[key] for reading in clocks if reading[key] is not None]:
+            setattr(row, key, float(np.median(known)))

@@ -1,10 +1,9 @@
-"""Measures one call of a loss: its time from an idle device, its peak memory, clocks, CUDA graphs.
+"""Measures one call of a loss: its time from an idle device, its peak memory, CUDA graphs.
 
 Launches count, because the device is idle at first. On a GPU its own events give times, on a CPU the host's clock. A
 CPU has no memory figures.
 """
 
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -19,12 +18,6 @@ PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`on
 ALIGNED = 64  # entries of the vocabulary
 _GRAPH_WARMUP = 2
 _GRAPH_TOLERANCE = 1e-2  # between the gradients of a replay and of a call
-_CLOCKS = {
-    "sm_mhz": "clocks.sm",
-    "memory_mhz": "clocks.mem",
-    "watts": "power.draw",
-    "celsius": "temperature.gpu",
-}
 
 
 # ----------------------------------------------------------------------------------------------------- one call
@@ -154,19 +147,6 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None
     action()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def read_clocks(device: torch.device) -> dict[str, float] | None:
-    """Clocks, power and temperature of the GPU; None on a CPU or where nvidia-smi does not answer."""
-    if device.type != "cuda":
-        return None
-    card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    query = ["nvidia-smi", card, f"--query-gpu={','.join(_CLOCKS.values())}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        return dict(zip(_CLOCKS, map(float, answer.split(",")), strict=True))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
 
 
 def fits_cache(problem: Problem) -> bool:
