@@ -321,7 +321,15 @@ def test_a_dry_run_says_that_the_hub_was_not_asked_and_how_to_fetch_its_data(sma
     assert "scripts/prepare_data.py data=wikitext103 data.cache_dir=" in line
     assert line.endswith("data.max_tokens=9")
     [nowhere] = foresee([[*own, "data.path=/no/such/place"]])
-    assert (nowhere.hub, nowhere.missing.cause) == (None, "data.path=/no/such/place is no directory")
+    assert (nowhere.hub, nowhere.missing.cause) == ((), "data.path=/no/such/place is no directory")
+    [line] = [
+        line
+        for line in listing(foresee([small("init_from=owner/model")]), load_config(["sweep=mve"], "run_sweep"))
+        if "hub" in line
+    ]
+    assert line == "from the hub, which was not asked: owner/model"
+    [mistyped] = foresee([small("init_from=src/modle")])
+    assert (mistyped.hub, mistyped.missing.cause) == ((), "init_from=src/modle is no directory")
 
 
 def test_a_sweep_starts_nothing_if_no_point_has_its_data(small: Small, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB, cores, ranks_here
 from linrnn.data import vocabulary_size
-from linrnn.experiments.inputs import data_of_hub, missing_inputs
+from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
@@ -62,8 +62,7 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
 def _inputs(config: Config) -> list[str]:
     """Lines for text and weights that are not on this machine."""
     lines = [f"not on this machine: {error.cause}" for error in missing_inputs(config)]
-    if hub := data_of_hub(config):
-        lines.append(f"data: {hub}, from the hub, which was not asked")
+    lines += [f"from the hub, which was not asked: {name}" for name in inputs_of_hub(config)]
     return ["", *lines] if lines else []
 
 

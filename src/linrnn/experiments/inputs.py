@@ -7,7 +7,8 @@ from linrnn.config.schema import Config, HubDataConfig, TextDataConfig
 from linrnn.core.errors import DataError
 from linrnn.data.readers import find_files
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set: NAME or OWNER/NAME
+DATA_OF_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
+MODEL_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME
 
 
 def missing_inputs(config: Config) -> list[DataError]:
@@ -15,12 +16,20 @@ def missing_inputs(config: Config) -> list[DataError]:
     return [*_missing_text(config), *_missing_weights(config)]
 
 
-def data_of_hub(config: Config) -> str | None:
-    """The data set that the run loads from the Hugging Face hub; None if the run needs no hub."""
-    data = config.data
-    if not isinstance(data, HubDataConfig) or Path(data.path).expanduser().is_dir():
-        return None
-    return data.path if HUB_NAME.fullmatch(data.path) else None
+def inputs_of_hub(config: Config) -> list[str]:
+    """The data set and the model that the run may load from the Hugging Face hub, by their names there."""
+    data, weights = config.data, config.init_from
+    names = [data.path] if isinstance(data, HubDataConfig) and _data_may_be_on_hub(data.path) else []
+    return names + ([weights] if weights and _weights_may_be_on_hub(weights) else [])
+
+
+def _data_may_be_on_hub(path: str) -> bool:
+    return not Path(path).expanduser().is_dir() and DATA_OF_HUB.fullmatch(path) is not None
+
+
+def _weights_may_be_on_hub(source: str) -> bool:
+    """Whether `source` is no path here: neither the directory nor its parent exists."""
+    return not Path(source).is_dir() and MODEL_OF_HUB.fullmatch(source) is not None and not Path(source).parent.is_dir()
 
 
 def _missing_text(config: Config) -> list[DataError]:
@@ -28,7 +37,9 @@ def _missing_text(config: Config) -> list[DataError]:
     if isinstance(data, TextDataConfig):
         paths = {"data.path": data.path, "data.valid_path": data.valid_path}
         return [error for key, path in paths.items() if path is not None and (error := _not_found(path, key))]
-    if isinstance(data, HubDataConfig) and not (Path(data.path).expanduser().is_dir() or HUB_NAME.fullmatch(data.path)):
+    if isinstance(data, HubDataConfig) and not (
+        Path(data.path).expanduser().is_dir() or _data_may_be_on_hub(data.path)
+    ):
         remedy = "give a local copy of the data set, or its name on the hub, in data.path"
         return [DataError(f"data.path={data.path} is no directory", remedy)]
     return []
@@ -47,5 +58,5 @@ def _missing_weights(config: Config) -> list[DataError]:
     return [
         DataError(f"{key}={source} is no directory", f"name the directory of a run in {key}; train.py makes one")
         for key, source in sources.items()
-        if source and not Path(source).is_dir()
+        if source and not Path(source).is_dir() and not (key == "init_from" and _weights_may_be_on_hub(source))
     ]

@@ -5,7 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from linrnn.config.schema import RunSweepConfig
+from linrnn.config.schema import HubDataConfig, RunSweepConfig
 from linrnn.core.errors import DataError
 from linrnn.core.machine import GIB, cores
 from linrnn.experiments.points import Point
@@ -154,7 +154,10 @@ def _in_all(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]
 
 
 def _hub_line(point: Point) -> str:
-    data = point.config.data
+    """What the point loads from the hub, and the command that fetches a data set ahead of the runs."""
+    data, said = point.config.data, f"from the hub, which was not asked: {', '.join(point.hub)}"
+    if not isinstance(data, HubDataConfig) or data.path not in point.hub:
+        return said
     options = [override for override in point.overrides if override.startswith("data.")]
     command = shlex.join(["python", "scripts/prepare_data.py", f"data={data.name}", *options])
-    return f"the data come from the hub ({point.hub}), which was not asked; to fetch the data first: {command}"
+    return f"{said}; to fetch the data first: {command}"

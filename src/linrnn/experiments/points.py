@@ -51,7 +51,7 @@ class Point:
         refusal: why the point cannot run here; None if it can.
         ranks: processes that share the run.
         missing: an error that the run would raise because its data or weights are not on this machine.
-        hub: the data set that the run loads from the hub.
+        hub: the data set and the model that the run may load from the hub.
     """
 
     overrides: tuple[str, ...]
@@ -64,7 +64,7 @@ class Point:
     refusal: str | None = None
     ranks: int = 1
     missing: DataError | None = None
-    hub: str | None = None
+    hub: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -192,7 +192,7 @@ def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
 def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str, ranks: int = 1) -> Point:
     from linrnn.data import vocabulary_size
     from linrnn.experiments.dry_run import seconds_of_run
-    from linrnn.experiments.inputs import data_of_hub, missing_inputs
+    from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
@@ -220,7 +220,7 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
         except OutOfMemoryError:  # the run itself will give this result
             pass
     missing = next(iter(missing_inputs(config)), None)
-    hub = data_of_hub(config)
+    hub = tuple(inputs_of_hub(config))
     return Point(overrides, config, directory, label, steps, memory, seconds, refusal, ranks, missing, hub)
 
 
