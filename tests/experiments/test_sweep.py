@@ -109,6 +109,8 @@ def test_on_gpus_a_point_of_two_ranks_gets_both(small: Small, tmp_path: Path) ->
         (["sweep=mvee"], "sweep=mvee", "mve"),
         (["sweep=mve", "trainer.batchsize=4"], "trainer.batchsize", "trainer.batch_size"),
         (["sweep=mve", "jobs=0"], "jobs=0", "1 or more"),
+        (["sweep=mve", "job=2"], "job: there is no such key", "jobs=…, a key of this command"),
+        (["sweep=mve", "modle=gla"], "modle: there is no such key", "model=…"),
         (["sweep=mve", "--multirun"], "--multirun", "overrides"),
         ([], "sweep", "sweep"),
     ],

@@ -164,6 +164,9 @@ def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(clone: Pa
     (clone / "mine" / "a" / "summary.json").write_text("{}")
     with pytest.raises(DataError, match="group=other") as refused:
         make_report(load_config(["group=other", f"results_dir={clone}"], "report"))
+    with pytest.raises(DataError, match="mine holds runs, and no report") as no_report:
+        make_report(load_config([f"summary={clone / 'mine'}"], "report"))
+    assert f"results_dir={clone} group=mine" in no_report.value.remedy
     shutil.rmtree(clone / "mine")
     assert f"With runs: mine. Committed: {REPORT.name}" in refused.value.remedy
 

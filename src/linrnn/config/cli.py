@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import difflib
 import errno
 import os
 import re
@@ -105,6 +106,7 @@ def run_many(
             raise ConfigError(
                 "dry_run: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
             )
+        refuse_misspelt(runs, config_name)
         config = load_config(own, config_name)
         check_outputs(config)
         if only_here is None:
@@ -129,12 +131,30 @@ def refuse_flags(arguments: Sequence[str]) -> None:
         )
 
 
+def refuse_misspelt(overrides: Sequence[str], config_name: str) -> None:
+    """Reject an override of the runs whose key is no key of a run, and looks like one of the command's own.
+
+    Raises:
+        ConfigError: as for `job=2` of a command with the key `jobs`.
+    """
+    own_keys = sorted(field.name for field in dataclasses.fields(COMMANDS[config_name]))
+    of_runs = {field.name for field in dataclasses.fields(COMMANDS["train"])} | {*groups_of_options()}
+    for root in map(_root, overrides):
+        if root not in of_runs and (likely := difflib.get_close_matches(root, own_keys, n=1, cutoff=0.75)):
+            raise ConfigError(f"{root}: there is no such key", f"nearest: {likely[0]}=…, a key of this command")
+
+
+def _root(override: str) -> str:
+    """The first word of an override's key."""
+    return re.split(r"[=./@]", override.lstrip("+~"), maxsplit=1)[0]
+
+
 def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str], list[str]]:
     """Split overrides into those of the command's own keys, those of Hydra, and those of the runs that it makes."""
     own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
     parts: tuple[list[str], list[str], list[str]] = ([], [], [])
     for override in overrides:
-        root = re.split(r"[=./@]", override.lstrip("+~"), maxsplit=1)[0]
+        root = _root(override)
         parts[0 if root in own_keys else 1 if root == "hydra" else 2].append(override)
     return parts
 

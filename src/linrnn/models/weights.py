@@ -103,7 +103,7 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
             f"init_from={name}: no such directory, and the hub gave nothing ({first_line(error)})",
-            "name a directory with config.json and *.safetensors, or a model that the hub has",
+            "name the directory of a run, a directory with config.json and *.safetensors, or a model of the hub",
         ) from error
 
 

@@ -197,6 +197,11 @@ def read_committed(directory: Path) -> list[Run]:
         DataError: it holds no report, or the logged steps of a run do not give the figures of its summary.
     """
     path = directory / COMMITTED
+    if not path.exists() and any(directory.glob(f"*/{SUMMARY}")):
+        raise DataError(
+            f"summary={directory} holds runs, and no report",
+            f"use results_dir={directory.parent} group={directory.name} for a report on the runs",
+        )
     content = read_object(path, ("runs", "environment"), "name a directory that scripts/report.py wrote")
     runs = [_read_committed(content, summary) for summary in content["runs"]]
     if not (directory / STEPS).exists():
