@@ -244,6 +244,11 @@ def test_an_unknown_loss_is_refused(tmp_path: Path) -> None:
         measured(tmp_path, "losses=[cce_kahn]")
 
 
+def test_no_model_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models=\[\] names no model"):
+        measured(tmp_path, models="[]")
+
+
 def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:
     append_rows(tmp_path, [replace(ROW, wall_ms=[2.0]), replace(ROW, loss="liger", wall_ms=[3.0])])
     append_rows(tmp_path, [replace(ROW, run="b", wall_ms=[1.0])])

@@ -30,7 +30,7 @@ from linrnn.bench.steps.lines import parse_line
 from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, ratio_of
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
-from linrnn.core.errors import UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.losses import LossBackend, build_loss, check_loss
@@ -67,6 +67,8 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
     Raises:
         ConfigError: a line, loss or option is not known, or has no meaning here. Nothing is measured then.
     """
+    if not config.models:
+        raise ConfigError("models=[] names no model", "leave models out, or use measure=false to write the page alone")
     directory, device = results_directory(config, "bench_steps"), resolve_device(config.device)
     losses = {" ".join(text.split()): parse_loss(text) for text in [BASELINE, *config.losses]}
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: parse_loss(BASELINE), **losses}
