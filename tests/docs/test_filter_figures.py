@@ -60,8 +60,8 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
     first = {
         model: re.findall(r"[+-][\d.]+", cell[f"{model}, `cce_filter` (samples)"]) for model in ("GLA", "Transformer")
     }
-    assert f"final loss, difference in nats | - | {' to '.join(first['GLA'][1:])} | nats | 5 seeds |" in FIRST_SCREEN
-    assert f"Transformer of 447 M, the same | - | {' to '.join(first['Transformer'][1:])} | nats | 5 seeds |" in FIRST_SCREEN
+    for words, model in (("final loss, difference in nats", "GLA"), ("Transformer of 447 M, the same", "Transformer")):
+        assert f"{words} | - | {' to '.join(first[model][1:])} | nats | 5 seeds |" in FIRST_SCREEN
     [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
     for name in ("GLA, `cce_apple` (drops entries)", "Transformer, `cce_apple variant=cce` (drops entries)"):
         assert cell[name].partition(": ")[2] in row

@@ -184,7 +184,7 @@ def make_training_plan(config: Config) -> Plan:
     if trainer.float8 != "none":
         check_float8(config, plan.device, plan.precision, plan.sequences_of_rank * trainer.seq_len)
     if trainer.cuda_graph:
-        check_cuda_graph(config, plan.device, plan.total_steps)
+        check_cuda_graph(config, plan.device, world_size, plan.total_steps)
     _check_parallel(plan)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
     if config.init_from and config.continue_from:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from linrnn.config.schema import Config
+from linrnn.config.schema import Config, FsdpConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, first_line, ran_out_of_memory
 from linrnn.data import Batch
 from linrnn.losses import check_capturable
@@ -26,18 +26,23 @@ WHAT = "trainer.cuda_graph=true"
 OFF = "use trainer.cuda_graph=false"
 
 
-def check_cuda_graph(config: Config, device: torch.device, total_steps: int) -> None:
+def check_cuda_graph(config: Config, device: torch.device, world_size: int, total_steps: int) -> None:
     """Reject what cannot be captured.
 
     Raises:
         UnsupportedError: the device is a CPU, or the loss's host may wait for the GPU.
         ConfigError: a key of the configuration changes the passes from step to step, or was not tried with a graph.
     """
-    trainer, parallel = config.trainer, config.parallel.name
+    trainer, parallel = config.trainer, config.parallel
+    several_models = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
     hindrances = {
         "parallel=ddp keeps gradients in buckets of its own, which a replay does not fill": (
-            parallel == "ddp",
+            parallel.name == "ddp",
             "parallel=fsdp",
+        ),
+        "several groups of ranks, each with a whole model, were not tried with it": (
+            several_models,
+            f"parallel.shard_ranks={world_size}",
         ),
         "a replay overwrites the gradients of the micro-step before": (
             trainer.accumulation_steps > 1,
