@@ -1,6 +1,7 @@
 """The page on several GPUs: rates, forecasts and rows; what the formulas must give, whatever the constants."""
 
 import dataclasses
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -11,9 +12,13 @@ from linrnn.bench.parallel import forecast
 from linrnn.bench.parallel.forecast import Rates, measured_rates, sending_ms, step_forecasts, step_memory
 from linrnn.bench.parallel.report import markdown, two_digits
 from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, slug, write
+from linrnn.bench.parallel.run import run_benchmark
+from linrnn.config import load_config
 from linrnn.config.schema import Config
+from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError
 from linrnn.core.machine import GIB
 from linrnn.costs.memory import WORKSPACES
+from linrnn.distributed import DistributedRanks, Launch
 from linrnn.models.architecture import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +157,21 @@ def test_nothing_of_the_blocks_is_gathered_while_the_loss_is_computed() -> None:
     assert alone.at_loss - fsdp.at_loss == sharded + alone.weight_copies
     # The weights of the block and of the next block.
     assert fsdp.block_backward > alone.block_backward
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "remedy"),
+    [({"weak": ["ddp"]}, ConfigError, "weak=[fsdp,vocab]"), ({"weak": ["fsdp"]}, UnsupportedError, "cuda_graph=false")],
+)
+def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(
+    change: dict, error: type[LinrnnError], remedy: str, tmp_path: Path
+) -> None:
+    ranks = DistributedRanks(Launch(0, 0, 1, True), None, None, timedelta(seconds=1))
+    config = load_config(["device=cpu", "cuda_graph=true", "strong=[]", f"output_dir={tmp_path}"], "bench_parallel")
+    with pytest.raises(error) as refusal:
+        run_benchmark(ranks, dataclasses.replace(config, **change), "")
+    assert remedy in refusal.value.remedy
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_says_what_was_measured(tmp_path: Path) -> None:

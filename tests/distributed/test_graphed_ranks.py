@@ -42,13 +42,14 @@ def _is_sharded(model: LanguageModel) -> bool:
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kept", ["true", "false"])
 def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients_left_them_gathered(
-    monkeypatch: pytest.MonkeyPatch,
+    kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP leaves parameters gathered after a forward pass whose backward pass never comes, as in a validation. A graph
     that is captured then would never gather, and validations between replays would use the parameters of the first.
     """
-    run = load_config(["model=transformer", "size=smoke", "parallel=fsdp", "parallel.keep_gathered=true"])
+    run = load_config(["model=transformer", "size=smoke", "parallel=fsdp", f"parallel.keep_gathered={kept}"])
     arch = resolve(run.model, run.size, 64)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

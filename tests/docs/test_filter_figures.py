@@ -63,8 +63,13 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
     for words, model in (("final loss, difference in nats", "GLA"), ("Transformer of 447 M, the same", "Transformer")):
         assert f"{words} | - | {' to '.join(first[model][1:])} | nats | 5 seeds |" in FIRST_SCREEN
     [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
-    for name in ("GLA, `cce_apple` (drops entries)", "Transformer, `cce_apple variant=cce` (drops entries)"):
-        assert cell[name].partition(": ")[2] in row
+    for name, words in (
+        ("GLA, `cce_apple` (drops entries)", "GLA "),
+        ("KDA, `cce_apple` (drops entries)", "KDA "),
+        ("Transformer, `cce_apple variant=cce` (drops entries)", "Transformer "),
+        ("Transformer, `cce_apple variant=cce_exact` (drops nothing)", "drops nothing **met**: Transformer "),
+    ):
+        assert words + cell[name].partition(": ")[2] in row
     for model in ("GLA", "Transformer"):
         _, _, figures = cell[f"{model}, `cce_filter` (samples)"].partition(": ")
         assert figures.replace(" (", " nats (", 1) in row
@@ -78,6 +83,28 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
         assert f"{model} 350M, ±0.01 nats | {final}, validation {valid.partition(': ')[2]} | {n} |" in page
 
 
+def test_the_rise_with_apples_kernels_is_that_of_the_runs() -> None:
+    page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
+    transformers, cce = by_loss_and_seed("finetune_filter_transformer"), "cce_apple variant=cce"
+    apart = []
+    for runs, name in ((transformers, cce), (by_loss_and_seed("finetune_filter_gla"), "cce_apple")):
+        pairs = [(dict(runs[name, seed].losses), dict(runs["compiled", seed].losses)) for seed in range(5)]
+        apart.append([{step: one[step] - other[step] for step in one} for one, other in pairs])
+        assert max(abs(run[step]) for run in apart[-1] for step in range(1, 11)) < 0.03
+    at_20 = [run[20] for run in apart[0]]
+    last = [statistics.mean(run[step] for step in range(71, 81)) for run in apart[0]]
+    assert f"lie {min(at_20):.2f} to {max(at_20):.2f} nats above compiled's at step 20" in page
+    assert f"and {min(last):.2f} to {max(last):.2f} in the mean of the last ten steps" in page
+    for folder, width in (("transformer", "0.0004 (Transformer)"), ("gla", "0.0005 nats (GLA)")):
+        runs = by_loss_and_seed(f"finetune_filter_{folder}")
+        perplexity = np.exp([runs["compiled", seed].summary["valid_loss_nats"] for seed in range(5)])
+        assert {f"{0.1 / one:.4f}" for one in perplexity} == {width[:6]}
+        assert f"±{width}" in page
+        found = verdicts(read_committed(ROOT / "results" / "summaries" / f"finetune_filter_{folder}"))
+        words = {v.backend: v.verdict for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
+        assert (words["cce_filter"], words[CONTROL]) == ("undecided", "missed")
+
+
 def test_the_memory_of_fine_tuning_is_that_of_the_runs() -> None:
     shares: dict[str, list[float]] = {}
     for folder in ("finetune_filter_gla", "finetune_filter_transformer", "finetune_filter_kda"):
@@ -86,8 +113,13 @@ def test_the_memory_of_fine_tuning_is_that_of_the_runs() -> None:
                 shares.setdefault(v.backend, []).append(v.value)
     page = (ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8")
     (least, _, most), (exact_least, _, exact_most) = (sorted(shares[name]) for name in ("cce_filter", "cce_kahan"))
-    assert f"`cce_filter` peaks at {least:.3f} (Transformer) to {most:.3f} (KDA) of compiled's memory" in page
+    apples = sorted([*shares["cce_apple"], *shares["cce_apple variant=cce"]])
+    assert (f"{least:.3f}", f"{most:.3f}") == (f"{apples[0]:.3f}", f"{apples[-1]:.3f}")
+    both = "`cce_filter` and Apple's `cce` peak"
+    assert f"{both} at {least:.3f} (Transformer) to {most:.3f} (KDA) of compiled's memory" in page
     assert f"`cce_kahan` at {exact_least:.3f} to {exact_most:.3f}" in page
+    [nothing_dropped] = shares["cce_apple variant=cce_exact"]
+    assert f"`cce_exact` peaks at {nothing_dropped:.3f}" in page
 
 
 def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:

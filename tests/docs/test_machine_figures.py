@@ -81,7 +81,7 @@ def test_the_efficiencies_with_cuda_graphs_are_met_by_the_rows() -> None:
     lines = lines_of("multi_gpu.md")
     for part, gathering in (
         ("350m_graph", ""),
-        ("350m_graph_kept", " parallel.keep_gathered=true parallel.blocks_together=4"),
+        ("350m_graph_kept", " keep_gathered=true blocks_together=4"),
     ):
         [run] = [run for run in runs if f"part={part} " in run.command]
         alone, *spread = run.steps
@@ -95,7 +95,7 @@ def test_the_efficiencies_with_cuda_graphs_are_met_by_the_rows() -> None:
             assert found.high is not None
             assert answer(found.low, found.high, AT_LEAST, 0.9) is True
             cells.append(f"**met**: {found.value:.3f} ({found.low:.3f} to {found.high:.3f})")
-        assert f"| `trainer.cuda_graph=true{gathering}` | {' | '.join(cells)} |" in lines
+        assert f"| `cuda_graph=true{gathering}` | {' | '.join(cells)} |" in lines
         assert f"with a CUDA graph, too: {alone.step_ms:.0f} ms a step" in " ".join(lines)
         assert f"commit {run.environment['git']['commit'][:7]}:" in " ".join(lines)
     older = [

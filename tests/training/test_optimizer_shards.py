@@ -76,6 +76,15 @@ def test_clipping_own_rows_gives_torchs_norm_and_gradients(mesh: DeviceMesh, max
         torch.testing.assert_close(_grad(one), _grad(other), rtol=1e-6, atol=0)
 
 
+def test_sharded_and_whole_gradients_are_not_mixed(mesh: DeviceMesh) -> None:
+    layer = sharded(mesh)
+    whole = nn.Parameter(torch.zeros(2))
+    whole.grad = torch.ones(2)
+    for parameters in ([whole, *layer.parameters()], [*layer.parameters(), whole]):
+        with pytest.raises(TypeError, match="some gradients are sharded"):
+            clip_gradients(parameters, 1.0)
+
+
 def test_no_operation_of_a_step_describes_dtensors(mesh: DeviceMesh) -> None:
     layer = sharded(mesh)
     optimizer = build_optimizer(layer, load_config().optimizer, CPU)

@@ -8,12 +8,18 @@ from linrnn.core.errors import DataError
 from linrnn.data.readers import find_files
 
 DATA_OF_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
-MODEL_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME
+MODEL_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME, as of every model in FLA's format
 
 
-def missing_inputs(config: Config) -> list[DataError]:
-    """The errors that the run would raise because text or weights are not on this machine."""
-    return [*_missing_text(config), *_missing_weights(config)]
+def missing_inputs(config: Config, *, resumes: bool = False) -> list[DataError]:
+    """The errors that the run would raise because text or weights are not on this machine.
+
+    A tokenizer is not among them: without it no memory can be foreseen, so a sweep is refused.
+
+    Args:
+        resumes: the run has a checkpoint of its own, so that it does not read `continue_from`.
+    """
+    return [*_missing_text(config), *_missing_weights(config, resumes)]
 
 
 def inputs_of_hub(config: Config) -> list[str]:
@@ -53,8 +59,8 @@ def _not_found(path: str, key: str) -> DataError | None:
     return None
 
 
-def _missing_weights(config: Config) -> list[DataError]:
-    sources = {"init_from": config.init_from, "continue_from": config.continue_from}
+def _missing_weights(config: Config, resumes: bool) -> list[DataError]:
+    sources = {"init_from": config.init_from, "continue_from": None if resumes else config.continue_from}
     return [
         DataError(f"{key}={source} is no directory", f"name the directory of a run in {key}; train.py makes one")
         for key, source in sources.items()

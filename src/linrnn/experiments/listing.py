@@ -47,13 +47,14 @@ class TimeLeft:
 def points_at_full_speed(jobs: int, gpus: Sequence[str], ranks: int = 1) -> int:
     """How many of `jobs` points at a time take no longer than expected. The expected time is that of a point alone.
 
-    Points on one GPU share its time. Points on a CPU share its cores: a point alone uses OMP_NUM_THREADS cores for each
-    rank, or all cores without this variable.
+    Points on one GPU share its time. Points on a CPU share its cores. A point alone uses OMP_NUM_THREADS cores for each
+    rank. Without this variable one rank uses all cores, and each of several ranks uses one.
     """
     if gpus:
         return min(jobs, max(1, len(gpus) // ranks))
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    used = int(threads) * ranks if threads.isdecimal() else cores()
+    of_rank = int(threads) if threads.isdecimal() else cores() if ranks == 1 else 1
+    used = of_rank * ranks
     return min(jobs, max(1, cores() // max(1, used)))
 
 
@@ -118,13 +119,13 @@ def check_inputs(points: Sequence[Point]) -> list[str]:
         if point.missing is not None:
             lacking.setdefault(point.missing.cause, []).append(point)
     if points and sum(map(len, lacking.values())) == len(points):
-        assert points[0].missing is not None
+        remedies = dict.fromkeys(point.missing.remedy for point in points if point.missing is not None)
         raise DataError(
             f"none of {len(points)} points can start: {'; '.join(lacking)}",
-            f"{points[0].missing.remedy}; nothing was started",
+            f"{'; '.join(remedies)}; nothing was started",
         )
     return [
-        f"will fail: {', '.join(point.label for point in those)}: not on this machine: {cause}"
+        f"{', '.join(point.label for point in those)} will fail: not on this machine: {cause}"
         for cause, those in lacking.items()
     ]
 

@@ -20,7 +20,7 @@ from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
-from linrnn.runs.directory import METRICS, SUMMARY, RunDirectory
+from linrnn.runs.directory import CHECKPOINTS, METRICS, SUMMARY, RunDirectory
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import status_of, summary_without_figures
 
@@ -193,6 +193,7 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
     from linrnn.data import vocabulary_size
     from linrnn.experiments.dry_run import seconds_of_run
     from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
+    from linrnn.training.checkpoint import found
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
@@ -219,7 +220,8 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
             refusal = f"{error.cause}; {error.remedy}"
         except OutOfMemoryError:  # the run itself will give this result
             pass
-    missing = next(iter(missing_inputs(config)), None)
+    resumes = config.trainer.resume != "never" and bool(found(directory / CHECKPOINTS))
+    missing = next(iter(missing_inputs(config, resumes=resumes)), None)
     hub = tuple(inputs_of_hub(config))
     return Point(overrides, config, directory, label, steps, memory, seconds, refusal, ranks, missing, hub)
 

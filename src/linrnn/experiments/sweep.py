@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from linrnn.config.grids import sweep_points
@@ -54,17 +55,18 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), config.sweep.ranks)
     if launcher and config.share_gpus:
         raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
+    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
+    if launcher:  # a cluster's machines may hold what this one lacks
+        points = [replace(point, missing=None) for point in points]
     if config.dry_run:
         for line in listing(points, config, gpus):
             say(line)
         return
-    slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
     for point in points:
         check_outputs(point.config)
     ahead = pending(points, config.retry)
-    if not launcher:  # a cluster's machines may hold what this one lacks
-        for line in check_inputs(ahead):
-            say(line)
+    for line in check_inputs(ahead):
+        say(line)
     refused: dict[str, list[str]] = {}
     for point in points:
         if point.refusal is not None and not point.is_answered(config.retry):
@@ -374,8 +376,9 @@ def _judge(points: Sequence[Point], say: Say) -> None:
         codes = {EXIT_CODES.get(status, SweepFailure.exit_code) for status in failed.values()}
         words = [f"{name} ({status})" for name, status in failed.items()]
         more = [f"and {len(words) - NAMED} more"] if len(words) > NAMED else []
-        logs = [str(point.log) for point in points if point.label in failed]
-        where = f"reason is in {logs[0]}" if len(logs) == 1 else f"reasons are in {points[0].log.parent / '*.log'}"
+        logs = [point.log for point in points if point.label in failed]
+        folders = ", ".join(sorted({str(log.parent / "*.log") for log in logs}))
+        where = f"reason is in {logs[0]}" if len(logs) == 1 else f"reasons are in {folders}"
         raise SweepFailure(
             f"{len(failed)} of {len(points)} points did not finish: {', '.join([*words[:NAMED], *more])}",
             f"the {where}; {_again({*failed.values()})}",

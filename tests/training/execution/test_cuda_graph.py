@@ -33,7 +33,7 @@ LOSSES = ("cce_kahan", "cce_filter", "compiled", "standard", "fla")
         ("trainer.accumulation_steps=2", "overwrites the gradients of the micro-step before"),
         ("data.reset_at_document=true", "gives every batch other sequences"),
         ("trainer.activation_checkpointing=full", "reads the state of the random numbers"),
-        ("trainer.compile=blocks", "trainer.compile=blocks was not tried with it"),
+        ("trainer.compile=blocks", "trainer.compile=blocks was not tried with a CUDA graph"),
         ("trainer.warmup_measurement_steps=1", "the last step of the warm-up is captured"),
         ("trainer.max_steps=2", "the last step of the warm-up is captured"),
     ],
@@ -60,6 +60,7 @@ def test_replicas_and_a_cpu_are_refused(small: Small) -> None:
             load_config(small(GRAPH, "parallel=vocab", "parallel.shard_ranks=2")), torch.device("cuda"), 4, 9
         )
     assert "parallel.shard_ranks=4" in caught.value.remedy
+    check_cuda_graph(load_config(small(GRAPH, "parallel=ddp")), torch.device("cuda"), 1, 9)
     with pytest.raises(UnsupportedError, match="needs a GPU"):
         Trainer(load_config(small(GRAPH)))
 
@@ -73,6 +74,7 @@ def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replaye
     graphed = fitted(small(*RUN, GRAPH))
     assert (graphs.captures, graphs.replays) == (1, 9 - 2)
     assert losses(graphed) == losses(plain)
+    assert graphed._graphed is None, "the ranks could not leave NCCL otherwise"
     assert "from step 3 on a CUDA graph replays the forward and backward pass" in capsys.readouterr().out
     summary = graphed.directory.read_summary()
     assert summary is not None

@@ -34,7 +34,7 @@ from linrnn.bench.parallel.rows import (
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
-from linrnn.core.errors import ConfigError, ran_out_of_memory
+from linrnn.core.errors import ConfigError, UnsupportedError, ran_out_of_memory
 from linrnn.core.machine import GIB
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.distributed.sharding import all_gather, reduce_scatter
@@ -255,7 +255,8 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
     their pictures, and returns the paths.
 
     Raises:
-        ConfigError: there is one process only, the ranks cannot share the batch evenly, or a CUDA graph cannot be had.
+        ConfigError: there is one process only, the ranks cannot share the batch evenly, or DDP has no CUDA graph.
+        UnsupportedError: a CUDA graph on a CPU.
     """
     if not isinstance(ranks, DistributedRanks):
         raise ConfigError("there is only one process", "use torchrun --nproc-per-node=N, N of 2 or more")
@@ -265,8 +266,12 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
             f"use a multiple of {ranks.world_size}, or strong=[]",
         )
     if config.cuda_graph and "ddp" in (*config.weak, *config.strong):
-        raise ConfigError("cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "leave ddp out")
+        raise ConfigError(
+            "cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "use weak=[fsdp,vocab] strong=[fsdp]"
+        )
     device, directory = resolve_device(config.device), Path(config.output_dir)
+    if config.cuda_graph and device.type != "cuda":
+        raise UnsupportedError("cuda_graph=true needs GPUs, and these ranks are on the CPU", "use cuda_graph=false")
     measured = Measured(command, device_name(device), ranks.world_size, describe_environment())
 
     def say(line: str) -> None:

@@ -37,10 +37,10 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
     several_models = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
     hindrances = {
         "parallel=ddp keeps gradients in buckets of its own, which a replay does not fill": (
-            parallel.name == "ddp",
+            parallel.name == "ddp" and world_size > 1,
             "parallel=fsdp",
         ),
-        "several groups of ranks, each with a whole model, were not tried with it": (
+        "several groups of ranks, each with a whole model, were not tried with a CUDA graph": (
             several_models,
             f"parallel.shard_ranks={world_size}",
         ),
@@ -56,7 +56,7 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
             trainer.activation_checkpointing != "none",
             "trainer.activation_checkpointing=none",
         ),
-        f"trainer.compile={trainer.compile} was not tried with it": (
+        f"trainer.compile={trainer.compile} was not tried with a CUDA graph": (
             trainer.compile != "none",
             "trainer.compile=none",
         ),

@@ -1,7 +1,7 @@
 """The optimizer's work on a rank's own rows, as plain tensors.
 
-Parameters of a sharded model are DTensors. An operation on a list of DTensors builds a description of every result.
-For a model of many parameters the host needs longer for these descriptions than for the passes of several blocks.
+Parameters of a sharded model are DTensors. On a list of DTensors an operation describes every result anew: Python code,
+for each parameter. Nothing here calls such an operation in a step.
 """
 
 from collections.abc import Iterable
@@ -38,13 +38,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     Gradients may be sharded (DTensors of one mesh). Returns the norm before clipping, a scalar on the gradients'
     device. The host does not wait for a GPU. A model that is not sharded gets what torch.nn.utils.clip_grad_norm_
     gives, bit for bit.
+
+    Raises:
+        TypeError: some gradients are sharded, and others are not.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if sharded and len(sharded) < len(gradients):
+        raise TypeError("some gradients are sharded, and others are whole: their norms cannot be added")
     rows = [own_rows(gradient) for gradient in gradients]
     norm = nn.utils.get_total_norm(rows)
-    if gradients and isinstance(gradients[0], DTensor):
+    if sharded:
         norm = norm.square()
-        dist.all_reduce(norm, group=gradients[0].device_mesh.get_group("shard"))
+        dist.all_reduce(norm, group=sharded[0].device_mesh.get_group("shard"))
         norm = norm.sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + NO_DIVISION_BY_ZERO)).clamp(max=1)
