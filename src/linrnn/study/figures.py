@@ -16,6 +16,7 @@ from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (
     changed_losses,
     distances,
+    distances_from_compiled,
     filter_speed_up,
     forest,
     largest_batches,
@@ -48,6 +49,16 @@ FILTERS = {  # of the group "apple": the words for a loss, and what its colour s
     "cce_apple": ("Apple's kernels drop tiles whose entries are all small", "cce_apple"),
     CONTROL: ("control: rounding alone (compiled_nudged)", CONTROL),
 }
+FINE_TUNED = {name: f"finetune_filter_{name.lower()}" for name in ("GLA", "Transformer", "KDA")}
+FINE_TUNING = {  # losses of these groups: the words for a loss, and the label whose look it gets
+    "cce_filter": ("cce_filter: samples", "cce_filter"),
+    "cce_kahan": ("cce_kahan: exact", "cce_kahan"),
+    CONTROL: ("control: rounding alone", CONTROL),
+    "cce_apple": ("Apple's cce: drops tiles of dE and dC", "cce_apple"),
+    "cce_apple variant=cce": ("Apple's cce: drops tiles of dE and dC", "cce_apple"),
+    "cce_apple variant=cce_kahan_full_c": ("Apple's cce_kahan_full_c: of dE alone", "cce_apple"),
+    "cce_apple variant=cce_exact": ("Apple's cce_exact: drops nothing", "cce_apple"),
+}
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
 GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
@@ -66,6 +77,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "largest_batch": largest_batch,
         "filters": filters,
         "filter_speed": filter_speed,
+        "fine_tuning": fine_tuning,
         "follow_up_losses": follow_up_losses,
     }
     return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
@@ -133,6 +145,12 @@ def filters(results: Path) -> Any:
 def filter_speed(results: Path) -> Any:
     """The speed-up of the filter's gradients on the grid's shapes that it filters, on each GPU."""
     return filter_speed_up({gpu: list(filter_speeds(results / "bench_loss" / name)) for gpu, name in GPUS.items()})
+
+
+def fine_tuning(results: Path) -> Any:
+    """How far fine-tuning with filters and with exact losses ends from torch.compile's, for each model of 350M."""
+    found = {name: verdicts(read_committed(results / "summaries" / group)) for name, group in FINE_TUNED.items()}
+    return distances_from_compiled(found, FINE_TUNING)
 
 
 def follow_up_losses(results: Path) -> Any:
