@@ -66,6 +66,7 @@ def test_losses_differ_by_float8_s_rounding_and_the_run_says_what_was_converted(
 
 def test_products_have_float8_s_rounding(small: Small) -> None:
     trainer = Trainer(load_config(small(BLOCKS)))
+    trainer.ensure_weights()
     layer = trainer.model.mlps[0].down_proj
     x = torch.randn(16, layer.in_features)
 
