@@ -51,7 +51,7 @@ def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small: S
 
 
 def test_replicas_and_a_cpu_are_refused(small: Small) -> None:
-    with pytest.raises(ConfigError, match="parallel=ddp keeps gradients in buckets") as caught:
+    with pytest.raises(ConfigError, match="parallel=ddp was not tried with a CUDA graph") as caught:
         check_cuda_graph(load_config(small(GRAPH, "parallel=ddp")), torch.device("cuda"), 2, 9)
     assert "parallel=fsdp" in caught.value.remedy
     check_cuda_graph(load_config(small(GRAPH, "parallel=fsdp")), torch.device("cuda"), 2, 9)

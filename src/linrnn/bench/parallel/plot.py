@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.bench.parallel.rows import Measured, StepRow
-from linrnn.core.plot_style import COLOURS, GREY, legend_below, subplots
+from linrnn.core.plot_style import COLOURS, GREY, TARGET, legend_below, subplots
 from linrnn.runs.intervals import estimate
 
-ASKED = 0.9  # of 350m with 8 sequences a rank
-LINE = {"color": "#B2182B", "linewidth": 1.6}
+ASKED, ASKED_OF = 0.9, ("350m", 8)  # a model's size, and sequences of a rank
 NOTE = (
     "Hollow: one measurement (n = 1), a point for each run. Filled: the median over n repeats, with its 90 % interval."
 )
@@ -35,9 +34,10 @@ def weak_scaling(runs: Sequence[Measured]) -> Any:
             axes.plot([found.low, found.high], [place] * 2, color=look["color"], linewidth=1.6)
         axes.plot(row.efficiency, place, **look, markerfacecolor=look["color"] if repeated else "white")
         [drawn[f"{row.ranks} GPUs"]] = axes.plot([], [], **look)
+    asked = {_setting(row) for row in rows if (row.size, row.sequences_of_rank) == ASKED_OF}
     for place, setting in enumerate(settings):
-        if " 350m, 8 a rank" in setting:
-            [drawn[f"asked: {ASKED:.2f}"]] = axes.plot([ASKED] * 2, [place - 0.5, place + 0.5], **LINE)
+        if setting in asked:
+            [drawn[f"asked: {ASKED:.2f}"]] = axes.plot([ASKED] * 2, [place - 0.5, place + 0.5], **TARGET)
     axes.axvline(1, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(settings)), settings)
     axes.set_ylim(len(settings) - 0.5, -0.5)

@@ -251,8 +251,9 @@ def _measure_mode(
 
 # -------------------------------------------------------------------------------------------------------- the whole
 def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> list[Path]:
-    """Measure. Rank 0 writes every row into the run's file, then the pages of all runs with
-    their pictures, and returns the paths.
+    """Measure. Rank 0 writes every row into the run's file, then pages and pictures of all runs.
+
+    Returns the paths of pages and pictures.
 
     Raises:
         ConfigError: there is one process only, the ranks cannot share the batch evenly, or DDP has no CUDA graph.

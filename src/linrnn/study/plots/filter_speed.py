@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from linrnn.core.plot_style import COLOURS, GREY, legend_below, subplots
+from linrnn.core.plot_style import COLOURS, GREY, TARGET, legend_below, subplots
 from linrnn.study.criteria import BACKWARD, UNDECIDED
 from linrnn.study.filter_speed import FilterSpeed
 
@@ -33,7 +33,7 @@ def filter_speed_up(found: Mapping[str, Sequence[FilterSpeed]]) -> Any:
             filling = "white" if verdict.verdict == UNDECIDED else colour
             axes.plot(verdict.value, place, **look, markerfacecolor=filling)
         [lines[f"{gpu}, {logits} logits"]] = axes.plot([], [], **look)
-    lines["asked"] = axes.axvline(BACKWARD.target, color="#B2182B", linewidth=1.6)
+    lines["asked"] = axes.axvline(BACKWARD.target, **TARGET)
     axes.axvline(1, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(shapes)), shapes)
     axes.set_ylim(len(shapes) - 0.5, -0.5)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.bench.steps.rows import AGAIN
-from linrnn.core.plot_style import GREY, PALE, in_words, legend_below, looks, subplots
+from linrnn.core.plot_style import GREY, PALE, TARGET, in_words, legend_below, looks, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.runs.intervals import WITHIN
 from linrnn.study.criteria import BATCH, CURVES, MEMORY, MVE_LOSS, SPEED, UNDECIDED, Criterion, Verdict
@@ -134,7 +134,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     for axes, (criterion, own) in zip(grid[:, 0], by_criterion.items(), strict=True):
         (_ratios if criterion.ratio else _differences)(axes, own, names[criterion], lines)
         for target in {criterion.target, -criterion.target if criterion.rule == WITHIN else criterion.target}:
-            lines["target"] = axes.axvline(target, color="#B2182B", linewidth=1.6, linestyle="-", zorder=2)
+            lines["target"] = axes.axvline(target, **TARGET, linestyle="-", zorder=2)
         axes.axvline(1 if criterion.ratio else 0, color=GREY, linewidth=0.8, zorder=1)
         axes.set_yticks(range(len(names[criterion])), names[criterion])
         axes.set_ylim(len(names[criterion]) - 0.4, -0.6)

@@ -36,7 +36,7 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
     trainer, parallel = config.trainer, config.parallel
     several_models = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
     hindrances = {
-        "parallel=ddp keeps gradients in buckets of its own, which a replay does not fill": (
+        "parallel=ddp was not tried with a CUDA graph": (
             parallel.name == "ddp" and world_size > 1,
             "parallel=fsdp",
         ),

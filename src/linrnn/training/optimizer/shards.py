@@ -22,7 +22,10 @@ def own_rows(tensor: Tensor) -> Tensor:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW that updates a rank's own rows. The moments of a DTensor are DTensors, as in torch's."""
+    """torch.optim.AdamW that updates a rank's own rows. The moments of a DTensor are DTensors, as in torch's.
+
+    `_init_group` fills the lists of tensors that torch's step works on (torch 2.11 to 2.13).
+    """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
