@@ -10,6 +10,7 @@ from statistics import median
 
 import pytest
 import torch
+from fitting import fitted, losses
 from graph_stand_in import Graphs
 
 from linrnn.bench.records import append_rows
@@ -210,9 +211,8 @@ def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[s
     ("line", "message"),
     [
         (f"{GLA} loss=liger", "'loss=liger' has no meaning"),
-        (f"{GLA} data=text", "'data=text' has no meaning"),
-        (f"{GLA} data.vocab_size=8", "'data.vocab_size=8' has no meaning"),
-        (f"{GLA} init_from=results/x", "has no meaning"),
+        (f"{GLA} data=text", "data.path"),
+        (f"{GLA} init_from=results/x", "add the data that they were trained with"),
         (f"{GLA} logger.wandb.mode=online", "has no meaning"),
         (f"{GLA} parallel=ddp", "scripts/bench_parallel.py"),
         (f"{GLA} trainer.accumulation_steps=2", "has no meaning"),
@@ -232,6 +232,30 @@ def test_what_has_no_meaning_is_refused_before_anything_is_measured(line: str, m
     with pytest.raises(ConfigError, match=message):
         measured(tmp_path, models=f'["{MUON}","{line}"]')
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+# -------------------------------------------------------------------------------------------------- trained weights
+def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callable[..., list[str]]) -> None:
+    """The first values are those of the run's next step on the data's first batch."""
+    trained = fitted(small("optimizer.lr=0.01", "schedule=constant"))
+    source, vocabulary = trained.directory.path, trained.architecture.vocab_size
+    [loss] = losses(fitted(small(f"init_from={source}", "trainer.max_steps=1")))
+    kept = ("trainer.batch_size", "trainer.seq_len", "data")
+    data = " ".join(["trainer.precision=fp32", *(word for word in small() if word.startswith(kept))])
+    rows = measured(tmp_path / "rows", "losses=[]", models=f'["{data} init_from={source}","{data}"]')
+    assert {(row.status, row.v) for row in rows} == {("ok", vocabulary)}
+    assert rows[0].loss_nats == pytest.approx(loss, rel=1e-5)
+    assert rows[2].loss_nats > rows[0].loss_nats, "random weights"
+    report.write_report(tmp_path / "rows")
+    text = (tmp_path / "rows" / "steps.md").read_text()
+    assert f"init_from={source.name}\n" in text
+    assert f"init_from={source}`" in text
+
+
+def test_data_that_are_not_there_are_the_reason_of_all_rows(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "losses=[]", models=f'["size=smoke data=text data.path={tmp_path}/none.txt"]')
+    assert {row.status for row in rows} == {"failed"}
+    assert "none.txt" in rows[0].reason
 
 
 def test_one_process_and_one_micro_step_may_be_written_down(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""A line of `models`: overrides of train.py, as far as they have a meaning without data and without a run."""
+"""A line of `models`: overrides of train.py, as far as they have a meaning without a run."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from linrnn.config import load_config
 from linrnn.config.schema import BenchStepsConfig, Config, MarkovDataConfig
 from linrnn.core.errors import ConfigError
+from linrnn.data import vocabulary_size
 
-GROUPS = ("model", "size", "optimizer")
+GROUPS = ("model", "size", "optimizer", "data")
+START = "init_from"  # the weights of another run
 TRAINER = (
     *("batch_size", "seq_len", "precision"),
     *("activation_checkpointing", "compile", "cuda_graph", "float8", "kernel_choices"),
@@ -17,7 +20,6 @@ _REMEDIES = {
     "loss": "name the losses in losses=[…]",
     "seed": "use the benchmark's own seed=…",
     "device": "use the benchmark's own device=…",
-    "data": "leave it out: the tokens are random",
     "experiment": "write the keys that the experiment sets",
     "parallel": "scripts/bench_parallel.py measures steps of several GPUs",
     "optimizer.lr": "leave it out: the rate is so small that all rounds have about the same weights",
@@ -25,18 +27,27 @@ _REMEDIES = {
 
 
 def parse_line(text: str, config: BenchStepsConfig) -> Config:
-    """The configuration of the run whose steps a line names. Its data are never read.
+    """The configuration of the run whose steps a line names. Its data have no meaning unless :func:`names_data`.
 
     Raises:
-        ConfigError: a key is unknown or has no meaning here, a value is out of bounds, or the vocabulary is missing.
+        ConfigError: a key is unknown or has no meaning here, a value is out of bounds, the vocabulary is missing, or
+            trained weights would meet random tokens.
+        DataError: the tokenizer of the line's data cannot be loaded.
     """
     words = text.split()
     for word in words:
         if word not in WITHOUT_EFFECT:
             _check_word(word)
-    own = [f"seed={config.seed}", f"device={config.device}", "logger.wandb.mode=disabled", "data=markov"]
-    run: Config = load_config([*words, *own])
+    own = [f"seed={config.seed}", f"device={config.device}", "logger.wandb.mode=disabled"]
+    run: Config = load_config([*words, *own, *([] if names_data(text) else ["data=markov"])])
     vocabulary = run.size.vocab_size
+    if names_data(text):
+        return replace(run, size=replace(run.size, vocab_size=vocabulary or vocabulary_size(run.data)))
+    if run.init_from:
+        raise ConfigError(
+            f"models: {text!r} has trained weights and random tokens, which are no text that the weights know",
+            "add the data that they were trained with, as data=text data.path=… data.tokenizer=…",
+        )
     if vocabulary is None:
         raise ConfigError(
             f"models: {text!r} has no vocabulary, because size={run.size.name} takes the data's",
@@ -46,21 +57,34 @@ def parse_line(text: str, config: BenchStepsConfig) -> Config:
     return replace(run, data=replace(run.data, vocab_size=vocabulary))  # the plan compares the two
 
 
+def names_data(line: str) -> bool:
+    """Whether a line's batch comes from data. Otherwise its tokens are random."""
+    return any(_key(word).split(".")[0] == "data" for word in line.split())
+
+
 def title_of(line: str, model: str, size: str, batch: int, seq: int, v: int) -> str:
-    """A line as a heading."""
+    """A line as a heading. Of the starting weights it has the last folder's name, of the data nothing."""
     of_label = ("model", "model.config", "model.shared_projection_rank")
     told = (*of_label, "size", "size.vocab_size", "trainer.batch_size", "trainer.seq_len")
-    rest = [word for word in line.split() if word.split("=")[0] not in told and word not in WITHOUT_EFFECT]
+    rest = [
+        f"{START}={Path(word.split('=', 1)[1]).name}" if _key(word) == START else word
+        for word in line.split()
+        if _key(word) not in told and _key(word).split(".")[0] != "data" and word not in WITHOUT_EFFECT
+    ]
     head = f"{model} {size}, {batch} x {seq:,} tokens, V = {v:,}"
     return ", ".join([head, *(word.removeprefix("trainer.") for word in rest)])
 
 
 def _check_word(word: str) -> None:
-    key = word.split("=")[0].lstrip("+~")
+    key = _key(word)
     group, _, rest = key.partition(".")
-    known = group in GROUPS and key != "optimizer.lr"
+    known = key == START or (group in GROUPS and key != "optimizer.lr")
     if "=" in word and (known or (group == "trainer" and rest in TRAINER)):
         return
-    keys = f"{', '.join(GROUPS)}, and of trainer {', '.join(TRAINER)}"
-    remedy = _REMEDIES.get(key, _REMEDIES.get(group, f"leave it out; a line's keys are those of {keys}"))
+    keys = f"{START}, those of {', '.join(GROUPS)}, and of trainer {', '.join(TRAINER)}"
+    remedy = _REMEDIES.get(key, _REMEDIES.get(group, f"leave it out; a line's keys are {keys}"))
     raise ConfigError(f"models: {word!r} has no meaning in a benchmark of single steps", remedy)
+
+
+def _key(word: str) -> str:
+    return word.split("=")[0].lstrip("+~")

@@ -79,8 +79,9 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
     if pictured:
         lines += ["![Time of a step relative to torch.compile](steps.png)", ""]
     lines += [
-        "One model and one optimizer serve all losses of a table. Weights and tokens are random. In a round every loss "
-        "has a turn of a few consecutive steps, in shuffled order. `rows.jsonl` holds the times of every round.", "",
+        "One model and one optimizer serve all losses of a table. Weights and tokens are random, unless the line has "
+        "`init_from` or `data`. In a round every loss has a turn of a few consecutive steps, in shuffled order. "
+        "`rows.jsonl` holds the times of every round.", "",
         *Table(("name", "meaning"), _MEANINGS, words=("name", "meaning")).markdown(), "",
     ]  # fmt: skip
     for own in grouped(rows, key=lambda row: row.line):

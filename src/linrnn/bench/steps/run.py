@@ -26,13 +26,14 @@ import torch
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.timing import synchronize
 from linrnn.bench.records import append_rows, begin_run, results_directory, status_and_reason
-from linrnn.bench.steps.lines import parse_line
+from linrnn.bench.steps.lines import names_data, parse_line
 from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, ratio_of
 from linrnn.bench.training_step import TrainingStep, random_batch
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
+from linrnn.data import Batch, BatchLoader, prepare
 from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
@@ -49,6 +50,7 @@ from linrnn.training.runtime import (
     resolve_device,
     resolve_precision,
 )
+from linrnn.training.starting import find_weights
 
 # So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.
 LEARNING_RATE = 1e-8
@@ -114,9 +116,11 @@ def measure_line(
         _attempt(row, device, lambda loss=losses[text], row=row: _check(run, loss, row))  # type: ignore[misc]
     first = next((row for row in rows.values() if row.status == "ok"), None)
     if first is not None:
-        _attempt(first, device, lambda: built.append(Bench(config, run, device)))
+        _attempt(first, device, lambda: built.append(Bench(config, run, device, has_data=names_data(line))))
     if built:
         say(f"  built in {time.perf_counter() - began:.0f} s: {first and first.parameters:,} parameters")
+        if built[0].remark:
+            say(f"  {built[0].remark}")
         built.pop().measure({text: row for text, row in rows.items() if row.status == "ok"}, losses, say)
     elif first is not None:  # without a model no loss can run
         for row in rows.values():
@@ -138,9 +142,13 @@ def _check(run: Config, loss: LossConfig, row: Row) -> None:
 
 
 class Bench:
-    """One model, its optimizer and its batch. Kernels of the model are compiled."""
+    """One model, its optimizer and its batch. Kernels of the model are compiled.
 
-    def __init__(self, config: BenchStepsConfig, run: Config, device: torch.device) -> None:
+    Attributes:
+        remark: a line for the user about the weights that the line names; None if there is nothing to say.
+    """
+
+    def __init__(self, config: BenchStepsConfig, run: Config, device: torch.device, *, has_data: bool = False) -> None:
         self.config, self.device, self.graphed = config, device, run.trainer.cuda_graph
         plan = make_training_plan(run)
         assert run.size.vocab_size is not None
@@ -155,7 +163,8 @@ class Bench:
         if trainer.compile != "none":
             model.set_compile(trainer.compile)
             self.graphs = GraphCounter()
-        batch = random_batch(trainer.batch_size, trainer.seq_len, arch.vocab_size, config.seed)
+        self.remark: str | None = None
+        batch = self._start(model, run, has_data)
         self.step = TrainingStep(
             model, build_optimizer(model, run.optimizer, device), batch, tokens=batch.n_tokens,
             precision=plan.precision, device=device, max_grad_norm=run.optimizer.max_grad_norm,
@@ -166,6 +175,22 @@ class Bench:
             self.step.drop_gradients()
             _free(device)
         self._allocate_moments()
+
+    def _start(self, model: LanguageModel, run: Config, has_data: bool) -> Batch:
+        """Load the weights that the line names. Returns the first training batch of its data, or random tokens."""
+        trainer = run.trainer
+        if not has_data:
+            return random_batch(trainer.batch_size, trainer.seq_len, model.arch.vocab_size, run.seed)
+        data = prepare(run.data)
+        if run.init_from:
+            weights = find_weights(run.init_from, data)
+            weights.load(model)
+            self.remark = weights.remark
+        loader = BatchLoader(
+            data.train, seq_len=trainer.seq_len, batch_size=trainer.batch_size, seed=run.seed,
+            reset_at_document=run.data.reset_at_document,
+        )  # fmt: skip
+        return next(loader)
 
     def _allocate_moments(self) -> None:
         """Let the optimizer allocate its state, at a rate of 0. A loss that fails cannot leave half of it."""
