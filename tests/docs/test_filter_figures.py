@@ -1,5 +1,6 @@
 """The figures of filters: docs/study/h3_filter.md and h8_pretraining_filter.md."""
 
+import dataclasses
 import re
 import statistics
 from collections import Counter
@@ -8,15 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import ROOT
-from figures import FIRST_SCREEN, H100, above, cell_of, index_lines, table_of
+from figures import (
+    FIRST_SCREEN,
+    H100,
+    above,
+    by_name,
+    cell_of,
+    index_lines,
+    table_of,
+    tokens_per_second,
+    with_interval,
+)
 
 from linrnn.bench.loss.rows import read_rows as loss_rows
-from linrnn.runs.intervals import pairs_for
+from linrnn.bench.steps.rows import AGAIN, ratio_of
+from linrnn.bench.steps.rows import read_rows as step_rows
+from linrnn.runs.intervals import Estimate, pairs_for
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS
 from linrnn.study.curves import mean_of_last
+from linrnn.study.figures import FINE_TUNED
 from linrnn.study.filter_speed import filter_speeds
 from linrnn.study.plots.select import named
 from linrnn.study.results import Run, read_committed
+from linrnn.study.step_speed import host_share
 from linrnn.study.verdicts import CONTROL, verdicts
 
 # Two filters of sweep=apple, as reports name them; a run's training and validation loss.
@@ -47,10 +62,11 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
         "GLA": sampled | dropped | exact,
         "Transformer": sampled | of_apple | exact,
         "KDA": {"cce_filter": "`cce_filter` (samples), n = 4"} | dropped,
+        "Gated DeltaNet": sampled | {CONTROL: exact[CONTROL]},
     }
     expected = []
     for model, names in losses_of.items():
-        folder = f"finetune_filter_{model.lower()}"
+        folder = FINE_TUNED[model]
         for loss, name in names.items():
             n = 4 if name.endswith("n = 4") else 5
             cells = [cell_of(folder, loss, "compiled", c, n=n) for c in (FINAL_LOSS, VALID_LOSS)]
@@ -70,17 +86,67 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
         ("Transformer, `cce_apple variant=cce_exact` (drops nothing)", "drops nothing **met**: Transformer "),
     ):
         assert words + cell[name].partition(": ")[2] in row
-    for model in ("GLA", "Transformer"):
+    for model in ("GLA", "Transformer", "Gated DeltaNet"):
         _, _, figures = cell[f"{model}, `cce_filter` (samples)"].partition(": ")
         assert figures.replace(" (", " nats (", 1) in row
     page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
-    for model in ("Transformer", "KDA"):
+    for model in ("Transformer", "KDA", "Gated DeltaNet"):
         n = 4 if model == "KDA" else 5
-        folder = f"finetune_filter_{model.lower()}"
+        folder = FINE_TUNED[model]
         final, valid = (
             cell_of(folder, "cce_filter", "compiled", criterion, n=n) for criterion in (FINAL_LOSS, VALID_LOSS)
         )
         assert f"{model} 350M, ±0.01 nats | {final}, validation {valid.partition(': ')[2]} | {n} |" in page
+
+
+def test_the_fifth_pair_of_kda_and_the_repeated_runs_are_those_of_the_page() -> None:
+    first, rest = (by_loss_and_seed(f"finetune_filter_kda{end}") for end in ("", "_rest"))
+    page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
+    apart = rest["cce_filter", 1].summary["train_loss_nats"] - first["compiled", 1].summary["train_loss_nats"]
+    assert f"It ends {-apart:.4f} nats below the compiled run of its seed" in page
+    twice = {
+        key: [abs(rest[key].summary[loss] - first[key].summary[loss]) for loss in LOSSES]
+        for key in first
+        if key in rest
+    }
+    exact = [found for (loss, _), found in twice.items() if loss != "cce_apple"]
+    assert exact == 4 * [[0, 0]]
+    assert "The four repeated runs without Apple's kernels ended with the same losses, bit for bit" in page
+    widest = max(found[0] for (loss, _), found in twice.items() if loss == "cce_apple")
+    assert f"Apple's five ended up to {widest:.4f} nats apart" in page
+
+
+def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
+    page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
+    [index] = [one for one in index_lines() if one.startswith("| [A filter makes")]
+    expected, shares = [], []
+    found = step_rows(ROOT / "results" / "bench_steps" / "nvidia_h200_fine_tuning")
+    for name, row in by_name([one for one in found if "trainer.cuda_graph=true" in one.line]).items():
+        model, filtered = name.split()[0], row["cce_filter filter_if_faster=false"]
+        losses = row["compiled"], row["cce_kahan"], filtered
+        assert {one.rounds for one in losses} == {6}
+        speeds = [as_speed(ratio_of(filtered, base)) for base in (row["cce_kahan"], row["compiled"])]
+        shares += [host_share(one) for one in losses]
+        answers = [f"**{'met' if one.low > 1 else 'undecided'}**: {with_interval(one)}" for one in speeds]
+        control = with_interval(as_speed(ratio_of(row[AGAIN], row["compiled"])))
+        expected.append([model, *map(tokens_per_second, losses), *answers, control])
+        assert f"{model} {with_interval(speeds[0])}" in index
+        assert re.search(rf"faster fine-tuning, {model} 350M[^|]*\| {re.escape(answers[0])} \| 6 rounds", page)
+    head = "H200, 350M after 512 steps, V = 131,072, 8 x 2048 tokens, one CUDA graph a step"
+    assert table_of("h3_filter.md", head) == expected
+    assert f"kernels in {100 * min(shares):.0f} to {100 * max(shares):.0f} % of its time" in page
+    eager = by_name([one for one in found if "trainer.cuda_graph" not in one.line])
+    [kda] = eager.values()
+    again = as_speed(ratio_of(kda[AGAIN], kda["compiled"]))
+    assert f"ran at {with_interval(again, 2)} of itself" in page
+
+
+def as_speed(ratio: Estimate | None) -> Estimate:
+    """The inverse of a ratio of times."""
+    assert ratio is not None
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return dataclasses.replace(ratio, value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
 
 
 def test_the_rise_with_apples_kernels_is_that_of_the_runs() -> None:
@@ -107,12 +173,12 @@ def test_the_rise_with_apples_kernels_is_that_of_the_runs() -> None:
 
 def test_the_memory_of_fine_tuning_is_that_of_the_runs() -> None:
     shares: dict[str, list[float]] = {}
-    for folder in ("finetune_filter_gla", "finetune_filter_transformer", "finetune_filter_kda"):
+    for folder in FINE_TUNED.values():
         for v in verdicts(read_committed(ROOT / "results" / "summaries" / folder)):
             if (v.criterion, v.against) == (MEMORY, "compiled") and v.value is not None:
                 shares.setdefault(v.backend, []).append(v.value)
     page = (ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8")
-    (least, _, most), (exact_least, _, exact_most) = (sorted(shares[name]) for name in ("cce_filter", "cce_kahan"))
+    (least, *_, most), (exact_least, *_, exact_most) = (sorted(shares[name]) for name in ("cce_filter", "cce_kahan"))
     apples = sorted([*shares["cce_apple"], *shares["cce_apple variant=cce"]])
     assert (f"{least:.3f}", f"{most:.3f}") == (f"{apples[0]:.3f}", f"{apples[-1]:.3f}")
     both = "`cce_filter` and Apple's `cce` peak"

@@ -25,6 +25,7 @@ from linrnn.study.step_speed import host_share, step_speeds
     ("folder", "page", "head", "rounds"),
     [
         ("", "h1b_step_speed.md", "H100, 8 x 2048 tokens a step", 8),
+        ("_gated_deltanet", "h1b_step_speed.md", "H100, Triton 3.7.1, 8 x 2048 tokens a step", 6),
         ("_350m_graphs", "h1b_step_speed.md", "H100, one CUDA graph a step, 8 x 2048 tokens", 8),
         ("_lengths", "h4_linear_rnn_or_transformer.md", "H100, 16,384 tokens a step", 6),
         ("_chunks", "h4_linear_rnn_or_transformer.md", "H100, tokens of a chunk", 6),

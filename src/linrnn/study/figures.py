@@ -49,7 +49,10 @@ FILTERS = {  # of the group "apple": the words for a loss, and what its colour s
     "cce_apple": ("Apple's kernels drop tiles whose entries are all small", "cce_apple"),
     CONTROL: ("control: rounding alone (compiled_nudged)", CONTROL),
 }
-FINE_TUNED = {name: f"finetune_filter_{name.lower()}" for name in ("GLA", "Transformer", "KDA")}
+FINE_TUNED = {
+    name: f"finetune_filter_{name.lower().replace(' ', '_')}"
+    for name in ("GLA", "Transformer", "KDA", "Gated DeltaNet")
+}
 FINE_TUNING = {  # losses of these groups: the words for a loss, and the label whose look it gets
     "cce_filter": ("cce_filter: samples", "cce_filter"),
     "cce_kahan": ("cce_kahan: exact", "cce_kahan"),
