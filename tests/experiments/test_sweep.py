@@ -86,6 +86,11 @@ def test_points_that_share_a_gpu_say_so_in_their_summaries(
     assert not (tmp_path / "results").exists()
     foresee = sweep._look_ahead
     monkeypatch.setattr(sweep, "_look_ahead", lambda *arguments: (foresee(*arguments)[0], ["0"]))
+    monkeypatch.setattr(sweep, "_least_gpu_memory", lambda: 2**20)
+    with pytest.raises(ConfigError, match="2 points at a time on one GPU need up to"):
+        said_by_sweep(*points, "jobs=2", "share_gpus=true", "dry_run=true")
+    assert not (tmp_path / "results").exists()
+    monkeypatch.setattr(sweep, "_least_gpu_memory", lambda: 2**36)
     said = said_by_sweep(*points, "jobs=2", "share_gpus=true")
     assert sum("times not measured" in line for line in said) == 2
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "results/checkpointing").glob("*/summary.json")]

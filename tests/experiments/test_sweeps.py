@@ -23,7 +23,7 @@ from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
 from linrnn.experiments.listing import TimeLeft, check_inputs, listing, points_at_full_speed
 from linrnn.experiments.points import Point, decisive, foresee, write_summary
-from linrnn.experiments.sweep import Sweep, _judge, in_another_process, slots_of, threads_of
+from linrnn.experiments.sweep import Sweep, _judge, check_shared_memory, in_another_process, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
 
@@ -163,6 +163,20 @@ def test_where_nothing_is_shared_sharing_is_refused(jobs, gpus, ranks, cause, re
     with pytest.raises(ConfigError, match=cause) as refusal:
         slots_of(jobs, gpus, ranks, share=True)
     assert remedy in refusal.value.remedy
+
+
+def test_points_that_do_not_fit_together_are_refused_before_one_starts(make_points) -> None:
+    """Two GPUs of 100 bytes each. What the formulas do not foresee counts nothing."""
+    sizes = (30, 31, None, 30, 31)
+    points = [replace(point, memory_bytes=size) for point, size in zip(make_points(5), sizes, strict=True)]
+    check_shared_memory(points, 6, 2, 100)
+    with pytest.raises(ConfigError, match="4 points at a time on one GPU need up to") as refusal:
+        check_shared_memory(points, 7, 2, 100)
+    assert refusal.value.remedy == "use jobs=6"
+    check_shared_memory(points[:3], 20, 2, 100)
+    with pytest.raises(ConfigError) as refusal:
+        check_shared_memory(points, 4, 2, 60)
+    assert refusal.value.remedy == "leave share_gpus out, and use jobs=2"
 
 
 def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Run many runs, each in its own process: `scripts/sweep.py`. If one point fails, all others still run."""
 
+import math
 import multiprocessing
 import os
 import shlex
@@ -58,6 +59,9 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
     if launcher:  # a cluster's machines may hold what this one lacks
         points = [replace(point, missing=None) for point in points]
+    if config.share_gpus:
+        ahead = pending(points, config.retry)
+        check_shared_memory(ahead, config.jobs, len(gpus), in_another_process(_least_gpu_memory))
     if config.dry_run:
         for line in listing(points, config, gpus):
             say(line)
@@ -257,6 +261,13 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
+def _least_gpu_memory() -> int:
+    """Bytes of the smallest visible GPU."""
+    import torch
+
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
 def needs_kernels_of(point: Point) -> str:
     """What decides the kernels of a point: model, size and loss with all their options, and how a step is computed."""
     config, trainer = point.config, point.config.trainer
@@ -316,6 +327,27 @@ def _check_sharing(jobs: int, gpus: int, ranks: int) -> None:
             f"share_gpus=true: each of {jobs} jobs has one of {gpus} GPUs of its own, and its times can be measured",
             f"leave share_gpus out, or use jobs={gpus + 1} or more",
         )
+
+
+def check_shared_memory(points: Sequence[Point], jobs: int, gpus: int, least: int) -> None:
+    """Check that all points fit that may share a GPU at a time. Points without a forecast count nothing.
+
+    Args:
+        least: bytes of the smallest GPU.
+
+    Raises:
+        ConfigError: the formulas foresee more memory than `least`.
+    """
+    most = sorted((point.memory_bytes or 0 for point in points), reverse=True)
+    together = math.ceil(jobs / gpus)
+    if sum(most[:together]) <= least:
+        return
+    fitting = max(count for count in range(together) if sum(most[:count]) <= least)
+    raise ConfigError(
+        f"share_gpus=true: {together} points at a time on one GPU need up to {sum(most[:together]) / GIB:.1f} GiB "
+        f"(by formulas), and a GPU here has {least / GIB:.1f} GiB",
+        f"use jobs={fitting * gpus}" if fitting > 1 else f"leave share_gpus out, and use jobs={gpus}",
+    )
 
 
 def check_gpus(ranks: int, gpus: int) -> None:
