@@ -139,6 +139,8 @@ def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
     [kda] = eager.values()
     again = as_speed(ratio_of(kda[AGAIN], kda["compiled"]))
     assert f"ran at {with_interval(again, 2)} of itself" in page
+    filtered = as_speed(ratio_of(kda["cce_filter filter_if_faster=false"], kda["cce_kahan"]))
+    assert f"the filter at {with_interval(filtered, 2)} of `cce_kahan`" in page
 
 
 def as_speed(ratio: Estimate | None) -> Estimate:

@@ -17,7 +17,7 @@ import pytest
 
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure
-from linrnn.core.machine import SHARED_GPU
+from linrnn.core.machine import GIB, SHARED_GPU
 from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
@@ -166,16 +166,19 @@ def test_where_nothing_is_shared_sharing_is_refused(jobs, gpus, ranks, cause, re
 
 
 def test_points_that_do_not_fit_together_are_refused_before_one_starts(make_points) -> None:
-    """Two GPUs of 100 bytes each. What the formulas do not foresee counts nothing."""
-    sizes = (30, 31, None, 30, 31)
-    points = [replace(point, memory_bytes=size) for point, size in zip(make_points(5), sizes, strict=True)]
-    check_shared_memory(points, 6, 2, 100)
-    with pytest.raises(ConfigError, match="4 points at a time on one GPU need up to") as refusal:
-        check_shared_memory(points, 7, 2, 100)
+    """Two GPUs of 100 GiB each. Every process needs one GiB more than the formulas foresee."""
+    sizes = (29, 30, None, 29, 30)
+    points = [
+        replace(point, memory_bytes=size and size * GIB) for point, size in zip(make_points(5), sizes, strict=True)
+    ]
+    check_shared_memory(points, 6, 2, 100 * GIB)
+    with pytest.raises(ConfigError, match=r"4 points at a time on one GPU need up to 122\.0 GiB") as refusal:
+        check_shared_memory(points, 7, 2, 100 * GIB)
     assert refusal.value.remedy == "use jobs=6"
-    check_shared_memory(points[:3], 20, 2, 100)
+    check_shared_memory(points[:3], 20, 2, 100 * GIB)
+    check_shared_memory(points[:1], 20, 2, GIB)  # alone it disturbs nobody: its run says what it lacks
     with pytest.raises(ConfigError) as refusal:
-        check_shared_memory(points, 4, 2, 60)
+        check_shared_memory(points, 4, 2, 60 * GIB)
     assert refusal.value.remedy == "leave share_gpus out, and use jobs=2"
 
 

@@ -35,6 +35,7 @@ from linrnn.runs.summary import duration
 EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # if all points ended so; any other status: that of SweepFailure
 NAMED = 5  # points that the closing error names; it counts all others
 HARMLESS = ("finished", "unsupported")
+OUTSIDE_FORECASTS = GIB  # bytes of a process that the formulas leave out: CUDA's context, kernels, fragmentation
 SHARING = ", or share_gpus=true if only the losses matter"
 
 Say = Callable[[str], None]
@@ -330,7 +331,9 @@ def _check_sharing(jobs: int, gpus: int, ranks: int) -> None:
 
 
 def check_shared_memory(points: Sequence[Point], jobs: int, gpus: int, least: int) -> None:
-    """Check that all points fit that may share a GPU at a time. Points without a forecast count nothing.
+    """Check that all points fit that may share a GPU at a time.
+
+    A point without a forecast counts OUTSIDE_FORECASTS alone. A point that fits on no GPU is left to its own run.
 
     Args:
         least: bytes of the smallest GPU.
@@ -338,13 +341,13 @@ def check_shared_memory(points: Sequence[Point], jobs: int, gpus: int, least: in
     Raises:
         ConfigError: the formulas foresee more memory than `least`.
     """
-    most = sorted((point.memory_bytes or 0 for point in points), reverse=True)
-    together = math.ceil(jobs / gpus)
-    if sum(most[:together]) <= least:
+    most = sorted((point.memory_bytes or 0 for point in points), reverse=True)[: math.ceil(jobs / gpus)]
+    needed = [sum(most[:count]) + count * OUTSIDE_FORECASTS for count in range(len(most) + 1)]
+    if len(most) < 2 or needed[-1] <= least:
         return
-    fitting = max(count for count in range(together) if sum(most[:count]) <= least)
+    fitting = max(count for count, size in enumerate(needed) if size <= least)
     raise ConfigError(
-        f"share_gpus=true: {together} points at a time on one GPU need up to {sum(most[:together]) / GIB:.1f} GiB "
+        f"share_gpus=true: {len(most)} points at a time on one GPU need up to {needed[-1] / GIB:.1f} GiB "
         f"(by formulas), and a GPU here has {least / GIB:.1f} GiB",
         f"use jobs={fitting * gpus}" if fitting > 1 else f"leave share_gpus out, and use jobs={gpus}",
     )
