@@ -42,7 +42,10 @@ def test_the_speed_of_whole_steps() -> None:
     speeds = [one.verdict for one in step_speeds(read_rows(STEPS)) if "1b3" in one.verdict.setting]
     ours = [v for v in speeds if v.backend == "cce_kahan"]
     assert linked("1.3B steps of GLA, KDA, Transformer: speed").parent == STEPS
-    for measured, against in (("1.3B steps: speed", "compiled"), ("1.3B steps: speed against eager", "standard")):
+    for measured, against in (
+        ("1.3B steps of GLA, KDA, Transformer: speed", "compiled"),
+        ("1.3B steps: speed against eager", "standard"),
+    ):
         values = [v.value for v in ours if v.against == against and v.value is not None]
         assert MEASURED[measured][1:3] == [f"{min(values):.3f} to {max(values):.3f}", f"{ours[0].n} rounds"]
 
