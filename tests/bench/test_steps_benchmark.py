@@ -17,12 +17,14 @@ from linrnn.bench.records import append_rows
 from linrnn.bench.steps import report, run
 from linrnn.bench.steps.lines import parse_line, title_of
 from linrnn.bench.steps.rows import AGAIN, Row, ratio_of, read_rows
+from linrnn.bench.steps.start import Start
 from linrnn.bench.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
+from linrnn.training.checkpoint import found
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
 
@@ -127,8 +129,8 @@ def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
 def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
     """No step of the optimizer comes before them, and allocating its state moves no weight."""
     config = config_of(tmp_path)
-    bench = run.Bench(config, parse_line(GLA, config), torch.device("cpu"))
-    again = run.Bench(config, parse_line(GLA, config), torch.device("cpu"))
+    bench = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"))
+    again = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"))
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     again._warm_up(loss, replace(ROW))
     fresh = run._build_model(bench.step.model.arch, parse_line(GLA, config), torch.device("cpu"), torch.float32)
@@ -166,7 +168,7 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
 def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Graphs(monkeypatch)
     config = config_of(tmp_path)
-    eager, graphed = (run.Bench(config, parse_line(GLA, config), torch.device("cpu")) for _ in range(2))
+    eager, graphed = (run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu")) for _ in range(2))
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     for bench in (eager, graphed):
         bench._set_rate(0.1)
@@ -246,16 +248,24 @@ def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callabl
     assert {(row.status, row.v) for row in rows} == {("ok", vocabulary)}
     assert rows[0].loss_nats == pytest.approx(loss, rel=1e-5)
     assert rows[2].loss_nats > rows[0].loss_nats, "random weights"
+    [checkpoint] = found(trained.directory.checkpoints)
+    assert [(row.weights, row.text) for row in rows[::2]] == [
+        (str(checkpoint), trained.data.fingerprint),
+        (None, trained.data.fingerprint),
+    ]
     report.write_report(tmp_path / "rows")
     text = (tmp_path / "rows" / "steps.md").read_text()
     assert f"init_from={source.name}\n" in text
     assert f"init_from={source}`" in text
+    assert f"weights `{checkpoint}`; text of fingerprint `{trained.data.fingerprint[:8]}`; run 1" in text
 
 
-def test_data_that_are_not_there_are_the_reason_of_all_rows(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "losses=[]", models=f'["size=smoke data=text data.path={tmp_path}/none.txt"]')
-    assert {row.status for row in rows} == {"failed"}
-    assert "none.txt" in rows[0].reason
+@pytest.mark.parametrize("line", ["data=text data.path=HERE/none.txt", "data=markov init_from=HERE/none"])
+def test_data_or_weights_that_are_not_there_are_refused_before_anything_is_measured(line: str, tmp_path: Path) -> None:
+    line = line.replace("HERE", str(tmp_path))
+    with pytest.raises(DataError, match=r"none"):
+        measured(tmp_path / "rows", "losses=[]", models=f'["{GLA}","size=smoke {line}"]')
+    assert not (tmp_path / "rows").exists()
 
 
 def test_one_process_and_one_micro_step_may_be_written_down(tmp_path: Path) -> None:

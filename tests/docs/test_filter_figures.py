@@ -1,6 +1,5 @@
 """The figures of filters: docs/study/h3_filter.md and h8_pretraining_filter.md."""
 
-import dataclasses
 import re
 import statistics
 from collections import Counter
@@ -22,9 +21,9 @@ from figures import (
 )
 
 from linrnn.bench.loss.rows import read_rows as loss_rows
-from linrnn.bench.steps.rows import AGAIN, ratio_of
+from linrnn.bench.steps.rows import AGAIN, Row
 from linrnn.bench.steps.rows import read_rows as step_rows
-from linrnn.runs.intervals import Estimate, pairs_for
+from linrnn.runs.intervals import Estimate, estimate, pairs_for
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, MVE_MEMORY, PERPLEXITY, VALID_LOSS
 from linrnn.study.curves import mean_of_last
 from linrnn.study.figures import FINE_TUNED
@@ -125,10 +124,10 @@ def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
         model, filtered = name.split()[0], row["cce_filter filter_if_faster=false"]
         losses = row["compiled"], row["cce_kahan"], filtered
         assert {one.rounds for one in losses} == {6}
-        speeds = [as_speed(ratio_of(filtered, base)) for base in (row["cce_kahan"], row["compiled"])]
+        speeds = [speed_of(filtered, base) for base in (row["cce_kahan"], row["compiled"])]
         shares += [host_share(one) for one in losses]
         answers = [f"**{'met' if one.low > 1 else 'undecided'}**: {with_interval(one)}" for one in speeds]
-        control = with_interval(as_speed(ratio_of(row[AGAIN], row["compiled"])))
+        control = with_interval(speed_of(row[AGAIN], row["compiled"]))
         expected.append([model, *map(tokens_per_second, losses), *answers, control])
         assert f"{model} {with_interval(speeds[0])}" in index
         assert re.search(rf"faster fine-tuning, {model} 350M[^|]*\| {re.escape(answers[0])} \| 6 rounds", page)
@@ -137,18 +136,15 @@ def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
     assert f"kernels in {100 * min(shares):.0f} to {100 * max(shares):.0f} % of its time" in page
     eager = by_name([one for one in found if "trainer.cuda_graph" not in one.line])
     [kda] = eager.values()
-    again = as_speed(ratio_of(kda[AGAIN], kda["compiled"]))
+    again = speed_of(kda[AGAIN], kda["compiled"])
     assert f"ran at {with_interval(again, 2)} of itself" in page
-    filtered = as_speed(ratio_of(kda["cce_filter filter_if_faster=false"], kda["cce_kahan"]))
+    filtered = speed_of(kda["cce_filter filter_if_faster=false"], kda["cce_kahan"])
     assert f"the filter at {with_interval(filtered, 2)} of `cce_kahan`" in page
 
 
-def as_speed(ratio: Estimate | None) -> Estimate:
-    """The inverse of a ratio of times."""
-    assert ratio is not None
-    assert ratio.low is not None
-    assert ratio.high is not None
-    return dataclasses.replace(ratio, value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
+def speed_of(row: Row, base: Row) -> Estimate:
+    """Tokens/s divided by those of `base`, round by round, as the study's verdicts on whole steps have it."""
+    return estimate([of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)], ratios=True)
 
 
 def test_the_rise_with_apples_kernels_is_that_of_the_runs() -> None:

@@ -122,8 +122,15 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
     assert f"GLA's step takes {with_interval(ratio_of_means(large, small))} of that with 64" in page
 
 
-def test_the_table_of_liger_s_steps_holds_the_h100_s_rows() -> None:
-    found = read_rows(STEPS)
+@pytest.mark.parametrize(
+    ("folder", "head"),
+    [
+        ("", "H100, whole steps of 8 x 2048 tokens"),
+        ("_gated_deltanet", "H100, Triton 3.7.1, whole steps of 8 x 2048 tokens"),
+    ],
+)
+def test_the_table_of_liger_s_steps_holds_the_h100_s_rows(folder: str, head: str) -> None:
+    found = read_rows(steps(folder))
     judged = {
         (one.verdict.setting, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(found)
     }
@@ -135,7 +142,7 @@ def test_the_table_of_liger_s_steps_holds_the_h100_s_rows() -> None:
         cells = [f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f})" for one in ratios]
         cells += [f"{row[loss].loss_layer_ms:.1f}" for loss in ("liger", "cce_kahan", "compiled")]
         expected.append([name, *cells, *(f"{row[loss].peak_gib:.2f}" for loss in ("liger", "cce_kahan", "compiled"))])
-    assert sorted(table_of("h6_liger.md", "H100, whole steps of 8 x 2048 tokens")) == sorted(expected)
+    assert sorted(table_of("h6_liger.md", head)) == sorted(expected)
 
 
 def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:
@@ -157,6 +164,10 @@ def test_the_table_of_shares_of_a_step_holds_the_h100_s_rows() -> None:
         shares = [row[loss].loss_layer_share for loss in ("compiled", "cce_kahan")]
         expected.append([name, *(f"{share:.1%}".replace("%", " %") for share in shares if share is not None)])
     assert sorted(table_of("h4_linear_rnn_or_transformer.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
+    [row] = by_name(read_rows(steps("_gated_deltanet"))).values()
+    compiled, ours = (percent(row[loss].loss_layer_share) for loss in ("compiled", "cce_kahan"))
+    page = (ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8")
+    assert f"the loss layer takes {compiled} with compiled and {ours} with ours" in page
 
 
 def test_the_table_of_gains_divides_those_of_linear_rnns_by_the_transformer_s() -> None:

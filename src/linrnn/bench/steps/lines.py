@@ -6,7 +6,6 @@ from pathlib import Path
 from linrnn.config import load_config
 from linrnn.config.schema import BenchStepsConfig, Config, MarkovDataConfig
 from linrnn.core.errors import ConfigError
-from linrnn.data import vocabulary_size
 
 GROUPS = ("model", "size", "optimizer", "data")
 START = "init_from"  # the weights of another run
@@ -29,10 +28,11 @@ _REMEDIES = {
 def parse_line(text: str, config: BenchStepsConfig) -> Config:
     """The configuration of the run whose steps a line names. Its data have no meaning unless :func:`names_data`.
 
+    `size.vocab_size` may be null where data are named: it is theirs then.
+
     Raises:
         ConfigError: a key is unknown or has no meaning here, a value is out of bounds, the vocabulary is missing, or
             trained weights would meet random tokens.
-        DataError: the tokenizer of the line's data cannot be loaded.
     """
     words = text.split()
     for word in words:
@@ -42,7 +42,7 @@ def parse_line(text: str, config: BenchStepsConfig) -> Config:
     run: Config = load_config([*words, *own, *([] if names_data(text) else ["data=markov"])])
     vocabulary = run.size.vocab_size
     if names_data(text):
-        return replace(run, size=replace(run.size, vocab_size=vocabulary or vocabulary_size(run.data)))
+        return run
     if run.init_from:
         raise ConfigError(
             f"models: {text!r} has trained weights and random tokens, which are no text that the weights know",

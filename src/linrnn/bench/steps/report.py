@@ -88,7 +88,7 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         first = own[0]
         lines += [
             f"## {_title(first)}", "",
-            f"`{first.line}`: {_sizes(own)}{'; '.join(_turns(own, runs))}.", "",
+            f"`{first.line}`: {_sizes(own)}{_start(first)}{'; '.join(_turns(own, runs))}.", "",
         ]  # fmt: skip
         eager = next((row for row in own if row.loss == EAGER), None)
         cells = [[cell(row, eager) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
@@ -118,6 +118,13 @@ def _sizes(rows: list[Row]) -> str:
     if built is None:
         return ""
     return f"{built.parameters / 1e6:,.1f} M parameters, {built.d:,} hidden dimensions, {built.precision}; "
+
+
+def _start(row: Row) -> str:
+    """What weights and batch come from; empty if both are random, or were not recorded."""
+    named = [f"weights `{row.weights}`"] if row.weights else []
+    named += [f"text of fingerprint `{row.text[:8]}`"] if row.text else []
+    return "".join(f"{name}; " for name in named)
 
 
 def _turns(rows: list[Row], runs: list[str]) -> list[str]:

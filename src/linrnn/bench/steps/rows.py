@@ -31,6 +31,8 @@ class Row:
     loss: str  # as in the configuration, or AGAIN
     run: str  # id in runs.jsonl
     steps: int  # of a turn
+    weights: str | None = None  # directory of the checkpoint that the steps start from; null: random weights
+    text: str | None = None  # fingerprint of the prepared data behind the batch; null: random tokens
     status: str = "ok"  # ok | unsupported | out_of_memory | failed
     reason: str = ""
     wall_ms: list[float] = field(default_factory=list)  # from an idle device to an idle device

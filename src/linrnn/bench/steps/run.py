@@ -26,14 +26,14 @@ import torch
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.timing import synchronize
 from linrnn.bench.records import append_rows, begin_run, results_directory, status_and_reason
-from linrnn.bench.steps.lines import names_data, parse_line
+from linrnn.bench.steps.lines import parse_line
 from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, ratio_of
-from linrnn.bench.training_step import TrainingStep, random_batch
+from linrnn.bench.steps.start import Start, find_start
+from linrnn.bench.training_step import TrainingStep
 from linrnn.config.schema import BenchStepsConfig, Config, FlaModelConfig, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
-from linrnn.data import Batch, BatchLoader, prepare
 from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
@@ -50,7 +50,6 @@ from linrnn.training.runtime import (
     resolve_device,
     resolve_precision,
 )
-from linrnn.training.starting import find_weights
 
 # So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.
 LEARNING_RATE = 1e-8
@@ -68,6 +67,7 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
 
     Raises:
         ConfigError: a line, loss or option is not known, or has no meaning here. Nothing is measured then.
+        DataError: text or weights of a line are missing or damaged. Nothing is measured then.
     """
     if not config.models:
         raise ConfigError("models=[] names no model", "leave models out, or use measure=false to write the page alone")
@@ -75,15 +75,16 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
     losses = {" ".join(text.split()): parse_loss(text) for text in [BASELINE, *config.losses]}
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: parse_loss(BASELINE), **losses}
     lines = {" ".join(text.split()): parse_line(text, config) for text in config.models}
+    starts = {line: find_start(line, run) for line, run in lines.items()}
     for run in lines.values():
         with contextlib.suppress(UnsupportedError):  # it becomes a row
             make_training_plan(run)
     run_id = begin_run(directory, command, config)["id"]
     measured: list[Row] = []
     with tuning.show_progress(say):
-        for number, (line, run) in enumerate(lines.items(), start=1):
+        for number, (line, start) in enumerate(starts.items(), start=1):
             say(f"[{number}/{len(lines)}] {line}")
-            rows = measure_line(config, line, run, losses, device, run_id, say)
+            rows = measure_line(config, line, start, losses, device, run_id, say)
             append_rows(directory, rows)
             measured += rows
     return measured
@@ -92,7 +93,7 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
 def measure_line(
     config: BenchStepsConfig,
     line: str,
-    run: Config,
+    start: Start,
     losses: dict[str, LossConfig],
     device: torch.device,
     run_id: str,
@@ -101,12 +102,14 @@ def measure_line(
     """The rows of one model. What cannot run is a row with the reason."""
     torch._dynamo.reset()  # the graphs of the line before, which also hold its model
     _free(device)
+    run = start.run
     precision = resolve_precision(run.trainer.precision, device)
-    assert run.size.vocab_size is not None
     rows = {
         text: Row(
             line, run.model.label, run.size.name, 0, run.trainer.batch_size, run.trainer.seq_len, run.size.hidden_size,
-            run.size.vocab_size, precision, text, run_id, config.steps,
+            start.vocab_size, precision, text, run_id, config.steps,
+            weights=str(start.weights.directory) if start.weights else None,
+            text=start.data.fingerprint if start.data else None,
         )
         for text in losses
     }  # fmt: skip
@@ -116,11 +119,11 @@ def measure_line(
         _attempt(row, device, lambda loss=losses[text], row=row: _check(run, loss, row))  # type: ignore[misc]
     first = next((row for row in rows.values() if row.status == "ok"), None)
     if first is not None:
-        _attempt(first, device, lambda: built.append(Bench(config, run, device, has_data=names_data(line))))
+        _attempt(first, device, lambda: built.append(Bench(config, start, device)))
     if built:
         say(f"  built in {time.perf_counter() - began:.0f} s: {first and first.parameters:,} parameters")
-        if built[0].remark:
-            say(f"  {built[0].remark}")
+        if start.weights and start.weights.remark:
+            say(f"  {start.weights.remark}")
         built.pop().measure({text: row for text, row in rows.items() if row.status == "ok"}, losses, say)
     elif first is not None:  # without a model no loss can run
         for row in rows.values():
@@ -142,17 +145,13 @@ def _check(run: Config, loss: LossConfig, row: Row) -> None:
 
 
 class Bench:
-    """One model, its optimizer and its batch. Kernels of the model are compiled.
+    """One model, its optimizer and its batch. Kernels of the model are compiled."""
 
-    Attributes:
-        remark: a line for the user about the weights that the line names; None if there is nothing to say.
-    """
-
-    def __init__(self, config: BenchStepsConfig, run: Config, device: torch.device, *, has_data: bool = False) -> None:
+    def __init__(self, config: BenchStepsConfig, start: Start, device: torch.device) -> None:
+        run = start.run
         self.config, self.device, self.graphed = config, device, run.trainer.cuda_graph
         plan = make_training_plan(run)
-        assert run.size.vocab_size is not None
-        arch, trainer = plan.architecture(run.size.vocab_size), run.trainer
+        arch, trainer = plan.architecture(start.vocab_size), run.trainer
         self.dtype = compute_dtype(plan.precision)
         prepare_process(run, device)
         model = _build_model(arch, run, device, parameter_dtype(plan.precision))
@@ -163,8 +162,9 @@ class Bench:
         if trainer.compile != "none":
             model.set_compile(trainer.compile)
             self.graphs = GraphCounter()
-        self.remark: str | None = None
-        batch = self._start(model, run, has_data)
+        if start.weights:
+            start.weights.load(model)
+        batch = start.batch()
         self.step = TrainingStep(
             model, build_optimizer(model, run.optimizer, device), batch, tokens=batch.n_tokens,
             precision=plan.precision, device=device, max_grad_norm=run.optimizer.max_grad_norm,
@@ -175,22 +175,6 @@ class Bench:
             self.step.drop_gradients()
             _free(device)
         self._allocate_moments()
-
-    def _start(self, model: LanguageModel, run: Config, has_data: bool) -> Batch:
-        """Load the weights that the line names. Returns the first training batch of its data, or random tokens."""
-        trainer = run.trainer
-        if not has_data:
-            return random_batch(trainer.batch_size, trainer.seq_len, model.arch.vocab_size, run.seed)
-        data = prepare(run.data)
-        if run.init_from:
-            weights = find_weights(run.init_from, data)
-            weights.load(model)
-            self.remark = weights.remark
-        loader = BatchLoader(
-            data.train, seq_len=trainer.seq_len, batch_size=trainer.batch_size, seed=run.seed,
-            reset_at_document=run.data.reset_at_document,
-        )  # fmt: skip
-        return next(loader)
 
     def _allocate_moments(self) -> None:
         """Let the optimizer allocate its state, at a rate of 0. A loss that fails cannot leave half of it."""
