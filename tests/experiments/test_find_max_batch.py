@@ -62,9 +62,11 @@ def test_probes_are_training_runs_and_are_not_made_again(small: Small, command: 
 
 
 class FakeProcess:
-    """The ranks of a probe. With more than five sequences a rank, rank 1 runs out of memory."""
+    """The ranks of a probe. With more than `fitting` sequences a rank, rank 1 runs out of memory."""
 
     started: ClassVar[list[tuple[int, int]]] = []
+    fitting: ClassVar[int] = 5
+    bytes_of_a_sequence: ClassVar[int] = 9 * 2**20
 
     def __init__(self, point: Point, environment: dict[str, str]) -> None:
         self.point = point
@@ -78,9 +80,13 @@ class FakeProcess:
     def conclude(self) -> dict[str, Any]:
         batch = self.point.config.trainer.batch_size // UNIT[self.point.config.parallel.name]
         summary = write_summary(self.point, "out_of_memory", "rank 1 stopped: out of memory at step 3")
-        if batch > 5:
+        if batch > self.fitting:
             return summary
-        figures = {"status": "finished", "peak_memory_bytes": 9 * 2**20 * batch, "tokens_per_second": 9.0}
+        figures = {
+            "status": "finished",
+            "peak_memory_bytes": self.bytes_of_a_sequence * batch,
+            "tokens_per_second": 9.0,
+        }
         return {**summary, **figures, "tokens_per_second_is": "wall clock"}
 
 
@@ -107,6 +113,34 @@ def test_probes_of_two_ranks_find_the_batch_of_a_rank(
     [path] = (tmp_path / "results/max_batch/answers").glob("*/max_batch.json")
     written = json.loads(path.read_text())
     assert (written["world_size"], written["parallel"], written["max_sequences"]) == (2, parallel, 5)
+
+
+@pytest.mark.usefixtures("quick_points")
+def test_a_right_forecast_asks_one_process_alone(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them takes seconds to start, beside the two probes."""
+    asked: list[str] = []
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        asked.append(function.__name__)
+        return function(*arguments)
+
+    def search(group: str) -> Answer:
+        overrides = [o for o in small("parallel=fsdp") if not o.startswith("trainer.max_steps")]
+        own = [f"group={group}", "memory_budget_gib=0.5", "max_probes=9", "ranks=2"]
+        own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
+        return find_max_batch(load_config(own_keys, "find_max_batch"), runs, lambda line: None)
+
+    monkeypatch.setattr(max_batch, "Process", FakeProcess)
+    monkeypatch.setattr(max_batch, "in_another_process", ask)
+    monkeypatch.setattr(FakeProcess, "started", [])
+    foreseen = search("wrong").foreseen
+    assert foreseen is not None
+    assert foreseen > FakeProcess.fitting
+    assert "_point" in asked
+    asked.clear()
+    monkeypatch.setattr(FakeProcess, "fitting", foreseen)
+    monkeypatch.setattr(FakeProcess, "bytes_of_a_sequence", 2**29 // (foreseen + 1))
+    assert (search("right").batch, asked) == (foreseen, ["_look_ahead"])
 
 
 @pytest.mark.usefixtures("quick_points")

@@ -151,39 +151,54 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.valid_tokens=1",  # the final validation cannot be left out: one batch
         "logger.wandb.mode=disabled",
     ]
-    on_gpu, model, environment, unit = in_another_process(_look_ahead, probe_overrides, budget, config.ranks)
-    if on_gpu:
-        probe_overrides.append(f"memory_budget_gib={config.memory_budget_gib}")
-
-    def foreseen(batch: int) -> float:
-        assert model is not None
-        step = model[-1] - model[-2]
-        return model[batch - 1] if batch <= len(model) else model[-1] + step * (batch - len(model))
+    ahead = in_another_process(_look_ahead, probe_overrides, budget, config.ranks)
+    model = None if ahead.peaks is None else ahead.foreseen
 
     def probe(batch: int) -> Probe:
         say(f"  trying {batch} sequences for {config.probe_steps} steps")
-        point = in_another_process(foresee, [[*probe_overrides, f"trainer.batch_size={unit * batch}"]], config.ranks)[0]
-        result = _probe(point, batch, budget, None if model is None else int(foreseen(batch)), environment)
+        point = ahead.points.get(batch) or in_another_process(_point, batch, ahead.overrides, ahead.unit, config.ranks)
+        result = _probe(point, batch, budget, None if model is None else int(model(batch)), ahead.environment)
         say(f"  {_line(result)}")
         return result
 
-    expected = "unknown, hence measured" if model is None else f"{_largest(foreseen, budget)} sequences"
+    expected = "unknown, hence measured" if model is None else f"{_largest(model, budget)} sequences"
     say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {expected}")
-    answer = search(probe, None if model is None else foreseen, budget, config.max_probes)
-    for line in report(answer, on_gpu, config.ranks):
+    answer = search(probe, model, budget, config.max_probes)
+    for line in report(answer, ahead.on_gpu, config.ranks):
         say(line)
-    _write(config, overrides, answer, environment, say)
+    _write(config, overrides, answer, ahead.environment, say)
     return answer
 
 
-def _look_ahead(
-    overrides: Sequence[str], budget: float, ranks: int = 1
-) -> tuple[bool, list[int] | None, dict[str, Any], int]:
-    """Four facts from one process, which takes seconds to start: (on a GPU, expected peaks, environment, unit).
+@dataclass(frozen=True)
+class Ahead:
+    """What is known before the first probe.
 
-    The expected peaks are those of 1, 2, 3 … sequences a rank, up to twice the budget; None if unknown. The unit is
-    `trainer.batch_size` where each rank has one sequence.
+    Attributes:
+        on_gpu: whether the probes run on a GPU.
+        peaks: expected bytes of 1, 2, 3 … sequences a rank, up to twice the budget; None if unknown.
+        environment: of this machine.
+        overrides: of all probes.
+        unit: `trainer.batch_size` where each rank has one sequence.
+        points: the probes that a right forecast needs, by their sequences a rank.
     """
+
+    on_gpu: bool
+    peaks: list[int] | None
+    environment: dict[str, Any]
+    overrides: list[str]
+    unit: int
+    points: dict[int, Point]
+
+    def foreseen(self, batch: int) -> float:
+        """Expected bytes of a batch, beyond the table by its last difference."""
+        assert self.peaks is not None
+        step = self.peaks[-1] - self.peaks[-2]
+        return self.peaks[batch - 1] if batch <= len(self.peaks) else self.peaks[-1] + step * (batch - len(self.peaks))
+
+
+def _look_ahead(overrides: list[str], budget: float, ranks: int = 1) -> Ahead:
+    """Look ahead in one process, since each takes seconds to start."""
     from linrnn.config import load_config
 
     config: Config = load_config(overrides)
@@ -191,7 +206,20 @@ def _look_ahead(
     unit = ranks // config.parallel.data_ranks(ranks)
     trainer = dataclasses.replace(config.trainer, batch_size=unit)
     with as_first_of(ranks):
-        return *_ahead(dataclasses.replace(config, trainer=trainer), budget, ranks), unit
+        found = _ahead(dataclasses.replace(config, trainer=trainer), budget, ranks)
+    on_gpu, peaks, _ = found
+    if on_gpu:
+        overrides = [*overrides, f"memory_budget_gib={budget / GIB}"]
+    ahead = Ahead(*found, overrides, unit, {})
+    first = 1 if peaks is None else max(_largest(ahead.foreseen, budget), 1)
+    for batch in (first, first + 1):
+        ahead.points[batch] = _point(batch, overrides, unit, ranks)
+    return ahead
+
+
+def _point(batch: int, overrides: Sequence[str], unit: int, ranks: int) -> Point:
+    """The probe of `batch` sequences a rank."""
+    return foresee([[*overrides, f"trainer.batch_size={unit * batch}"]], ranks)[0]
 
 
 def _ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[int] | None, dict[str, Any]]:
