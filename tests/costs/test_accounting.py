@@ -318,7 +318,7 @@ def committed_runs() -> list[dict]:
 HELD_LOSS_INPUTS = {"3bec707", "3cf9e76", "69db6ff", "70d6d6b", "73a76c2", "bcfbc0f", "bf01aad", "cc321ce", "f99e96a"}
 
 # All other runs on an H200 are of older kernels.
-NEWER_ON_H200 = {"ed11164", "cb07b03"}
+NEWER_ON_H200 = {"ed11164", "cb07b03", "6556fe3"}
 
 # With `model.chunk_size` this commit's GLA saved the summed decays in fp32; FLA saves the decays in bf16.
 HELD_SUMS_OF_DECAYS = "cc321ce"
@@ -365,11 +365,13 @@ def foreseen(run: dict) -> MemoryEstimate:
 
 
 def test_nothing_is_left_out_where_nothing_is_rounded_up():
-    """Gated DeltaNet's tensors at 1b3 fill the allocator's blocks, so no rounding hides a missing term.
+    """Gated DeltaNet's tensors at 1b3 and 8 sequences fill the allocator's blocks, so no rounding hides a missing term.
 
-    If the peak lies in the loss layer, tensors of the blocks' backward pass fill the blocks less.
+    If the peak lies in the loss layer, tensors of the blocks' backward pass fill the blocks less. With 10 sequences, whose
+    tensors are no multiples of 2 MiB, the peak lies 4 MiB above the formulas' (of 73 GiB).
     """
-    runs = [run for run in committed_runs() if (run["model"], run["size"]) == ("gated_deltanet", "1b3")]
+    eight = ("gated_deltanet", "1b3", 8)
+    runs = [run for run in committed_runs() if (run["model"], run["size"], run["batch_size"]) == eight]
     runs = [run for run in runs if foreseen(run).peak == foreseen(run).at_loss]
     found = {(run["loss"], run["activation_checkpointing"]) for run in runs}
     assert found == {("compiled", "none"), ("compiled", "full"), ("cce_kahan", "none"), ("standard", "full")}

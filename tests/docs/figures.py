@@ -7,10 +7,10 @@ from typing import Any
 from blocks import ROOT
 
 from linrnn.bench.steps.rows import Row
+from linrnn.study.benchmarks.step_speed import names_of
 from linrnn.study.criteria import Criterion, Verdict
 from linrnn.study.curves import difference
 from linrnn.study.results import Run, read_committed
-from linrnn.study.step_speed import names_of
 from linrnn.study.verdicts import verdicts
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

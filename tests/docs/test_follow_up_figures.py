@@ -10,11 +10,11 @@ from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_in
 
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import read_committed
-from linrnn.study.step_speed import host_share, step_speeds
 from linrnn.study.verdicts import verdicts
 
 # Model lines of the follow-ups, and the lines that they are compared with; by the name of the model.

@@ -1,5 +1,7 @@
 """The figures of what runs cost beside their loss: docs/first_step.md and docs/multi_gpu.md."""
 
+import re
+
 from blocks import ROOT
 
 from linrnn.bench.first_step.rows import read_rows as read_first_steps
@@ -66,6 +68,12 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
     assert f"is the median of five ({found.low:.1f} to {found.high:.1f})" in page
     kda = ends["kda_1b3", "e8795ac"]
     assert f"The five runs of KDA 1b3 took {min(kda):.1f} to {max(kda):.1f} s" in page
+    probes = (ROOT / "results/log/2026-11-27/first_steps_of_probes_6556fe3.txt").read_text(encoding="utf-8")
+    first_of: dict[str, str] = {}
+    for machine, ended in re.findall(r"^(\d) \S+ gated_deltanet .* ([\d.]+) s after the start", probes, re.M):
+        first_of.setdefault(machine, ended)
+    assert "ended its first step after {} s on one, and after {} s on the other".format(*first_of.values()) in page
+    assert "none tuned here" in probes
     first, *later = second_machine
     assert (
         f"took {first:.1f} s in its first run, and {min(later):.1f} to {max(later):.1f} s in three later ones" in page

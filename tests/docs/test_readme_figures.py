@@ -9,9 +9,9 @@ from blocks import ROOT
 from figures import MEASURED, README, STEPS, UNITS, linked
 
 from linrnn.bench.steps.rows import read_rows
+from linrnn.study.benchmarks.step_speed import step_speeds
 from linrnn.study.criteria import MVE_LOSS
 from linrnn.study.results import read_committed
-from linrnn.study.step_speed import step_speeds
 from linrnn.study.verdicts import verdicts
 
 

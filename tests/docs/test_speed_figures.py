@@ -18,7 +18,7 @@ from figures import (
 
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
-from linrnn.study.step_speed import host_share, step_speeds
+from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,20 @@ def test_a_right_model_needs_two_probes_the_batch_and_one_more() -> None:
     assert (answer.batch, answer.too_large, answer.foreseen, answer.exact) == (11, 12, 11, True)
 
 
+def test_a_model_one_sequence_too_high_needs_two_probes() -> None:
+    log: list[int] = []
+    answer = search(probing(line(20.7, 0.7), 78 * GIB, log), line(20, 0.7), 78 * GIB, 6)
+    assert log == [82, 81]
+    assert (answer.batch, answer.exact) == (81, True)
+
+
+def test_a_model_far_too_high_goes_back_by_growing_parts() -> None:
+    log: list[int] = []
+    answer = search(probing(line(70, 1), 80 * GIB, log), line(0, 1), 80 * GIB, 9)
+    assert log[:5] == [80, 79, 69, 49, 9]
+    assert (answer.batch, answer.exact) == (10, True)
+
+
 @pytest.mark.parametrize("error", [0.8, 0.9, 0.97, 1.03, 1.1, 1.25])
 @pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2)])
 def test_a_model_wrong_by_up_to_a_quarter_ends_exact_within_six_probes(
@@ -75,7 +89,7 @@ def test_not_even_one_sequence_is_an_answer() -> None:
 def test_a_search_without_a_fitting_batch_does_not_say_that_one_sequence_is_too_many() -> None:
     log: list[int] = []
     answer = search(probing(line(70, 1), 40 * GIB, log), line(0, 1), 40 * GIB, 2)
-    assert (log, answer.batch, answer.too_large, answer.exact) == ([40, 35], 0, 35, False)
+    assert (log, answer.batch, answer.too_large, answer.exact) == ([40, 39], 0, 39, False)
     assert "raise max_probes" in report(answer, on_gpu=True)[1]
 
 

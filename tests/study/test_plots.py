@@ -14,8 +14,9 @@ from linrnn.core.plot_style import LOSSES, in_words, looks
 from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words
 from linrnn.study import figures, plots
+from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
+from linrnn.study.benchmarks.step_speed import HOST, step_peaks, step_speeds
 from linrnn.study.results import read_committed
-from linrnn.study.step_speed import HOST, step_peaks, step_speeds
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARIES = ROOT / "results" / "summaries"
@@ -86,7 +87,7 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     figure = figures.study(ROOT / "results")
     speed, batch, memory, loss, curves = figure.axes
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles[0] == "Tokens/s, same batch: ratio ≥ 1.08 asked (more is better; n = 8)"
+    assert titles[0] == "Tokens/s, same batch: ratio ≥ 1.08 asked (more is better; n = 6 to 8)"
     assert titles[3] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (left: lower; n = 12)"
 
     def faces(axes: Axes) -> list[str]:
@@ -95,7 +96,7 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     def names(axes: Axes) -> list[str]:
         return [label.get_text() for label in axes.get_yticklabels()]
 
-    folders = [ROOT / "results" / "bench_steps" / f"{figures.DEVICE}{end}" for end in ("", "_350m_graphs")]
+    folders = [ROOT / "results" / "bench_steps" / name for name in figures.STEPS]
     speeds = [one.verdict for folder in folders for one in step_speeds(read_rows(folder))]
     drawn = [v for v in speeds if v.backend in ("cce_kahan", AGAIN)]
     assert faces(speed).count("white") == sum(v.verdict == "undecided" for v in drawn) > 0
@@ -103,12 +104,15 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert len(names(speed)) == len({v.setting for v in drawn}) == sum(v.backend == AGAIN for v in drawn)
     waiting = {v.setting.split(",")[0] for v in drawn if HOST in v.remark}
     assert {name.split(",")[0] for name in names(speed) if name.endswith("(host)")} == waiting == {"GLA 350m"}
-    peaks = [v for v in step_peaks(read_rows(ROOT / "results" / "bench_steps" / figures.DEVICE)) if v.value]
+    peaks = [v for folder in folders[:2] for v in step_peaks(read_rows(folder)) if v.value]
     shown = [text.get_text() for text in memory.texts]
     today = [f"{v.value:.3f}" for v in peaks if v.backend == "cce_kahan" and "1b3" in v.setting]
-    assert len(today) == 9
+    assert len(today) == 11
     assert all(shown.count(value) >= today.count(value) for value in today), "today's kernels, not older ones"
     assert "white" not in faces(memory) + faces(batch), "they do not scatter"
+    ratios = [verdict.value for _, verdict in batch_verdicts(searches_on_the_h100(ROOT / "results"))]
+    assert len(names(batch)) == 8, "four models, with and without checkpointing"
+    assert sorted(text.get_text() for text in batch.texts) == sorted(f"{ratio:.2f}" for ratio in ratios)
     assert all(bar.get_width() < 0 for bar in memory.patches)
     assert all(bar.get_width() > 0 for bar in speed.patches)
     assert names(loss)[-1] == names(curves)[-1] == "control (compiled_nudged)"

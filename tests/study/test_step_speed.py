@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from linrnn.bench.steps.rows import AGAIN, Row
-from linrnn.study.step_speed import HOST, StepSpeed, names_of, step_speeds
+from linrnn.study.benchmarks.step_speed import HOST, StepSpeed, names_of, step_speeds
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"

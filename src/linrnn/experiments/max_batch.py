@@ -73,7 +73,8 @@ def search(
 
     The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
     it by the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or
-    halves the interval if the model's guess lies outside. Without a memory model the first probe is one sequence.
+    halves the interval if the model's guess lies outside. If the first guess fails, one sequence less is tried, because
+    the formulas leave out fragmentation. Without a memory model the first probe is one sequence.
     Memory is then assumed proportional to the batch, until two peaks give a line.
 
     Args:
@@ -97,8 +98,9 @@ def search(
         )
         if failing is None:
             batch = max(guess, fitting + 1)
-        elif fitting == 0:  # nothing measured: go back by an eighth, then a quarter, a half …
-            batch = max(failing - max((foreseen or 1) >> max(4 - len(probes), 1), 1), 1)
+        elif fitting == 0:  # nothing measured: back by one, then by an eighth of the first guess, a quarter, a half
+            back = 1 if len(probes) == 1 else probes[0].batch >> max(5 - len(probes), 1)
+            batch = max(failing - max(back, 1), 1)
         elif fitting <= guess < failing:
             batch = max(guess, fitting + 1)
         else:
@@ -180,7 +182,7 @@ class Ahead:
         environment: of this machine.
         overrides: of all probes.
         unit: `trainer.batch_size` where each rank has one sequence.
-        points: the probes that a right forecast needs, by their sequences a rank.
+        points: the probes that a forecast needs that is right or one sequence too high, by their sequences a rank.
     """
 
     on_gpu: bool
@@ -212,7 +214,7 @@ def _look_ahead(overrides: list[str], budget: float, ranks: int = 1) -> Ahead:
         overrides = [*overrides, f"memory_budget_gib={budget / GIB}"]
     ahead = Ahead(*found, overrides, unit, {})
     first = 1 if peaks is None else max(_largest(ahead.foreseen, budget), 1)
-    for batch in (first, first + 1):
+    for batch in range(max(first - 1, 1), first + 2):
         ahead.points[batch] = _point(batch, overrides, unit, ranks)
     return ahead
 

@@ -11,9 +11,12 @@ from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.plot_style import looks, save
-from linrnn.study.filter_speed import filter_speeds
+from linrnn.study.benchmarks.filter_speed import filter_speeds
+from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
+from linrnn.study.benchmarks.step_speed import step_peaks, step_speeds
 from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (
+    batch_rows,
     changed_losses,
     distances,
     distances_from_compiled,
@@ -28,8 +31,7 @@ from linrnn.study.plots import (
 )
 from linrnn.study.plots.select import named
 from linrnn.study.report.settings import changes_of_loss
-from linrnn.study.results import MAX_BATCHES, read_committed, read_list
-from linrnn.study.step_speed import step_peaks, step_speeds
+from linrnn.study.results import read_committed
 from linrnn.study.verdicts import CONTROL, verdicts
 
 # Groups below results/summaries for the study's picture: the MVE over twelve seeds, and the models at 1.3B.
@@ -42,7 +44,6 @@ STUDY = (
     "phase2_models",
 )
 NO_CHECKPOINTING, CHECKPOINTING = "phase2_expandable", "phase2_expandable_gla_full"
-BATCHES = ("phase2_expandable", "phase2_expandable_gla_full", "phase2_expandable_transformer")
 FILTERS = {  # of the group "apple": the words for a loss, and what its colour stands for
     "cce_filter filter_unbiased=False": ("our kernels drop small entries of dE", "paper"),
     "cce_filter filter_unbiased=True": ("our kernels estimate these entries from a sample", "cce_filter"),
@@ -64,6 +65,7 @@ FINE_TUNING = {  # losses of these groups: the words for a loss, and the label w
 }
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
+STEPS = DEVICE, f"{DEVICE}_gated_deltanet", f"{DEVICE}_350m_graphs"  # folders of whole steps
 GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
 
 
@@ -104,15 +106,16 @@ def study(results: Path) -> Any:
     for group in STUDY:
         directory = results / "summaries" / group
         runs = read_committed(directory)
-        found = verdicts(runs, read_list(directory / MAX_BATCHES))
+        found = verdicts(runs)
         kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
         losses += loss_rows(found) if group == SEEDS else []
-    steps, graphs = (read_rows_of_steps(results / "bench_steps" / name) for name in (DEVICE, f"{DEVICE}_350m_graphs"))
-    for row in peak_rows(step_peaks(steps)):
+    own, delta_net, graphs = (read_rows_of_steps(results / "bench_steps" / name) for name in STEPS)
+    for row in peak_rows(step_peaks([*own, *delta_net])):
         key = row.verdict.criterion, row.name, row.verdict.against
         kept[key] = replace(row, attainable=kept[key].attainable)  # a share of the baseline's peak, as it was
-    speeds = [one for rows in (steps, graphs) for one in step_speeds(rows)]
-    return forest([*speed_rows(speeds), *kept.values(), *losses])
+    speeds = [one for rows in (own, delta_net, graphs) for one in step_speeds(rows)]
+    batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
+    return forest([*speed_rows(speeds), *batches, *kept.values(), *losses])
 
 
 def peak_memory(results: Path) -> Any:
@@ -125,11 +128,9 @@ def peak_memory(results: Path) -> Any:
 
 
 def largest_batch(results: Path) -> Any:
-    """The largest batches from searches with an exact result."""
-    answers = [answer for group in BATCHES for answer in read_list(results / "summaries" / group / MAX_BATCHES)]
-    if not answers:
-        raise DataError(f"{results / 'summaries'} holds no largest batches", "python scripts/find_max_batch.py")
-    return largest_batches(answers)
+    """The largest batches on an H100, from searches with an exact result."""
+    answers = [search.answer() for search in searches_on_the_h100(results).values() if search.exact]
+    return largest_batches(answers, "How many sequences of a 1.3B model fit on an H100 of 80 GB?")
 
 
 def filters(results: Path) -> Any:

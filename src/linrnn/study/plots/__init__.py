@@ -4,7 +4,7 @@ from linrnn.core.plot_style import save
 from linrnn.study.plots.changes import changed_losses
 from linrnn.study.plots.filter_speed import filter_speed_up
 from linrnn.study.plots.fine_tuning import distances_from_compiled
-from linrnn.study.plots.forest import Row, forest, loss_rows, peak_rows, speed_rows, study_rows
+from linrnn.study.plots.forest import Row, batch_rows, forest, loss_rows, peak_rows, speed_rows, study_rows
 from linrnn.study.plots.learning import distances, dropped_mass, loss_curves
 from linrnn.study.plots.memory import largest_batches, memory_parts
 from linrnn.study.plots.scaling import (
@@ -31,6 +31,7 @@ __all__ = [
     "DEVICE_TIME",
     "Row",
     "baseline_of",
+    "batch_rows",
     "batch_scaling",
     "changed_losses",
     "chunk_sizes",

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from linrnn.core.plot_style import COLOURS, GREY, TARGET, legend_below, subplots
+from linrnn.study.benchmarks.filter_speed import FilterSpeed
 from linrnn.study.criteria import BACKWARD, UNDECIDED
-from linrnn.study.filter_speed import FilterSpeed
 
 MARKERS = {"peaked": "o", "flat": "s"}
 NOTE = "The loss layer alone. Bars: 90 % interval of the rounds. Filled: met or missed. Hollow: undecided."

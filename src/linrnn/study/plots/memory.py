@@ -105,28 +105,34 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many se
         if answer["exact"] and answer.get("world_size", 1) == 1
     ]
     kinds = [kind for kind in ("none", "selective", "full") if any(kind == one[0] for one in own)]
-    names = sorted({name for _, _, name, _ in own}, key=lambda name: (loss_of(name) != "standard", name != "compiled"))
-    figure, [panels] = subplots(1, max(len(kinds), 1), figsize=(1 + 4 * max(len(kinds), 1), 3.9), squeeze=False)
+    order = ("standard", "compiled", "liger")
+    names = sorted({name for _, _, name, _ in own}, key=lambda name: [loss_of(name) != one for one in order])
+    models = list(dict.fromkeys(model for _, model, _, _ in own))
+    wide = len(models) > 2
+    rows, columns = (max(len(kinds), 1), 1) if wide else (1, max(len(kinds), 1))
+    size = (9, 0.9 + 2.9 * rows) if wide else (1 + 4 * columns, 3.9)
+    figure, grid = subplots(rows, columns, figsize=size, squeeze=False)
+    step = 0.81 / max(len(names), 3)
     bars: dict[str, Any] = {}
-    for axes, kind in zip(panels, kinds, strict=False):
-        models = list(dict.fromkeys(model for one, model, _, _ in own if one == kind))
+    for axes, kind in zip(grid.flat, kinds, strict=False):
         sizes = {(model, name): most for one, model, name, most in own if one == kind}
         for (model, name), most in sizes.items():
-            place = models.index(model) + (names.index(name) - (len(names) - 1) / 2) * 0.27
+            place = models.index(model) + (names.index(name) - (len(names) - 1) / 2) * step
             colour = LOSSES.get(loss_of(name), OTHER)[0]
-            bars[in_words(name)] = axes.bar(place, most, width=0.25, color=colour)
+            bars[in_words(name)] = axes.bar(place, most, width=0.93 * step, color=colour)
             base = sizes.get((model, "compiled"))
             ratio = f"\n{most / base:.2f} x" if base and name != "compiled" else ""
             axes.text(place, most, f"{most}{ratio}", ha="center", va="bottom", fontsize=8.5)
         axes.set_xticks(range(len(models)), [model_in_words(model) for model in models])
         axes.grid(visible=False, axis="x")
-        axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
         axes.locator_params(axis="y", integer=True, nbins=6)
         axes.set_title(f"{'no' if kind == 'none' else kind} activation checkpointing")
-    panels[0].set_ylabel("sequences of 2,048 tokens")
-    if len({answer["seq_len"] for answer in answers}) != 1:
-        panels[0].set_ylabel("sequences")
+    lengths = {answer["seq_len"] for answer in answers}
+    words = f"sequences of {lengths.pop():,} tokens" if len(lengths) == 1 else "sequences"
+    for axes in grid[:, 0]:
+        axes.set_ylabel(words)
     figure.suptitle(title)
-    order = {in_words(name): bars[in_words(name)] for name in names if in_words(name) in bars}
-    legend_below(figure, order, "x: ratio to torch.compile's largest batch")
+    legend = {in_words(name): bars[in_words(name)] for name in names if in_words(name) in bars}
+    legend_below(figure, legend, "x: ratio to torch.compile's largest batch. No bar: not measured.")
     return figure

@@ -13,7 +13,7 @@ from linrnn.study.plots.select import baseline_of, clock_of, family, heading, me
 from linrnn.study.results import Run, loss_layer_share, loss_time_share
 
 AXES = {"seq_len": "tokens per sequence", "vocab_size": "vocabulary, entries"}
-CROWDED = 1.3  # two ticks of a logarithmic axis with a smaller ratio would overlap
+CROWDED = 0.12  # two ticks that are nearer than this part of a logarithmic axis would overlap
 
 
 def pareto(runs: Sequence[Run]) -> Any:
@@ -120,13 +120,13 @@ def _panels(
 
     A point is the median over seeds, with the 90 % interval if there are several; single seeds are pale. A line joins a
     loss's points. With `along`, these points are settings that differ only in that key. If a model has several such
-    families of settings, its largest is drawn.
+    families of settings, its largest is drawn. A loss with one value of that key has no line, and is left out.
 
     Tokens/s start at zero, so that chance differences look as small as they are. `from_zero`: other values also start
     at zero, with one scale for all panels.
     """
     value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
-    own = named(measured(runs) if along is None else family(measured(runs), along))
+    own = named(measured(runs)) if along is None else _lines(named(family(measured(runs), along)), x)
     panels = list(dict.fromkeys(_panel(run) for run, _ in own))
     columns = min(max(len(panels), 1), 2)
     rows = max(-(-len(panels) // columns), 1)
@@ -143,8 +143,6 @@ def _panels(
             if _panel(run) == panel:
                 points[name][x(run.summary) if along else run.setting].append((x(run.summary), value(run)))
         for name, by_setting in points.items():
-            if along and len(by_setting) < 2:
-                continue
             lines[in_words(name)] = _draw(axes, list(by_setting.values()), found[name])
             several |= any(len(seeds) > 1 for seeds in by_setting.values())
         if level is not None:
@@ -163,6 +161,14 @@ def _panels(
     figure.suptitle(title)
     legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds." if several else "")
     return figure
+
+
+def _lines(own: Sequence[tuple[Run, str]], x: Callable[[dict[str, Any]], float]) -> list[tuple[Run, str]]:
+    """The runs of losses that have several values of `x` in their panel."""
+    values: dict[tuple[tuple[str, str], str], set[float]] = defaultdict(set)
+    for run, name in own:
+        values[_panel(run), name].add(x(run.summary))
+    return [(run, name) for run, name in own if len(values[_panel(run), name]) > 1]
 
 
 def _ticks(axes: Any, values: Sequence[float]) -> None:
@@ -210,9 +216,10 @@ def _heading(panel: tuple[str, str], runs: Sequence[Run]) -> str:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """The values that leave enough room between ticks. The smaller of two that would overlap is kept."""
+    """Of rising values, those that leave enough room between ticks. The smaller of two that would overlap is kept."""
     ticks: list[float] = []
+    apart = (values[-1] / values[0]) ** CROWDED
     for value in values:
-        if not ticks or value > CROWDED * ticks[-1]:
+        if not ticks or value > apart * ticks[-1]:
             ticks.append(value)
     return ticks

@@ -1,0 +1,78 @@
+"""The largest batches on an H100 of 80 GB. Several groups of runs hold the probes of these searches."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linrnn.study.criteria import BATCH, Verdict, judge
+from linrnn.study.older_rows import checkpointing_of
+from linrnn.study.results import Run, read_committed
+from linrnn.study.verdicts import BASELINES
+
+SEARCHES = (
+    "largest_h100",
+    "largest_h100_models",
+    "largest_h100_none",
+    "largest_h100_none_models",
+    "largest_h100_full",
+    "largest_h100_kda",
+    "largest_h100_gated_deltanet",
+)
+Key = tuple[str, str, str]  # model, kind of activation checkpointing, loss
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the probes of a model, a kind of checkpointing and a loss say.
+
+    Attributes:
+        probes: the summaries of the runs, by batch in sequences.
+    """
+
+    probes: dict[int, dict[str, Any]]
+
+    @property
+    def batch(self) -> int:
+        """The largest batch that ran; 0 if none did."""
+        return max((batch for batch, row in self.probes.items() if row["status"] == "finished"), default=0)
+
+    @property
+    def too_large(self) -> int | None:
+        """The smallest batch that ran out of memory; None if none did."""
+        return min((batch for batch, row in self.probes.items() if row["status"] == "out_of_memory"), default=None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether one sequence more was tried and did not fit."""
+        return self.too_large == self.batch + 1
+
+    def answer(self) -> dict[str, Any]:
+        """The search as scripts/find_max_batch.py writes it: its largest run's summary, `max_sequences` and `exact`."""
+        return {**self.probes[self.batch], "max_sequences": self.batch, "exact": self.exact}
+
+
+def searches(runs: Iterable[Run]) -> dict[Key, Search]:
+    """The searches that the runs belong to. Of two runs of one batch, the later one is kept."""
+    found: dict[Key, dict[int, dict[str, Any]]] = {}
+    for summary in (run.summary for run in runs):
+        key = summary["model"], checkpointing_of(summary), summary["loss"]
+        found.setdefault(key, {})[summary["batch_size"]] = summary
+    return {key: Search(probes) for key, probes in found.items()}
+
+
+def searches_on_the_h100(results: Path, groups: Sequence[str] = SEARCHES) -> dict[Key, Search]:
+    """The searches of the committed groups below `results`, by model and without checkpointing first."""
+    found = searches(run for group in groups for run in read_committed(results / "summaries" / group))
+    models = list(dict.fromkeys(model for model, _, _ in found))
+    return dict(sorted(found.items(), key=lambda entry: (models.index(entry[0][0]), entry[0][1] != "none")))
+
+
+def batch_verdicts(found: dict[Key, Search], loss: str = "cce_kahan") -> list[tuple[Key, Verdict]]:
+    """How many times as many sequences fit with `loss` as with each baseline. Inexact searches are left out."""
+    return [
+        (key, judge(BATCH, key[0], loss, against, [own.batch / base.batch], setting=f"checkpointing {key[1]}"))
+        for key, own in found.items()
+        for against in BASELINES
+        if key[2] == loss and own.exact and (base := found.get((*key[:2], against))) is not None and base.exact
+    ]
