@@ -367,8 +367,8 @@ def foreseen(run: dict) -> MemoryEstimate:
 def test_nothing_is_left_out_where_nothing_is_rounded_up():
     """Gated DeltaNet's tensors at 1b3 and 8 sequences fill the allocator's blocks, so no rounding hides a missing term.
 
-    If the peak lies in the loss layer, tensors of the blocks' backward pass fill the blocks less. With 10 sequences, whose
-    tensors are no multiples of 2 MiB, the peak lies 4 MiB above the formulas' (of 73 GiB).
+    If the peak lies in the loss layer, tensors of the blocks' backward pass fill the blocks less. With 10 sequences the
+    tensors are no multiples of 2 MiB, and the peak lies 4 MiB above the formulas' (of 73 GiB).
     """
     eight = ("gated_deltanet", "1b3", 8)
     runs = [run for run in committed_runs() if (run["model"], run["size"], run["batch_size"]) == eight]
