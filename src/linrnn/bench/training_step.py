@@ -11,10 +11,10 @@ from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend, check_capturable
 from linrnn.models import LanguageModel
-from linrnn.profiling import LossObserver, watched_loss
+from linrnn.profiling import LossObserver
 from linrnn.training.execution.cuda_graph import GraphedPasses
+from linrnn.training.execution.passes import forward_backward
 from linrnn.training.optimizer import clip_gradients
-from linrnn.training.runtime import loss_inputs
 
 
 def random_batch(sequences: int, seq_len: int, vocab_size: int, seed: int) -> Batch:
@@ -75,7 +75,7 @@ class TrainingStep:
         check_capturable(loss.config)  # a capture that fails may leave CUDA in a state that other losses' steps meet
 
         def passes(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            return self._passes(loss, batch), {}
+            return self._passes(loss, batch)
 
         replayed = GraphedPasses(passes, self.parameters, self.batch, self.device, self.ranks.reshard)
         # Pinned once: a capture empties the cache of pinned memory, and allocating it anew may wait for the GPU.
@@ -91,14 +91,19 @@ class TrainingStep:
 
     def gradients(self, loss: LossBackend, *observers: LossObserver) -> Tensor:
         """Forward and backward pass. Returns this rank's share of the step's mean loss, in nats, on the device."""
-        return self._passes(loss, self.batch, *observers)
+        return self._passes(loss, self.batch, *observers)[0]
 
-    def _passes(self, loss: LossBackend, batch: Batch, *observers: LossObserver) -> Tensor:
-        # The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
-        inputs = (self.replica, batch, self.precision, self.device)
-        mean_nats = watched_loss(loss, *loss_inputs(*inputs), *observers).sum_nats / self.tokens
-        (mean_nats * self.ranks.loss_scale).backward()
-        return mean_nats.detach()
+    def _passes(self, loss: LossBackend, batch: Batch, *observers: LossObserver) -> tuple[Tensor, dict[str, Tensor]]:
+        return forward_backward(
+            self.replica,
+            loss,
+            batch,
+            *observers,
+            tokens=self.tokens,
+            scale=self.ranks.loss_scale,
+            precision=self.precision,
+            device=self.device,
+        )
 
     def _update(self) -> None:
         self.clip()

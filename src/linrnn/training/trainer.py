@@ -22,16 +22,16 @@ from linrnn.core.machine import seconds_since_start
 from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
 from linrnn.models import tuning
-from linrnn.profiling import LossObserver, watched_loss
+from linrnn.profiling import LossObserver
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation, evaluate
 from linrnn.training.execution.compilation import compile_kernels
 from linrnn.training.execution.cuda_graph import GraphedPasses
+from linrnn.training.execution.passes import forward_backward
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.outcome import conclude, explained
-from linrnn.training.runtime import loss_inputs
 from linrnn.training.step import StepLog, StepRecord
 
 
@@ -196,12 +196,16 @@ class Trainer(BuiltRun):
     def _passes(
         self, batch: Batch, n_tokens: int, *observers: LossObserver
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss's inputs have no name here, so that they are freed before the blocks' backward pass."""
-        inputs = (self.replica, batch, self.precision, self.device)
-        output = watched_loss(self.loss, *loss_inputs(*inputs), *observers)
-        mean_nats = output.sum_nats / n_tokens
-        (mean_nats * self.ranks.loss_scale).backward()
-        return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
+        return forward_backward(
+            self.replica,
+            self.loss,
+            batch,
+            *observers,
+            tokens=n_tokens,
+            scale=self.ranks.loss_scale,
+            precision=self.precision,
+            device=self.device,
+        )
 
     def validate(self) -> Evaluation:
         """One pass over the validation tokens. Its figures go to the metrics and to the console."""
