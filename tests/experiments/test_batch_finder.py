@@ -36,6 +36,21 @@ def test_a_model_one_sequence_too_high_needs_two_probes() -> None:
     assert (answer.batch, answer.exact) == (81, True)
 
 
+def test_a_probe_that_ends_above_the_budget_corrects_the_model() -> None:
+    """As on a CPU, whose memory the formulas of a GPU do not foresee."""
+    log: list[int] = []
+    truth = line(0.45, 0.018)
+
+    def probe(batch: int) -> Probe:
+        log.append(batch)
+        return Probe(batch, truth(batch) <= 1.2 * GIB, int(truth(batch)), None, 0, finished=True)
+
+    answer = search(probe, line(0.05, 0.0095), 1.2 * GIB, 6)
+    assert (answer.batch, answer.exact) == (41, True)
+    assert log[0] == 121
+    assert len(log) <= 5
+
+
 def test_a_model_far_too_high_goes_back_by_growing_parts() -> None:
     log: list[int] = []
     answer = search(probing(line(70, 1), 80 * GIB, log), line(0, 1), 80 * GIB, 9)

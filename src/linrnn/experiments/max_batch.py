@@ -34,6 +34,7 @@ class Probe:
         tokens_per_second: None for a probe that does not fit.
         foreseen_bytes: the memory model's estimate before the probe; None without formulas for the model or the loss.
         tokens_per_second_is: how the speed was measured, from the probe's summary.
+        finished: whether all steps ran. A CPU lets a probe finish above the budget; its peak is then as good as any.
     """
 
     batch: int
@@ -42,6 +43,12 @@ class Probe:
     tokens_per_second: float | None
     foreseen_bytes: int | None
     tokens_per_second_is: str | None = None
+    finished: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether the peak is that of whole steps."""
+        return self.peak_bytes is not None and (self.fits or self.finished)
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,8 @@ def search(
 
     The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
     it by the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or
-    halves the interval if the model's guess lies outside. If the first guess fails, one sequence less is tried, because
-    the formulas leave out fragmentation. Without a memory model the first probe is one sequence.
+    halves the interval if the model's guess lies outside. If the first guess runs out of memory, one sequence less is
+    tried, because the formulas leave out fragmentation. Without a memory model the first probe is one sequence.
     Memory is then assumed proportional to the batch, until two peaks give a line.
 
     Args:
@@ -90,15 +97,15 @@ def search(
             fitting = batch
         else:
             failing = batch
-        measured = any(one.fits and one.peak_bytes is not None for one in probes)
+        measured = any(one.measured for one in probes)
         guess = (
             0
             if memory_model is None and not measured
-            else _largest(_corrected(memory_model or float, probes), budget_bytes)
+            else _largest(_corrected(memory_model or float, probes, budget_bytes), budget_bytes)
         )
         if failing is None:
             batch = max(guess, fitting + 1)
-        elif fitting == 0:  # nothing measured: back by one, then by an eighth of the first guess, a quarter, a half
+        elif not measured:  # back by one, then by an eighth of the first guess, a quarter, a half
             back = 1 if len(probes) == 1 else probes[0].batch >> max(5 - len(probes), 1)
             batch = max(failing - max(back, 1), 1)
         elif fitting <= guess < failing:
@@ -116,17 +123,18 @@ def _largest(memory: Callable[[int], float], budget: float) -> int:
     return bisect_right(range(1, high), budget, key=memory)
 
 
-def _corrected(memory: Callable[[int], float], probes: Sequence[Probe]) -> Callable[[int], float]:
-    """The model, corrected by the measured peaks of the probes that fitted."""
-    measured = sorted((p.batch, p.peak_bytes) for p in probes if p.fits and p.peak_bytes is not None)
+def _corrected(memory: Callable[[int], float], probes: Sequence[Probe], budget: float) -> Callable[[int], float]:
+    """The model, corrected by the measured peaks that are nearest to the budget."""
+    measured = [(p.batch, p.peak_bytes) for p in probes if p.measured and p.peak_bytes is not None]
+    measured.sort(key=lambda one: abs(one[1] - budget))
     if not measured:
         return memory
-    batch, peak = measured[-1]
+    batch, peak = measured[0]
     if len(measured) == 1:
         scale = peak / memory(batch)
         return lambda other: memory(other) * scale
-    first_batch, first_peak = measured[-2]
-    slope = max((peak - first_peak) / (batch - first_batch), 1)  # the line must rise, whatever was measured
+    other_batch, other_peak = measured[1]
+    slope = max((peak - other_peak) / (batch - other_batch), 1)  # the line must rise, whatever was measured
     return lambda other: peak + (other - batch) * slope
 
 
@@ -282,9 +290,10 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
             f"the reason is in {point.log}; the same command runs the probe again",
         )
     peak = summary["peak_memory_bytes"]
-    fits = summary["status"] == "finished" and peak <= budget
+    finished = summary["status"] == "finished"
+    fits = finished and peak <= budget
     speed = summary["tokens_per_second"] if fits else None
-    return Probe(batch, fits, peak, speed, foreseen, summary["tokens_per_second_is"])
+    return Probe(batch, fits, peak, speed, foreseen, summary["tokens_per_second_is"], finished)
 
 
 def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:
@@ -305,7 +314,7 @@ def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None
 def _line(probe: Probe) -> str:
     foreseen = "unknown" if probe.foreseen_bytes is None else f"{probe.foreseen_bytes / GIB:.2f}"
     words = [f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}"]
-    if probe.fits and probe.peak_bytes is not None:
+    if probe.measured and probe.peak_bytes is not None:
         words.append(f"{probe.peak_bytes / GIB:.2f} GiB (foreseen {foreseen})")
     else:
         words.append(f"foreseen {foreseen} GiB")
