@@ -13,6 +13,7 @@ from blocks import FENCE, PAGES, ROOT, blocks, commands
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 LINK = re.compile(r"!?\[[^\[\]]*\]\(([^()\s]+)\)")
+OF_RESULTS = [*(ROOT / "results").glob("*.md"), *sorted((ROOT / "results").glob("[ls]*/*.md"))]  # log and superseded
 NAMED = re.compile(r"`((?:src|configs|docs|kernels|notebooks|scripts|tests)/[\w/.*-]+)(?:::(\w+))?`")
 
 
@@ -21,7 +22,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OF_RESULTS], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if "://" in link:
