@@ -115,6 +115,18 @@ def test_the_repeated_runs_of_kda_are_those_of_the_page() -> None:
     assert "The four runs that were repeated without Apple's kernels ended with the same losses, bit for bit" in page
     widest = max(found[0] for (loss, _), found in twice.items() if loss == "cce_apple")
     assert f"Apple's five ended up to {widest:.4f} nats apart" in page
+    new = by_loss_and_seed(FINE_TUNED["KDA"])
+
+    def later(loss: str) -> dict[int, float]:
+        """What the final loss gained from the earlier runs to the new ones, by seed."""
+        final = {key: run.summary["train_loss_nats"] for key, run in new.items() if key[0] == loss}
+        return {key[1]: value - first[key].summary["train_loss_nats"] for key, value in final.items()}
+
+    compiled, apple = later("compiled"), later("cce_apple")
+    assert f"end {min(compiled.values()):.3f} to {max(compiled.values()):.3f} nats higher than the earlier" in page
+    further = [apple[seed] - compiled[seed] for seed in apple]
+    assert len(further) == 4
+    assert f"end {min(further):.2f} to {max(further):.2f} nats further above compiled" in page
 
 
 def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
@@ -169,6 +181,12 @@ def test_the_rise_with_apples_kernels_is_that_of_the_runs() -> None:
         found = verdicts(read_committed(ROOT / "results" / "summaries" / f"finetune_filter_{folder}"))
         words = {v.backend: v.verdict for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
         assert (words["cce_filter"], words[CONTROL]) == ("undecided", "missed")
+    for model in ("KDA", "Gated DeltaNet"):
+        found = verdicts(read_committed(ROOT / "results" / "summaries" / FINE_TUNED[model]))
+        own = {v.backend: v for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
+        filtered, control = own["cce_filter"], own[CONTROL]
+        assert (filtered.verdict, control.verdict, filtered.n, control.n) == ("undecided", "missed", 5, 5)
+        assert f"{model} {filtered.value:+.3f} and {control.value:+.3f}" in page
 
 
 def test_the_memory_of_fine_tuning_is_that_of_the_runs() -> None:

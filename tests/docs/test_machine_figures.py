@@ -72,7 +72,12 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
     first_of: dict[str, str] = {}
     for machine, ended in re.findall(r"^(\d) \S+ gated_deltanet .* ([\d.]+) s after the start", probes, re.M):
         first_of.setdefault(machine, ended)
-    assert "ended its first step after {} s on one, and after {} s on the other".format(*first_of.values()) in page
+    assert (
+        "first step after {} s on one with `cce_kahan`, and after {} s on the other with Liger".format(
+            *first_of.values()
+        )
+        in page
+    )
     assert "none tuned here" in probes
     first, *later = second_machine
     assert (

@@ -1,14 +1,14 @@
 """The figures of whole models in the README, and those of the study's index."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from blocks import ROOT
-from figures import MEASURED, README, STEPS, UNITS, linked
+from figures import FIRST_SCREEN, MEASURED, README, STEPS, UNITS, linked
 
 from linrnn.bench.steps.rows import read_rows
+from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
 from linrnn.study.benchmarks.step_speed import step_speeds
 from linrnn.study.criteria import MVE_LOSS
 from linrnn.study.results import read_committed
@@ -17,14 +17,12 @@ from linrnn.study.verdicts import verdicts
 
 @pytest.mark.parametrize(("label", "checkpointing"), [("checkpointing", "full"), ("no checkpointing", "none")])
 def test_the_largest_batches(label: str, checkpointing: str) -> None:
-    measured = f"sequences of GLA 1.3B on 80 GB, {label}"
-    answers = json.loads((linked(measured).parent / "max_batches.json").read_text(encoding="utf-8"))
-    largest = {
-        answer["loss"]: answer["batch"]
-        for answer in answers
-        if (answer["model"], answer["activation_checkpointing"]) == ("gla", checkpointing)
-    }
-    assert MEASURED[measured][1] == f"{largest['cce_kahan']} instead of {largest['compiled']}"
+    found = batch_verdicts(searches_on_the_h100(ROOT / "results"))
+    ratios = [v.value or 0 for key, v in found if v.against == "compiled" and key[1] == checkpointing]
+    assert len(ratios) == 4
+    width = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    assert MEASURED[f"sequences of four 1.3B models on 80 GB, {label}"][1] == width
+    assert FIRST_SCREEN.count(f"{width} times") == 1
 
 
 def test_the_final_losses_of_the_mve() -> None:
@@ -53,7 +51,7 @@ def test_the_speed_of_whole_steps() -> None:
 def test_every_range_has_its_unit() -> None:
     for measured, unit in UNITS.items():
         figures = MEASURED[measured][1]
-        form = {"ratio": r"\d\.\d+ to \d\.\d+", "sequences": r"\d+ instead of \d+", "nats": r"[-+]\S+ to [-+]\S+"}[unit]
+        form = {"ratio": r"\d\.\d+ to \d\.\d+", "nats": r"[-+]\S+ to [-+]\S+"}[unit]
         assert re.fullmatch(form, figures), f"{measured}: {figures} {unit}"
 
 

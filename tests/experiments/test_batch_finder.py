@@ -51,6 +51,17 @@ def test_a_probe_that_ends_above_the_budget_corrects_the_model() -> None:
     assert len(log) <= 5
 
 
+@pytest.mark.parametrize("expected", range(60, 83))
+def test_a_model_a_quarter_too_high_ends_exact_within_seven_probes(expected: int) -> None:
+    """The default of max_probes."""
+    log: list[int] = []
+    slope = 58 / 82.9
+    truth = line(78 - slope * (expected + 0.5), slope)
+    answer = search(probing(truth, 78 * GIB, log), line(20, slope), 78 * GIB, 7)
+    assert log[0] == 82
+    assert (answer.batch, answer.exact) == (expected, True)
+
+
 def test_a_model_far_too_high_goes_back_by_growing_parts() -> None:
     log: list[int] = []
     answer = search(probing(line(70, 1), 80 * GIB, log), line(0, 1), 80 * GIB, 9)

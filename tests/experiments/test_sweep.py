@@ -129,7 +129,7 @@ def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str,
 
 
 @pytest.mark.parametrize(
-    ("script", "key"), [("sweep", "jobs: 1"), ("find_max_batch", "max_probes: 6"), ("breakdown", "warmup_steps: 3")]
+    ("script", "key"), [("sweep", "jobs: 1"), ("find_max_batch", "max_probes: 7"), ("breakdown", "warmup_steps: 3")]
 )
 def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script: str, key: str, command: Command) -> None:
     done = command(f"scripts/{script}.py", "--help")

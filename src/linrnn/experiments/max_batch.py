@@ -7,6 +7,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def search(
     The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
     it by the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or
     halves the interval if the model's guess lies outside. If the first guess runs out of memory, one sequence less is
-    tried, because the formulas leave out fragmentation. Without a memory model the first probe is one sequence.
+    tried, because forecasts were one too high. If that fails, too, the search goes back by an eighth of the guess, then
+    by a quarter and a half. Without a memory model the first probe is one sequence.
     Memory is then assumed proportional to the batch, until two peaks give a line.
 
     Args:
@@ -106,8 +108,8 @@ def search(
         if failing is None:
             batch = max(guess, fitting + 1)
         elif not measured:  # back by one, then by an eighth of the first guess, a quarter, a half
-            back = 1 if len(probes) == 1 else probes[0].batch >> max(5 - len(probes), 1)
-            batch = max(failing - max(back, 1), 1)
+            eighths = probes[0].batch >> max(5 - len(probes), 1)
+            batch = max(failing - (1 if len(probes) == 1 else max(eighths, 1)), 1)
         elif fitting <= guess < failing:
             batch = max(guess, fitting + 1)
         else:
@@ -162,7 +164,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "logger.wandb.mode=disabled",
     ]
     ahead = in_another_process(_look_ahead, probe_overrides, budget, config.ranks)
-    model = None if ahead.peaks is None else ahead.foreseen
+    model = None if ahead.peaks is None else partial(_foreseen, ahead.peaks)
 
     def probe(batch: int) -> Probe:
         say(f"  trying {batch} sequences for {config.probe_steps} steps")
@@ -200,12 +202,6 @@ class Ahead:
     unit: int
     points: dict[int, Point]
 
-    def foreseen(self, batch: int) -> float:
-        """Expected bytes of a batch, beyond the table by its last difference."""
-        assert self.peaks is not None
-        step = self.peaks[-1] - self.peaks[-2]
-        return self.peaks[batch - 1] if batch <= len(self.peaks) else self.peaks[-1] + step * (batch - len(self.peaks))
-
 
 def _look_ahead(overrides: list[str], budget: float, ranks: int = 1) -> Ahead:
     """Look ahead in one process, since each takes seconds to start."""
@@ -216,15 +212,18 @@ def _look_ahead(overrides: list[str], budget: float, ranks: int = 1) -> Ahead:
     unit = ranks // config.parallel.data_ranks(ranks)
     trainer = dataclasses.replace(config.trainer, batch_size=unit)
     with as_first_of(ranks):
-        found = _ahead(dataclasses.replace(config, trainer=trainer), budget, ranks)
-    on_gpu, peaks, _ = found
+        on_gpu, peaks, environment = _ahead(dataclasses.replace(config, trainer=trainer), budget, ranks)
     if on_gpu:
         overrides = [*overrides, f"memory_budget_gib={budget / GIB}"]
-    ahead = Ahead(*found, overrides, unit, {})
-    first = 1 if peaks is None else max(_largest(ahead.foreseen, budget), 1)
-    for batch in range(max(first - 1, 1), first + 2):
-        ahead.points[batch] = _point(batch, overrides, unit, ranks)
-    return ahead
+    first = 1 if peaks is None else max(_largest(partial(_foreseen, peaks), budget), 1)
+    likely = range(max(first - 1, 1), first + (1 if peaks is None else 2))
+    points = {batch: _point(batch, overrides, unit, ranks) for batch in likely}
+    return Ahead(on_gpu, peaks, environment, overrides, unit, points)
+
+
+def _foreseen(peaks: Sequence[int], batch: int) -> float:
+    """Expected bytes of a batch, beyond the table by its last difference."""
+    return peaks[batch - 1] if batch <= len(peaks) else peaks[-1] + (peaks[-1] - peaks[-2]) * (batch - len(peaks))
 
 
 def _point(batch: int, overrides: Sequence[str], unit: int, ranks: int) -> Point:
@@ -233,7 +232,7 @@ def _point(batch: int, overrides: Sequence[str], unit: int, ranks: int) -> Point
 
 
 def _ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[int] | None, dict[str, Any]]:
-    """The first three of these facts, in a process that plans as the first of `ranks`.
+    """`on_gpu`, `peaks` and `environment` of :class:`Ahead`, in a process that plans as the first of `ranks`.
 
     Args:
         config: of a run with one sequence on each rank.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linrnn.core.errors import DataError
 from linrnn.study.criteria import BATCH, Verdict, judge
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, read_committed
@@ -19,6 +20,7 @@ SEARCHES = (
     "largest_h100_kda",
     "largest_h100_gated_deltanet",
 )
+ALIKE = ("size", "seq_len", "vocab_size", "memory_budget_gib", "device", "precision", "world_size")
 Key = tuple[str, str, str]  # model, kind of activation checkpointing, loss
 
 
@@ -53,11 +55,21 @@ class Search:
 
 
 def searches(runs: Iterable[Run]) -> dict[Key, Search]:
-    """The searches that the runs belong to. Of two runs of one batch, the later one is kept."""
+    """The searches that the runs belong to. Of two runs of one batch, the later one is kept.
+
+    Raises:
+        DataError: the runs differ in what a largest batch depends on.
+    """
     found: dict[Key, dict[int, dict[str, Any]]] = {}
+    settings = set()
     for summary in (run.summary for run in runs):
         key = summary["model"], checkpointing_of(summary), summary["loss"]
         found.setdefault(key, {})[summary["batch_size"]] = summary
+        settings.add(tuple(summary[name] for name in ALIKE))
+    if len(settings) > 1:
+        raise DataError(
+            f"the searches differ in {', '.join(ALIKE)}: {settings}", "name groups of one setting in SEARCHES"
+        )
     return {key: Search(probes) for key, probes in found.items()}
 
 
@@ -74,5 +86,5 @@ def batch_verdicts(found: dict[Key, Search], loss: str = "cce_kahan") -> list[tu
         (key, judge(BATCH, key[0], loss, against, [own.batch / base.batch], setting=f"checkpointing {key[1]}"))
         for key, own in found.items()
         for against in BASELINES
-        if key[2] == loss and own.exact and (base := found.get((*key[:2], against))) is not None and base.exact
+        if key[2] == loss and own.exact and (base := found.get((*key[:2], against))) and base.exact and base.batch
     ]

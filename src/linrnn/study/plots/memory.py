@@ -134,5 +134,5 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many se
         axes.set_ylabel(words)
     figure.suptitle(title)
     legend = {in_words(name): bars[in_words(name)] for name in names if in_words(name) in bars}
-    legend_below(figure, legend, "x: ratio to torch.compile's largest batch. No bar: not measured.")
+    legend_below(figure, legend, "x: ratio to torch.compile's largest batch. No bar: not searched, or not to the end.")
     return figure
