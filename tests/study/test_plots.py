@@ -158,3 +158,13 @@ def test_no_title_of_a_committed_group_holds_a_hash(monkeypatch: pytest.MonkeyPa
         titles = " ".join(axes.get_title() for axes in figure.axes)
         assert not re.search(r"\b[0-9a-f]{8}\b|-s\d", titles)
         pyplot.close(figure)
+
+
+def test_a_plot_over_batches_leaves_out_losses_with_one_batch_and_panels_without_a_line() -> None:
+    runs = read_committed(SUMMARIES / "largest_h100_gated_deltanet")
+    figure = plots.batch_scaling([run for run in runs if run.finished])
+    [axes] = [axes for axes in figure.axes if axes.axison]
+    assert axes.get_title() == "Gated DeltaNet 1b3 (1.7 B parameters), full checkpointing"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cce_kahan (ours, exact)"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["75", "84"]
+    pyplot.close(figure)
