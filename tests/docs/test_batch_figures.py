@@ -81,6 +81,29 @@ def test_the_verdicts_on_largest_batches_are_those_of_the_searches() -> None:
         assert f"{names[model]} {verdict.value:.2f}" in page
 
 
+def test_what_liger_fits_is_what_both_pages_say() -> None:
+    found = searches_on_the_h100(ROOT / "results")
+    ours, liger = (
+        {model: found[model, "none", loss].batch for model in ("gla", "gated_deltanet")}
+        for loss in ("cce_kahan", "liger")
+    )
+    assert (ours, liger) == ({"gla": 13, "gated_deltanet": 10}, {"gla": 13, "gated_deltanet": 11})
+    assert found["gla", "full", "liger"].batch == found["gla", "full", "cce_kahan"].batch == 87
+    liger_page = " ".join((ROOT / "docs/study/h6_liger.md").read_text(encoding="utf-8").split())
+    assert (
+        "Liger fits 11 sequences of Gated DeltaNet on an H100 of 80 GB, and ours 10. Both fit 13 of GLA" in liger_page
+    )
+    page = " ".join((ROOT / "docs/study/h1a_larger_batches.md").read_text(encoding="utf-8").split())
+    both = [found["gated_deltanet", "full", loss].probes[75] for loss in ("liger", "cce_kahan")]
+    assert {f"{row['peak_memory_bytes'] / 2**30:.2f}" for row in both} == {"71.27"}
+    speeds = [f"{row['tokens_per_second']:,.0f}" for row in both]
+    assert "both peak at 71.27 GiB. Liger runs {} tokens/s and `cce_kahan` {}".format(*speeds) in page
+    row = found["gated_deltanet", "none", "cce_kahan"].probes[10]
+    share = max(row["memory_bytes"][name] for name in ("loss_forward", "loss_backward")) / row["peak_memory_bytes"]
+    share_page = (ROOT / "docs/study/h2_loss_memory.md").read_text(encoding="utf-8")
+    assert f"Gated DeltaNet: {share:.1%} at 10".replace("%", " %") in share_page
+
+
 def width(found: dict[str, Verdict]) -> str:
     values = sorted(verdict.value or 0 for verdict in found.values())
     return f"{values[0]:.2f} to {values[-1]:.2f}"

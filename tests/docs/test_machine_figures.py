@@ -8,6 +8,7 @@ from linrnn.bench.first_step.rows import read_rows as read_first_steps
 from linrnn.bench.parallel.rows import Measured, read
 from linrnn.bench.records import read_runs
 from linrnn.models.facts import model_in_words
+from linrnn.models.tuning.table import read_table
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, answer, estimate
 
 
@@ -69,16 +70,22 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
     kda = ends["kda_1b3", "e8795ac"]
     assert f"The five runs of KDA 1b3 took {min(kda):.1f} to {max(kda):.1f} s" in page
     probes = (ROOT / "results/log/2026-11-27/first_steps_of_probes_6556fe3.txt").read_text(encoding="utf-8")
-    first_of: dict[str, str] = {}
-    for machine, ended in re.findall(r"^(\d) \S+ gated_deltanet .* ([\d.]+) s after the start", probes, re.M):
-        first_of.setdefault(machine, ended)
-    assert (
-        "first step after {} s on one with `cce_kahan`, and after {} s on the other with Liger".format(
-            *first_of.values()
-        )
-        in page
+    lines = re.findall(
+        r"^(\d) \S+ (\w+) (\w+) (\d+) (\w+): .* ([\d.]+) s after the start.*none tuned here$", probes, re.M
     )
-    assert "none tuned here" in probes
+    assert len(lines) == probes.count("step 1 took")
+    first_of: dict[str, tuple[str, str, str]] = {}
+    for machine, model, loss, batch, _, ended in lines:
+        if model == "gated_deltanet":
+            first_of.setdefault(machine, (loss, batch, ended))
+    assert first_of == {"1": ("cce_kahan", "11", "20.0"), "2": ("liger", "11", "27.5")}
+    assert "after 20.0 s with `cce_kahan` on one machine, and after 27.5 s with Liger on the other" in page
+    second = [(float(ended), *line) for machine, *line, ended in lines if machine == "2"]
+    assert max(second) == (32.0, "gated_deltanet", "liger", "84", "full")
+    assert second[0] == (30.4, "kda", "compiled", "64", "full")
+    assert (
+        "after up to 32.0 s (Gated DeltaNet, 84 sequences, Liger), and KDA's first after 30.4 s (64 sequences" in page
+    )
     first, *later = second_machine
     assert (
         f"took {first:.1f} s in its first run, and {min(later):.1f} to {max(later):.1f} s in three later ones" in page
@@ -137,3 +144,12 @@ def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:
     assert f"reach {min(fsdp[:3]):.2f} to {max(fsdp[:3]):.2f}, and the last two {fsdp[3]:.2f} and {fsdp[4]:.2f}" in (
         text.replace("`fsdp` the first three repeats ", "")
     )
+
+
+def test_the_choices_that_two_gpus_share_are_as_many_as_the_page_says() -> None:
+    h200, h100 = (read_table(gpu, "3.6.0") for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    assert h200 is not None
+    assert h100 is not None
+    own = [(name, key, choice) for name, entries in h200.kernels.items() for key, choice in entries.items()]
+    shared = sum(h100.kernels.get(name, {}).get(key) == choice for name, key, choice in own)
+    assert f"Of the H200's {len(own)} choices {shared} are the H100's, too" in " ".join(lines_of("first_step.md"))

@@ -82,9 +82,11 @@ def search(
     The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
     it by the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or
     halves the interval if the model's guess lies outside. If the first guess runs out of memory, one sequence less is
-    tried, because forecasts were one too high. If that fails, too, the search goes back by an eighth of the guess, then
-    by a quarter and a half. Without a memory model the first probe is one sequence.
-    Memory is then assumed proportional to the batch, until two peaks give a line.
+    tried, because forecasts were one too high. If that batch fails, too, the search goes back by an eighth of the first
+    guess, then by a quarter and a half.
+
+    Without a memory model the first probe is one sequence. Memory is then assumed proportional to the batch, until two
+    peaks give a line.
 
     Args:
         probe: runs a batch.
@@ -192,7 +194,7 @@ class Ahead:
         environment: of this machine.
         overrides: of all probes.
         unit: `trainer.batch_size` where each rank has one sequence.
-        points: the probes that a forecast needs that is right or one sequence too high, by their sequences a rank.
+        points: by sequences a rank, the probes that the search needs if the forecast is right or one sequence too high.
     """
 
     on_gpu: bool
@@ -204,7 +206,7 @@ class Ahead:
 
 
 def _look_ahead(overrides: list[str], budget: float, ranks: int = 1) -> Ahead:
-    """Look ahead in one process, since each takes seconds to start."""
+    """Look ahead, all of it in one process, because every process takes seconds to start."""
     from linrnn.config import load_config
 
     config: Config = load_config(overrides)

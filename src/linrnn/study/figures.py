@@ -129,7 +129,7 @@ def peak_memory(results: Path) -> Any:
 
 def largest_batch(results: Path) -> Any:
     """The largest batches on an H100, from searches with an exact result."""
-    answers = [search.answer() for search in searches_on_the_h100(results).values() if search.exact]
+    answers = [search.answer() for search in searches_on_the_h100(results).values() if search.exact and search.batch]
     return largest_batches(answers, "How many sequences of a 1.3B model fit on an H100 of 80 GB?")
 
 

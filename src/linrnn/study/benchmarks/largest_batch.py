@@ -1,6 +1,9 @@
-"""The largest batches on an H100 of 80 GB. Several groups of runs hold the probes of these searches."""
+"""The largest batches on an H100 of 80 GB, from the probes of several groups of runs.
 
-from collections.abc import Iterable, Sequence
+The files that `scripts/find_max_batch.py` wrote are not enough: those of `largest_h100` were lost with their machine.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +53,7 @@ class Search:
         return self.too_large == self.batch + 1
 
     def answer(self) -> dict[str, Any]:
-        """The search as scripts/find_max_batch.py writes it: its largest run's summary, `max_sequences` and `exact`."""
+        """The summary of the largest run, with `max_sequences` and `exact` as scripts/find_max_batch.py writes them."""
         return {**self.probes[self.batch], "max_sequences": self.batch, "exact": self.exact}
 
 
@@ -73,9 +76,9 @@ def searches(runs: Iterable[Run]) -> dict[Key, Search]:
     return {key: Search(probes) for key, probes in found.items()}
 
 
-def searches_on_the_h100(results: Path, groups: Sequence[str] = SEARCHES) -> dict[Key, Search]:
-    """The searches of the committed groups below `results`, by model and without checkpointing first."""
-    found = searches(run for group in groups for run in read_committed(results / "summaries" / group))
+def searches_on_the_h100(results: Path) -> dict[Key, Search]:
+    """The searches of the groups SEARCHES below `results`, by model and without checkpointing first."""
+    found = searches(run for group in SEARCHES for run in read_committed(results / "summaries" / group))
     models = list(dict.fromkeys(model for model, _, _ in found))
     return dict(sorted(found.items(), key=lambda entry: (models.index(entry[0][0]), entry[0][1] != "none")))
 

@@ -25,9 +25,9 @@ def forward_backward(
 
     Args:
         model: as the ranks share it.
-        batch: of this rank, on any device.
+        batch: of this rank, (sequences, tokens), on any device.
         observers: are told when the passes of the loss begin and end.
-        tokens: labels of the whole step on all ranks. Their mean loss is what gradients are of.
+        tokens: labels of the whole step on all ranks. Gradients are those of the mean loss over all of them.
         scale: a factor of the gradients, `Ranks.loss_scale`.
         precision: `trainer.precision` without `auto`.
 
