@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig
@@ -18,11 +20,11 @@ from linrnn.costs import (
     recurrent_state_bytes,
 )
 from linrnn.costs.utilisation import mfu_of_summary
-from linrnn.experiments.breakdown import Breakdown, check_parts, markdown, measure, sum_of_inputs
+from linrnn.experiments.breakdown import SCAN, Breakdown, check_parts, markdown, measure, sum_of_inputs, with_scan
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models.architecture import resolve
-from linrnn.profiling.components import PartClock, SavedActivations
+from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations, projections
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,17 +97,38 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
     assert record.read() == plain.train_step().read()
     seconds = clock.seconds()
     passes = ["forward", "backward", *(["recomputed"] if checkpointing != "none" else [])]
-    expected = {f"{part}/{name}" for part in ("mixer", "mlp", "norms") for name in passes}
+    expected = {f"{part}/{name}" for part in ("mixer", PROJECTIONS, "mlp", "norms") for name in passes}
     assert seconds.keys() == expected | {
         "embedding/forward",
         "loss/forward",
         "loss/backward",
         "optimizer",
         "step",
+        "host",
         *(["norms/recomputed"] if checkpointing != "none" else []),
     }
     assert min(seconds.values()) > 0
-    assert 0.5 * seconds["step"] < sum(seconds.values()) - seconds["step"] < seconds["step"]
+    for name in passes:
+        assert seconds[f"{PROJECTIONS}/{name}"] < seconds[f"mixer/{name}"]
+    parts = sum(value for name, value in seconds.items() if not name.startswith((PROJECTIONS, "step", "host")))
+    assert 0.5 * seconds["step"] < parts < seconds["step"]
+    assert 0.5 * seconds["step"] < seconds["host"], "a CPU computes what it issues"
+
+
+def test_projections_are_the_linear_layers_that_a_mixer_calls(small: Small) -> None:
+    run = trainer(small, "model=gla", "model.shared_projection_rank=32")
+    calls: Counter[nn.Module] = Counter()
+    for layer in projections(run.model):
+        layer.register_forward_hook(lambda module, *_: calls.update([module]))
+    run.train_step()
+    linear = [layer for mixer in run.model.mixers for layer in mixer.modules() if isinstance(layer, nn.Linear)]
+    assert calls == Counter(linear), "every linear layer of a mixer is called once"
+    assert sum(layer.weight.numel() for layer in linear) > 0.9 * LAYERS * run.architecture.mixer_parameters
+
+
+def test_a_mixers_time_divides_into_projections_and_scan() -> None:
+    seconds = {"mixer/forward": 5.0, "mixer/backward": 9.0, f"{PROJECTIONS}/forward": 2.0, "step": 20.0}
+    assert with_scan(seconds) == {**seconds, f"{SCAN}/forward": 3.0, f"{SCAN}/backward": 9.0}
 
 
 def test_nothing_of_the_clock_stays_behind(small: Small) -> None:
@@ -126,6 +149,10 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small) -> None:
         assert word in text
     [mixer] = [line.split("|") for line in text.splitlines() if line.startswith("| mixer |")]
     assert float(mixer[6]) > 0, "a CPU's TFLOP/s are few, not none"
+    for part in ("projections", "scan"):
+        [inner] = [line.split("|") for line in text.splitlines() if line.startswith(f"| of it {part} |")]
+        assert float(inner[2]) < float(mixer[2])
+    assert "| host |" in text
 
 
 @pytest.mark.parametrize("override", ["trainer.cuda_graph=true", "trainer.compile=blocks", "trainer.compile=model"])

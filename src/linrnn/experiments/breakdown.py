@@ -17,16 +17,26 @@ from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
-from linrnn.profiling.components import PartClock, SavedActivations
+from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import compute_dtype, device_name
 
 # Parts of the time, and the components of the FLOPs that belong to each.
-FLOPS_OF = {"mixer": ("mixer_projections", "mixer_scan"), "mlp": ("mlp",), "loss": ("vocabulary",)}
+FLOPS_OF = {
+    "mixer": ("mixer_projections", "mixer_scan"),
+    "mixer/projections": ("mixer_projections",),
+    "mixer/scan": ("mixer_scan",),
+    "mlp": ("mlp",),
+    "loss": ("vocabulary",),
+}
 PASSES = ("forward", "backward", "recomputed")
 TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
+SCAN = (
+    "mixer/scan"  # what a mixer does outside of its linear layers: recurrence or attention, convolutions, gates, norms
+)
+INSIDE = {"mixer": (PROJECTIONS, SCAN)}  # a part -> the two that its time divides into
 
 
 @dataclass
@@ -37,7 +47,8 @@ class Breakdown:
         run: what was measured, as in a run's summary.
         environment: versions, hardware, commit.
         memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
-        time: part -> {"forward", "backward", "recomputed"} seconds, medians; step and optimizer have "total".
+        time: part -> {"forward", "backward", "recomputed"} seconds, medians; step, optimizer and host have "total".
+            mixer/projections and mixer/scan are the two parts of mixer; older breakdowns have neither them nor host.
         flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; "optimizer" has
             "update". Null: no formulas.
         traffic: part -> {"forward", "backward"} bytes of HBM by formula; "optimizer" has "total".
@@ -135,7 +146,7 @@ def assemble(
     device = device_name(plan.device)
     peak = costs.peak_flops_per_second(device, plan.precision)
     traffic = costs.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
-    parts = {f"{part}/{pass_}": median(times, f"{part}/{pass_}") for part in TIMED for pass_ in PASSES}
+    times = [with_scan(seconds) for seconds in times]
     return Breakdown(
         run={
             **names_of_run(config, name),
@@ -147,9 +158,11 @@ def assemble(
         environment=describe_environment(),
         memory=_memory(plan, arch, measured, saved, compute),
         time={
-            **{part: {pass_: parts[f"{part}/{pass_}"] for pass_ in PASSES} for part in TIMED},
-            "optimizer": {"total": median(times, "optimizer")},
-            "step": {"total": step},
+            **{
+                part: {pass_: median(times, f"{part}/{pass_}") for pass_ in PASSES}
+                for part in (*TIMED, *INSIDE["mixer"])
+            },
+            **{name: {"total": median(times, name)} for name in ("optimizer", "step", "host")},
         },
         flops=None
         if flops is None
@@ -177,6 +190,16 @@ def assemble(
         hardware_utilisation=flops.total / (step * peak) if flops and step and peak else None,
         peak_flops_per_second=peak,
     )
+
+
+def with_scan(seconds: dict[str, float]) -> dict[str, float]:
+    """The times of one step, and what is left of each pass of the mixers without their projections."""
+    left = {
+        f"{SCAN}/{pass_}": seconds[f"mixer/{pass_}"] - seconds.get(f"{PROJECTIONS}/{pass_}", 0.0)
+        for pass_ in PASSES
+        if f"mixer/{pass_}" in seconds
+    }
+    return seconds | left
 
 
 def _total(size: int | None) -> dict[str, int] | None:
@@ -261,19 +284,20 @@ def _time_lines(b: Breakdown) -> list[str]:
     step = b.time["step"]["total"]
     rest = step
     for part in TIMED:
-        row = b.time[part]
-        total = sum(value or 0 for value in row.values())
-        rest = None if rest is None else rest - total
-        rate = _rate(b, part, total)
-        cells = [show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
-        cells += [show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
-        cells.append(show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
-        rows.append((part, *cells))
+        if rest is not None:
+            rest -= sum(value or 0 for value in b.time[part].values())
+        rows.append(_time_cells(b, part, part))
+        rows += [
+            _time_cells(b, inner, f"of it {inner.split('/')[1]}") for inner in INSIDE.get(part, ()) if inner in b.time
+        ]
     update = b.time["optimizer"]["total"]
     rest = None if rest is None else rest - (update or 0)
-    for name, seconds in (("optimizer", update), ("the rest", rest), ("step", step)):
-        share = seconds / step if step and seconds is not None else None
-        rows.append((name, "", "", "", f"{show(seconds, '.2f', 1e-3)} ms, {show(share, '.1%')}", "", ""))
+    totals = {"optimizer": update, "the rest": rest, "step": step}
+    if "host" in b.time:
+        totals["host"] = b.time["host"]["total"]
+    for name, spent in totals.items():
+        share = spent / step if step and spent is not None else None
+        rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {show(share, '.1%')}", "", ""))
     columns = (
         *("time", "forward, ms", "backward, ms", "recomputed, ms", "share of the step", "TFLOP/s"),
         "share of the peak rate",
@@ -285,8 +309,32 @@ def _time_lines(b: Breakdown) -> list[str]:
         f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
         "A part's time is the device's between entering and leaving it, gaps included; what the host "
         "does between steps is in none of these times.",
+        *_remarks_on_time(b),
         "",
     ]
+
+
+def _remarks_on_time(b: Breakdown) -> list[str]:
+    """What the parts of a mixer are, and what the host's time is. Older breakdowns have neither."""
+    if "host" not in b.time:
+        return []
+    return [
+        "",
+        "projections: the mixers' linear layers. scan: everything else in the mixers, which is the recurrence or the "
+        "attention, convolutions, gates and norms. host: until the host had given the device all work of the step. "
+        "Where that is close to the whole step, the parts hold gaps in which the device waits.",
+    ]
+
+
+def _time_cells(b: Breakdown, part: str, title: str) -> tuple[str, ...]:
+    """A part's line: its title, its passes in ms, its share of the step, its rate."""
+    step, row = b.time["step"]["total"], b.time[part]
+    total = sum(value or 0 for value in row.values())
+    rate = _rate(b, part, total)
+    cells = [show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
+    cells += [show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
+    cells.append(show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
+    return (title, *cells)
 
 
 def _flops_and_traffic_lines(b: Breakdown) -> list[str]:

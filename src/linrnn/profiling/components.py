@@ -15,6 +15,8 @@ from linrnn.models import LanguageModel
 from linrnn.models.language_model import KEPT_PRODUCTS
 from linrnn.profiling import BackwardMark
 
+PROJECTIONS = "mixer/projections"
+
 
 def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
     """The modules of each part. Together they hold every parameter except an untied head's.
@@ -22,6 +24,11 @@ def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
     A few models have a parameter for all layers, which stands in no module of a part.
     """
     return {"embedding": [model.embedding], "norms": model.norms, "mixer": model.mixers, "mlp": model.mlps}
+
+
+def projections(model: LanguageModel) -> list[nn.Module]:
+    """The linear layers inside of the mixers. A layer whose weight a fused kernel reads itself is never called."""
+    return [layer for mixer in model.mixers for layer in mixer.modules() if isinstance(layer, nn.Linear)]
 
 
 # --------------------------------------------------------------------------------------------- saved activations
@@ -117,11 +124,14 @@ class _Products(TorchDispatchMode):
 class PartClock:
     """Time between the moments when the device enters and leaves each part, forward and backward.
 
-    On a GPU the moments are CUDA events. A part's time includes gaps in which the device waits for the host, so parts
-    of small models take longer than their kernels.
+    The parts are those of :func:`part_modules`, and :data:`PROJECTIONS`, which lie inside of the mixers. On a GPU the
+    moments are CUDA events. A part's time includes gaps in which the device waits for the host, so parts of small
+    models take longer than their kernels.
 
     `recomputed` is what activation checkpointing runs again. It happens within a backward pass and is not counted
     there. The clock makes checkpointing finish each block; normally it leaves out the last product.
+
+    `host` is the time until the host had given the device all work of the step.
 
     The clock can replace `MemoryByComponent` in :func:`linrnn.profiling.watched_loss`.
     """
@@ -130,6 +140,7 @@ class PartClock:
         self._model, self._optimizer = model, optimizer
         self._cuda = device.type == "cuda"
         self._backward = False
+        self._host_seconds = 0.0
         self._open: dict[str, tuple[Any, int]] = {}  # the moment, and the number of intervals before it
         self._intervals: list[tuple[str, Any, Any, list[int]]] = []  # name, begun, ended, intervals to subtract
 
@@ -137,7 +148,7 @@ class PartClock:
     def watch(self) -> Iterator[None]:
         """Time one step: forward and backward passes and optimizer."""
         with contextlib.ExitStack() as hooks:
-            for part, modules in part_modules(self._model).items():
+            for part, modules in {**part_modules(self._model), PROJECTIONS: projections(self._model)}.items():
                 for module in modules:
                     before = module.register_forward_pre_hook(self._enter(part), with_kwargs=True)
                     after = module.register_forward_hook(self._leave(part))
@@ -148,12 +159,17 @@ class PartClock:
             hooks.callback(before_update.remove)
             hooks.callback(after_update.remove)
             hooks.enter_context(set_checkpoint_early_stop(False))
+            begun = time.perf_counter()
             self._begin("step")
             yield
             self._end("step")
+            self._host_seconds = time.perf_counter() - begun
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by `part/forward`, `part/backward`, `part/recomputed`, `optimizer`, `step`. Waits for the device."""
+        """Seconds by `part/forward`, `part/backward`, `part/recomputed`, `optimizer`, `step`, `host`.
+
+        Waits for the device.
+        """
         if self._cuda:
             torch.cuda.synchronize()
         lengths = [
@@ -162,7 +178,7 @@ class PartClock:
         total: defaultdict[str, float] = defaultdict(float)
         for (name, _, _, inside), length in zip(self._intervals, lengths, strict=True):
             total[name] += length - sum(lengths[index] for index in inside)
-        return dict(total)
+        return {**total, "host": self._host_seconds}
 
     # Called by watched_loss.
     def loss_forward_begins(self) -> None:
@@ -216,7 +232,13 @@ class PartClock:
         if name not in self._open:
             return
         begun, first = self._open.pop(name)
-        again = [i for i in range(first, len(self._intervals)) if self._intervals[i][0].endswith("/recomputed")]
+        # Projections computed again lie inside of a mixer that is computed again: subtracted with it.
+        again = [
+            index
+            for index in range(first, len(self._intervals))
+            if self._intervals[index][0].endswith("/recomputed")
+            and self._intervals[index][0] != f"{PROJECTIONS}/recomputed"
+        ]
         self._intervals.append((name, begun, self._now(), again if name.endswith("/backward") else []))
 
     def _now(self) -> Any:
