@@ -95,8 +95,19 @@ class Trainer(BuiltRun):
             self._step_log.forget()
             where = f"in the validation after step {self.step}" if self._validating else f"at step {self.step + 1}"
             status, failure = explained(self, error, where)
-        self._graphed = None  # the ranks cannot leave NCCL while a graph holds its collectives
+        self._drop_graph()
         return conclude(self, status, failure, evaluation)
+
+    def _drop_graph(self) -> None:
+        """Drop the CUDA graph, because the ranks cannot leave NCCL while it holds their collectives.
+
+        A rank that dropped its graph while collectives waited for a lost rank hung on two H200s. So did the thread of
+        :mod:`linrnn.distributed.watch`, which had to end it. So a rank waits for its GPU first, without Python's lock.
+        """
+        if self._graphed is not None and self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # the device's error has ended the run already
+                torch.cuda.synchronize(self.device)
+        self._graphed = None
 
     def _train(self) -> None:
         """Take all remaining steps, with checkpoints and validations between them, and a checkpoint at the end."""
