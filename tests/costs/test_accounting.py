@@ -318,7 +318,7 @@ def committed_runs() -> list[dict]:
 HELD_LOSS_INPUTS = {"3bec707", "3cf9e76", "69db6ff", "70d6d6b", "73a76c2", "bcfbc0f", "bf01aad", "cc321ce", "f99e96a"}
 
 # All other runs on an H200 are of older kernels.
-NEWER_ON_H200 = {"ed11164", "cb07b03", "6556fe3"}
+NEWER_ON_H200 = {"ed11164", "cb07b03", "6556fe3", "3a61bd4"}
 
 # With `model.chunk_size` this commit's GLA saved the summed decays in fp32; FLA saves the decays in bf16.
 HELD_SUMS_OF_DECAYS = "cc321ce"

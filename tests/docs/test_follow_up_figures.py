@@ -9,10 +9,14 @@ from blocks import ROOT
 from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_interval
 
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
+from linrnn.core.json_files import read_object
 from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference
+from linrnn.study.figures import BREAKDOWNS
+from linrnn.study.plots.step_parts import PARTS
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import read_committed
 from linrnn.study.verdicts import verdicts
@@ -75,6 +79,58 @@ def test_the_table_of_the_follow_ups_models_compares_their_rounds() -> None:
     assert table_of("h7_follow_ups.md", "model line") == expected
 
 
+def test_the_table_of_a_steps_parts_holds_the_breakdowns() -> None:
+    page = " ".join((ROOT / "docs/study/h7_follow_ups.md").read_text(encoding="utf-8").split())
+    fourth = " ".join((ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8").split())
+    expected, hosts, scans, slow = [], [], [], []
+    ms: dict[str, dict[str, float]] = {}
+    for words, name in BREAKDOWNS.items():
+        breakdown = read_object(ROOT / "results" / "summaries" / "breakdown" / f"{name}.json", ("time", "flops"))
+        seconds = parts_of_step(breakdown)
+        step = sum(seconds.values())
+        ms[words] = {part: 1e3 * value for part, value in seconds.items()} | {"step": 1e3 * step}
+        drawn = [sum(seconds[part] for part in held) / step for held, _ in PARTS.values()]
+        flops = {part: sum(passes.values()) for part, passes in breakdown["flops"].items()}
+        of_parts = zip(
+            ("mixer_projections", "mixer_scan", "mlp", "vocabulary"),
+            ("mixer/projections", "mixer/scan", "mlp", "loss"),
+            strict=True,
+        )
+        rates = [flops[computed] / seconds[part] / 1e12 for computed, part in of_parts]
+        expected.append([words, f"{1e3 * step:.1f}", *map(percent, drawn), *(f"{rate:.0f}" for rate in rates)])
+        hosts.append(breakdown["time"]["host"]["total"] / step)
+        if "Transformer" not in words:
+            scans.append(flops["mixer_scan"] / (sum(flops.values()) - flops["optimizer"]))
+            slow.append(rates[1])
+            order = sorted(drawn[:5], reverse=True)
+            assert order.index(drawn[3]) == 3, "the loss layer comes fourth"
+    assert table_of("h7_follow_ups.md", "H100, 1.3B, `cce_kahan`: of a step") == expected
+    assert f"It does {100 * min(scans):.0f} to {100 * max(scans):.0f} % of a linear RNN's FLOPs" in page
+    assert f"at {min(slow):.0f} to {max(slow):.0f} TFLOP/s. The H100's peak is 989." in page
+    assert f"after {100 * min(hosts):.0f} to {100 * max(hosts):.0f} % of a step" in page
+    models = [(ms[name], ms[f"{name}, shared projection"]) for name in ("GLA", "Transformer")]
+    off = [plain["mixer/projections"] - shared["mixer/projections"] for plain, shared in models]
+    back = [shared["mlp"] - plain["mlp"] for plain, shared in models]
+    assert "takes {:.0f} ms off GLA's projections and {:.0f} ms off the Transformer's".format(*off) in page
+    assert "takes {:.0f} and {:.0f} ms of it back".format(*back) in page
+    lines = PLAIN.format("GLA"), RANKS[1].format("GLA")
+    whole = [row[name]["cce_kahan"].step_ms for row, name in zip(2 * [follow_ups()], lines, strict=True)]
+    taken = [ms[name]["step"] / one for name, one in zip(("GLA", "GLA, shared projection"), whole, strict=True)]
+    assert "GLA's two steps take {:.2f} and {:.2f} times those of the next section".format(*taken) in page
+    shared = ms["GLA, shared projection"]
+    shares = [f"{shared[part] / shared['step']:.0%}" for part in ("mlp", "mixer/scan", "mixer/projections")]
+    words = "the MLP takes {}, the scan with its convolutions and gates {}, and the projections still {}"
+    assert words.format(*shares).replace("%", " %") in page
+    scan = [one["mixer/scan"] / one["step"] for name, one in ms.items() if "Transformer" not in name]
+    index = " ".join((ROOT / "docs/study/index.md").read_text(encoding="utf-8").split())
+    assert f"the scan takes {100 * min(scan):.0f} to {100 * max(scan):.0f} % of a linear RNN's step" in index
+    mixers = {name: (one["mixer/projections"] + one["mixer/scan"]) / one["step"] for name, one in ms.items()}
+    told = [f"{mixers[name]:.0%}".replace("%", " %") for name in ("GLA", "KDA", "Gated DeltaNet", "Transformer")]
+    assert (
+        "GLA's takes {} of a step, KDA's {} and Gated DeltaNet's {}, where attention's takes {}".format(*told) in fourth
+    )
+
+
 def test_the_follow_ups_sentences_hold_the_rows() -> None:
     """The page's figures outside its tables, and those of the pages that link to it."""
     found = follow_ups()
@@ -91,9 +147,7 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
 
     shared = [own["cce_kahan"].loss_layer_share for name, own in found.items() if "shared" in name]
     low, high = (f"{100 * end(shared):.1f}" for end in (min, max))
-    assert f"Our loss layer still takes {low} to {high} % of a step. What the other " in page
-    rest = [f"{100 * (1 - share):.0f}" for share in (max(shared), min(shared))]
-    assert f"What the other {rest[0]} to {rest[1]} % are was not profiled." in page
+    assert f"With them our loss layer takes {low} to {high} % of a step." in page
     least = min(1 - (own[loss].loss_layer_share or 0) for own in found.values() for loss in ("compiled", "cce_kahan"))
     assert f"**In every line the rest takes {int(100 * least)} % of a step or more**" in page
     fewer = [

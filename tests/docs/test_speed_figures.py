@@ -17,8 +17,11 @@ from figures import (
 )
 
 from linrnn.bench.steps.rows import AGAIN, read_rows
+from linrnn.core.json_files import read_object
+from linrnn.core.machine import GIB
 from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
+from linrnn.study.figures import BREAKDOWNS
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,7 @@ from linrnn.study.benchmarks.step_speed import host_share, step_speeds
     [
         ("", "h1b_step_speed.md", "H100, 8 x 2048 tokens a step", 8),
         ("_gated_deltanet", "h1b_step_speed.md", "H100, Triton 3.7.1, 8 x 2048 tokens a step", 6),
+        ("_kda", "h1b_step_speed.md", "H100, KDA in a later process, 8 x 2048 tokens a step", 6),
         ("_350m_graphs", "h1b_step_speed.md", "H100, one CUDA graph a step, 8 x 2048 tokens", 8),
         ("_lengths", "h4_linear_rnn_or_transformer.md", "H100, 16,384 tokens a step", 6),
         ("_chunks", "h4_linear_rnn_or_transformer.md", "H100, tokens of a chunk", 6),
@@ -118,8 +122,15 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
             assert cell == f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
     chunks = by_name(read_rows(steps("_chunks")))
     large, small = (chunks[f"GLA 1b3, model.chunk_size={size}"]["compiled"].wall_ms for size in (128, 64))
-    page = (ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8")
-    assert f"GLA's step takes {with_interval(ratio_of_means(large, small))} of that with 64" in page
+    page = " ".join((ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8").split())
+    assert f"the step takes {with_interval(ratio_of_means(large, small))} of that with 64 (compiled" in page
+    small, large = (chunks[f"KDA 1b3, model.chunk_size={size}"] for size in (32, 64))
+    compiled, ours = (ratio_of_means(small[loss].wall_ms, large[loss].wall_ms) for loss in ("compiled", "cce_kahan"))
+    assert (
+        f"{with_interval(compiled)} of that with 64 with compiled, and {with_interval(ours)} with `cce_kahan`" in page
+    )
+    slowest = max(max(row.wall_ms) / row.step_ms for one in (small, large) for row in one.values())
+    assert f"took up to {slowest:.2f} times the median" in page
 
 
 @pytest.mark.parametrize(
@@ -127,6 +138,7 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
     [
         ("", "H100, whole steps of 8 x 2048 tokens"),
         ("_gated_deltanet", "H100, Triton 3.7.1, whole steps of 8 x 2048 tokens"),
+        ("_kda", "H100, KDA in a later process, whole steps of 8 x 2048 tokens"),
     ],
 )
 def test_the_table_of_liger_s_steps_holds_the_h100_s_rows(folder: str, head: str) -> None:
@@ -158,16 +170,40 @@ def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:
     assert sorted(table_of("h2_loss_memory.md", "H100, peak of a step, GiB")) == sorted(expected)
 
 
+def test_the_tables_of_peaks_without_a_loss_layer_hold_the_breakdowns() -> None:
+    shares, peaks = [], []
+    for words in ("GLA", "Gated DeltaNet", "KDA", "Transformer"):
+        path = ROOT / "results" / "summaries" / "breakdown" / f"{BREAKDOWNS[words]}.json"
+        memory = {name: row["measured"] for name, row in read_object(path, ("memory",))["memory"].items()}
+        peak, without = memory["peak"], memory["peak/without_loss_layer"]
+        most = max(memory["loss_forward"], memory["loss_backward"])
+        gib = [f"{size / GIB:.2f}" for size in (peak, most, without)]
+        shares.append([words, *gib[:2], percent(most / peak), gib[2], percent(1 - without / peak)])
+        peaks.append([words, gib[0], gib[2]])
+    assert table_of("h2_loss_memory.md", "1.3B, B = 8, H100, today's `cce_kahan`") == shares
+    assert table_of("h1a_larger_batches.md", "peak at 8 sequences, GiB") == peaks
+    page = " ".join((ROOT / "docs/study/h2_loss_memory.md").read_text(encoding="utf-8").split())
+    found = sorted(float(row[3].removesuffix(" %")) for row in shares)
+    assert f"With today's kernels it takes {found[0]:.1f} to {found[-1]:.1f} % at 1.3B without checkpointing" in page
+
+
 def test_the_table_of_shares_of_a_step_holds_the_h100_s_rows() -> None:
     expected = []
     for name, row in by_name(read_rows(STEPS)).items():
         shares = [row[loss].loss_layer_share for loss in ("compiled", "cce_kahan")]
         expected.append([name, *(f"{share:.1%}".replace("%", " %") for share in shares if share is not None)])
     assert sorted(table_of("h4_linear_rnn_or_transformer.md", "H100, 8 x 2048 tokens a step")) == sorted(expected)
-    [row] = by_name(read_rows(steps("_gated_deltanet"))).values()
-    compiled, ours = (percent(row[loss].loss_layer_share) for loss in ("compiled", "cce_kahan"))
-    page = (ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8")
-    assert f"the loss layer takes {compiled} with compiled and {ours} with ours" in page
+    page = " ".join((ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8").split())
+    shares_of = {
+        name: [percent(row[loss].loss_layer_share) for loss in ("compiled", "cce_kahan")]
+        for folder in ("_gated_deltanet", "_kda")
+        for name, row in by_name(read_rows(steps(folder))).items()
+    }
+    plain, full = shares_of["Gated DeltaNet 1b3"], shares_of["Gated DeltaNet 1b3, full checkpointing"]
+    words = "takes {} with compiled and {} with ours, and with full checkpointing {} and {}"
+    assert words.format(*plain, full[0].removesuffix(" %"), full[1]) in page
+    compiled, ours = shares_of["KDA 1b3"]
+    assert f"Of KDA's without checkpointing it takes {compiled.removesuffix(' %')} and {ours}" in page
 
 
 def test_the_table_of_gains_divides_those_of_linear_rnns_by_the_transformer_s() -> None:

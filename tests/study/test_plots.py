@@ -15,6 +15,7 @@ from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words
 from linrnn.study import figures, plots
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
+from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import HOST, step_peaks, step_speeds
 from linrnn.study.results import read_committed
 
@@ -104,10 +105,10 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert len(names(speed)) == len({v.setting for v in drawn}) == sum(v.backend == AGAIN for v in drawn)
     waiting = {v.setting.split(",")[0] for v in drawn if HOST in v.remark}
     assert {name.split(",")[0] for name in names(speed) if name.endswith("(host)")} == waiting == {"GLA 350m"}
-    peaks = [v for folder in folders[:2] for v in step_peaks(read_rows(folder)) if v.value]
+    peaks = [v for folder in folders[:3] for v in step_peaks(read_rows(folder)) if v.value]
     shown = [text.get_text() for text in memory.texts]
     today = [f"{v.value:.3f}" for v in peaks if v.backend == "cce_kahan" and "1b3" in v.setting]
-    assert len(today) == 11
+    assert len(today) == 13
     assert all(shown.count(value) >= today.count(value) for value in today), "today's kernels, not older ones"
     assert "white" not in faces(memory) + faces(batch), "they do not scatter"
     ratios = [verdict.value for _, verdict in batch_verdicts(searches_on_the_h100(ROOT / "results"))]
@@ -168,3 +169,32 @@ def test_a_plot_over_batches_leaves_out_losses_with_one_batch_and_panels_without
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cce_kahan (ours, exact)"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["75", "84"]
     pyplot.close(figure)
+
+
+def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once() -> None:
+    breakdown = {
+        "time": {
+            "mixer": {"forward": 3.0, "backward": 5.0},
+            "mixer/projections": {"forward": 1.0, "backward": 2.0},
+            "mixer/scan": {"forward": 2.0, "backward": 3.0},
+            "embedding": {"forward": 0.5, "backward": None},
+            "norms": {"forward": 0.5, "backward": 1.0},
+            "mlp": {"forward": 1.0, "backward": 2.0},
+            "loss": {"forward": 1.0, "backward": 1.0},
+            "optimizer": {"total": 1.0},
+            "step": {"total": 20.0},
+            "host": {"total": 15.0},
+        }
+    }
+    parts = parts_of_step(breakdown)
+    assert "mixer" not in parts
+    assert "host" not in parts
+    assert (parts["mixer/projections"], parts["mixer/scan"], parts["the rest"]) == (3.0, 5.0, 4.0)
+    assert sum(parts.values()) == 20.0
+    older = {"time": {name: row for name, row in breakdown["time"].items() if "/" not in name and name != "host"}}
+    assert parts_of_step(older)["mixer"] == 8.0
+    [axes] = plots.step_parts({"a model": parts, "another": parts}, "a title").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a model", "another"]
+    widths = sum(bar.get_width() for bar in axes.patches)
+    assert widths == pytest.approx(2 * 20_000), "ms of both steps"
+    assert "25 %" in [text.get_text() for text in axes.texts], "of the scan"

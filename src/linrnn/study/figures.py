@@ -10,9 +10,11 @@ from linrnn.bench.loss.plots import hero
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
+from linrnn.core.json_files import read_object
 from linrnn.core.plot_style import looks, save
 from linrnn.study.benchmarks.filter_speed import filter_speeds
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
+from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import step_peaks, step_speeds
 from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (
@@ -27,6 +29,7 @@ from linrnn.study.plots import (
     memory_parts,
     peak_rows,
     speed_rows,
+    step_parts,
     study_rows,
 )
 from linrnn.study.plots.select import named
@@ -63,9 +66,17 @@ FINE_TUNING = {  # losses of these groups: the words for a loss, and the label w
     "cce_apple variant=cce_kahan_full_c": ("Apple's cce_kahan_full_c: of dE alone", "cce_apple"),
     "cce_apple variant=cce_exact": ("Apple's cce_exact: drops nothing", "cce_apple"),
 }
+BREAKDOWNS = {  # the drawn breakdowns: a model in words, and its file below results/summaries/breakdown
+    "GLA": "gla-1b3-cce_kahan-steps11-t2048-s0",
+    "GLA, shared projection": "gla-1b3-cce_kahan-r1024-steps11-t2048-s0",
+    "Gated DeltaNet": "gated_deltanet-1b3-cce_kahan-steps11-t2048-s0",
+    "KDA": "kda-1b3-cce_kahan-steps11-t2048-s0",
+    "Transformer": "transformer-1b3-cce_kahan-steps11-t2048-s0",
+    "Transformer, shared projection": "transformer-1b3-cce_kahan-r1024-steps11-t2048-s0",
+}
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
-STEPS = DEVICE, f"{DEVICE}_gated_deltanet", f"{DEVICE}_350m_graphs"  # folders of whole steps
+STEPS = DEVICE, f"{DEVICE}_kda", f"{DEVICE}_gated_deltanet", f"{DEVICE}_350m_graphs"  # folders of whole steps
 GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
 
 
@@ -84,6 +95,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "filter_speed": filter_speed,
         "fine_tuning": fine_tuning,
         "follow_up_losses": follow_up_losses,
+        "step_parts": parts_of_steps,
     }
     return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
@@ -109,11 +121,11 @@ def study(results: Path) -> Any:
         found = verdicts(runs)
         kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
         losses += loss_rows(found) if group == SEEDS else []
-    own, delta_net, graphs = (read_rows_of_steps(results / "bench_steps" / name) for name in STEPS)
-    for row in peak_rows(step_peaks([*own, *delta_net])):
+    *eager, graphs = (read_rows_of_steps(results / "bench_steps" / name) for name in STEPS)
+    for row in peak_rows(step_peaks([row for rows in eager for row in rows])):
         key = row.verdict.criterion, row.name, row.verdict.against
         kept[key] = replace(row, attainable=kept[key].attainable)  # a share of the baseline's peak, as it was
-    speeds = [one for rows in (own, delta_net, graphs) for one in step_speeds(rows)]
+    speeds = [one for rows in (*eager, graphs) for one in step_speeds(rows)]
     batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
     return forest([*speed_rows(speeds), *batches, *kept.values(), *losses])
 
@@ -163,6 +175,16 @@ def follow_up_losses(results: Path) -> Any:
     return changed_losses(
         {size: changes_of_loss(read_committed(results / "summaries" / group)) for size, group in groups.items()}
     )
+
+
+def parts_of_steps(results: Path) -> Any:
+    """What a step's time divides into once the loss layer is cheap, for each model of 1.3B."""
+    directory = results / "summaries" / "breakdown"
+    found = {
+        words: parts_of_step(read_object(directory / f"{name}.json", ("run", "time")))
+        for words, name in BREAKDOWNS.items()
+    }
+    return step_parts(found, "Where a step of a 1.3B model goes, 8 x 2,048 tokens on an H100, with cce_kahan")
 
 
 def _device(directory: Path, rows: list[Row]) -> str:

@@ -25,6 +25,7 @@ from linrnn.study.plots.select import (
     speeds_rank,
     varies,
 )
+from linrnn.study.plots.step_parts import step_parts
 
 __all__ = [
     "AXES",
@@ -54,6 +55,7 @@ __all__ = [
     "save",
     "speed_rows",
     "speeds_rank",
+    "step_parts",
     "study_rows",
     "varies",
     "vocabulary_crossover",

@@ -34,8 +34,8 @@ FREE = "attainable: a loss layer without cost"
 NOTE = (
     "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
     "n: pairs of runs; for tokens/s, rounds of one process. (host): the host may decide a step's time, so no verdict.\n"
-    "H200, older kernels: peak memory of Gated DeltaNet and KDA without checkpointing, and of GLA 1b3 against eager;\n"
-    "pale bars of memory at 1b3. H100, older kernels: largest batch of GLA with checkpointing. All else: H100.\n"
+    "H200, older kernels: peak memory of GLA 1b3 against eager, and pale bars of memory at 1b3.\n"
+    "H100, older kernels: largest batch of GLA with checkpointing. All else: H100.\n"
     "Batches and memory do not scatter."
 )
 

@@ -7,6 +7,7 @@ from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_betwee
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
+from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.criteria import (
     FINAL_ADDED,
     FINAL_LOSS,
@@ -216,7 +217,7 @@ def on_breakdowns(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> 
 def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
     """Sentences on the breakdown of one run; `step` in seconds."""
     run = breakdown["run"]
-    parts = {name: sum(v or 0 for v in row.values()) for name, row in breakdown["time"].items() if name != "step"}
+    parts = parts_of_step(breakdown)
     name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
     lines = [
         f"{run['model']} x {run['loss']}, B = {run['batch_size']}: the largest part of a step is {name} "
