@@ -862,6 +862,18 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Pat
     assert "other processes computed on the GPU" not in text
 
 
+@pytest.mark.usefixtures("text_alone")
+def test_a_report_says_when_several_gpus_of_a_kind_made_its_runs(tmp_path: Path) -> None:
+    state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 0}
+    for other, told in (("aaaa0000", False), ("bbbb1111", True)):
+        runs = [
+            *five("compiled", gpu_state=state | {"card": "aaaa0000"}),
+            *five("cce_kahan", gpu_state=state | {"card": other}),
+        ]
+        text = write_report(runs, tmp_path, "g")[0].read_text()
+        assert ("**2 GPUs of this kind made these runs**" in text) == told
+
+
 def test_of_shared_and_unshared_runs_the_unshared_ones_decide_times() -> None:
     """Times that stand in a shared run's row all the same are left out too."""
     runs = [one for loss in ("compiled", "cce_kahan") for one in (*five(loss), run(loss, seed=5, gpu_shared=True))]

@@ -5,6 +5,7 @@ except the CUDA allocator's.
 """
 
 import functools
+import hashlib
 import os
 import platform
 import shlex
@@ -140,11 +141,13 @@ def describe_environment() -> dict[str, Any]:
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
     """A GPU's current clocks, power and temperature, and the number of other processes on it; None on a CPU.
 
-    Values that nvidia-smi does not report are None. Takes a few tens of milliseconds.
+    `card` tells one GPU from another of its kind: eight digits of a hash of its UUID. Values that nvidia-smi does not
+    report are None. Takes a few tens of milliseconds.
     """
     if device.type != "cuda":
         return None
-    card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    card = f"--id=GPU-{uuid}"
     reading = _answer(
         "nvidia-smi", card, f"--query-gpu={','.join(GPU_STATE.values())}", "--format=csv,noheader,nounits"
     )
@@ -154,6 +157,7 @@ def gpu_state(device: torch.device) -> dict[str, Any] | None:
         state = dict(zip(GPU_STATE, values, strict=True))
     users = _answer("nvidia-smi", card, "--query-compute-apps=pid", "--format=csv,noheader")
     state["other_processes"] = None if users is None else max(len(users.split()) - 1, 0)
+    state["card"] = hashlib.sha256(uuid.encode()).hexdigest()[:8]
     return state
 
 

@@ -148,6 +148,12 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
     states = [(run.summary["run_name"], state) for run in alone if (state := run.summary.get("gpu_state"))]
     clocks = [state["sm_mhz"] for _, state in states if state["sm_mhz"] is not None]
     lines = [f"SM clock at the end of training: {min(clocks):,.0f} to {max(clocks):,.0f} MHz"] if clocks else []
+    cards = {state["card"] for _, state in states if state.get("card")}  # older runs do not name their GPU
+    if len(cards) > 1:
+        lines.append(
+            f"**{len(cards)} GPUs of this kind made these runs** (`gpu_state.card` in runs.json): a ratio of two runs' "
+            "speeds may also hold the GPUs' difference"
+        )
     return lines + [
         f"**{name}: {state['other_processes']} other processes computed on the GPU**"
         for name, state in states
