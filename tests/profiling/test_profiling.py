@@ -181,6 +181,25 @@ def test_a_lap_goes_from_step_to_step_without_what_was_paused(monkeypatch):
     assert laps.seconds == [2.0, 3.0, 1.0]
 
 
+def test_a_pause_inside_a_pause_or_before_the_start_changes_nothing(monkeypatch):
+    """A checkpoint may be due during a validation, and a run may begin with a validation."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    laps = WallClock(CPU, skip=0)
+    with laps.paused():
+        now = 5.0
+    laps.start()
+    now = 6.0
+    with laps.paused():
+        now = 16.0
+        with laps.paused():
+            now = 26.0
+        now = 36.0
+    now = 38.0
+    laps.lap()
+    assert laps.seconds == [1.0 + 2.0]
+
+
 def test_the_speed_of_a_step_is_that_of_its_end_and_not_of_when_the_host_reads_it(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)

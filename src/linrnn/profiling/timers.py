@@ -148,11 +148,19 @@ class WallClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The block counts for no lap. The host waits for the device at the block's start and end."""
-        if self._begun is not None:
-            self._stretches.append((self._begun, self._mark_when_idle()))
-        yield
-        self.start()
+        """The block counts for no lap. The host waits for the device at the block's start and end.
+
+        A pause inside a pause, or before :meth:`start`, changes nothing.
+        """
+        if self._begun is None:
+            yield
+            return
+        self._stretches.append((self._begun, self._mark_when_idle()))
+        self._begun = None
+        try:
+            yield
+        finally:
+            self.start()
 
     @property
     def seconds(self) -> list[float]:
