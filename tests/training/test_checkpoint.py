@@ -108,6 +108,21 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path: Path) -> None
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_damaged_checkpoints_beyond_the_resumed_step_do_not_crowd_out_good_ones(tmp_path: Path) -> None:
+    model, optimizer = saved(tmp_path, 1, 2, 4, 9)
+    for number in (4, 9):
+        (tmp_path / f"step_{number:08d}" / "rng.safetensors").write_bytes(b"")
+    newest = checkpoint.newest(tmp_path)
+    assert newest == tmp_path / "step_00000002"
+    saver = checkpoint.Saver(tmp_path, keep=2)
+    saver.begins_at = 2
+    for number, kept in ((5, [2, 5]), (9, [5, 9])):
+        saver.save(progress(number), model, optimizer, "seed: 0\n")
+        saver.wait()
+        assert [path.name for path in checkpoint.found(tmp_path)] == [f"step_{step:08d}" for step in kept]
+        assert checkpoint.newest(tmp_path) == tmp_path / f"step_{number:08d}"
+
+
 def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "FILE_BYTES", 200)
     model, optimizer = saved(tmp_path, 1)

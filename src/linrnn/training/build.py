@@ -186,7 +186,7 @@ class BuiltRun:
             checkpoint.load(newest, self.model.hf, self.optimizer)
             self._has_weights = True
             state.recent_losses.extend(progress.recent_losses)
-            state.step = state.saved_step = progress.step
+            state.step = state.saved_step = self.saver.begins_at = progress.step
             state.continues = progress.continues
             return f"resuming at step {state.step} from {newest}"
         if source := self.config.continue_from:

@@ -35,10 +35,15 @@ class Saver:
     Args:
         root: the run's checkpoints/, which all ranks see.
         keep: how many of the newest are kept.
+
+    Attributes:
+        begins_at: the step from which this process continues. Other checkpoints beyond it are not this run's.
     """
 
     def __init__(self, root: Path, keep: int) -> None:
         self._root, self._keep = root, keep
+        self.begins_at = 0
+        self._written: set[Path] = set()
         # A group of its own, so that neither this thread nor training waits for the other's collectives.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._first = self._group is None or dist.get_rank() == 0
@@ -132,9 +137,20 @@ class Saver:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync(target.parent)
-        for old in found(self._root)[: -self._keep]:
-            shutil.rmtree(old)
+        self._written.add(target)
+        self._prune()
         return {}
+
+    def _prune(self) -> None:
+        """Delete all checkpoints but the newest of this run.
+
+        A process resumes from the newest undamaged one. Those beyond it are damaged, and would crowd out good ones.
+        """
+        every, begin = found(self._root), directory_of(self._root, self.begins_at)
+        ours = [path for path in every if path.name <= begin.name or path in self._written]
+        for path in every:
+            if path not in ours[-self._keep :]:
+                shutil.rmtree(path)
 
     def _together(self, action: Callable[[], dict[str, str]]) -> dict[str, str]:
         """Call `action` on all ranks. Return their merged results, or raise the first rank's error on all ranks."""
