@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, DivergedError
 from linrnn.core.interrupts import SIGNALS
 from linrnn.training.checkpoint import TENSORS, found
+from linrnn.training.evaluation import Evaluation
 from linrnn.training.trainer import Trainer
 
 STEPS = 20
@@ -196,7 +198,7 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., l
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = ("trainer.checkpoint_every=2", "schedule.steps=6")
+    plan = ("trainer.checkpoint_every=2", "schedule.steps=6", "trainer.keep_checkpoints=2")
     trainer = Trainer(load_config(small(*plan, "trainer.max_steps=4")))
     trainer.fit()
     [newest] = (found(trainer.directory.checkpoints)[-1] / TENSORS).iterdir()
@@ -207,11 +209,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         file.write(bytes([last ^ 1]))
     with pytest.raises(DataError, match="does not match its checksum"):
         Trainer(load_config(small(f"init_from={newest.parent.parent}", "group=other")))
-    resumed = Trainer(load_config(small(*plan, "trainer.max_steps=6")))
+    resumed = Trainer(load_config(small(*plan, "trainer.checkpoint_every=3", "trainer.max_steps=6")))
     resumed.fit()
     output = capsys.readouterr().out
     assert "does not match its checksum" in output
     assert "resuming at step 2" in output
+    kept = [path.name for path in found(resumed.directory.checkpoints)]
+    assert kept == ["step_00000003", "step_00000006"], "the damaged one of step 4 crowded out a good one"
 
 
 def test_a_diverging_run_keeps_its_last_good_checkpoint(small: Callable[..., list[str]]) -> None:
@@ -228,3 +232,23 @@ def test_a_diverging_run_keeps_its_last_good_checkpoint(small: Callable[..., lis
     summary = trainer.directory.read_summary()
     assert summary["status"] == "diverged"
     assert found(trainer.directory.checkpoints)
+
+
+def test_a_run_that_diverges_in_its_last_validation_has_a_summary(small: Callable[..., list[str]]) -> None:
+    """The loss of the last step is that before its update. Only the validation sees the weights after it."""
+    plan = ("trainer.max_steps=1", "optimizer.lr=1e39", "schedule=constant", "schedule.warmup_steps=0")
+    trainer = Trainer(load_config(small(*plan)))
+    with pytest.raises(DivergedError, match=r"validation after step 1: loss (nan|inf)"):
+        trainer.fit()
+    summary = trainer.directory.read_summary()
+    assert (summary["status"], summary["steps"]) == ("diverged", 1)
+    assert summary["valid_loss_nats"] is summary["valid_perplexity"] is None
+    assert "validation after step 1" in summary["reason"]
+
+
+def test_a_perplexity_beyond_a_double_is_null_in_the_summary(
+    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self: Evaluation(1e3, math.inf, None, n_tokens=9))
+    summary = Trainer(load_config(small("trainer.max_steps=1"))).fit()
+    assert (summary["status"], summary["valid_loss_nats"], summary["valid_perplexity"]) == ("finished", 1e3, None)

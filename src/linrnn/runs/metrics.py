@@ -93,7 +93,7 @@ class JsonlWriter:
         known = {"step", *METRICS}
         if unknown := [name for name in record if name not in known and not name.startswith(LOSS_GROUP)]:
             raise ValueError(f"unknown metrics {unknown}: add them to METRICS with their unit")
-        line = _encode({**{name: _finite(value) for name, value in record.items()}, DATE: utc_now()})
+        line = _encode({**{name: finite(value) for name, value in record.items()}, DATE: utc_now()})
         try:
             written = os.write(self._file, line)
         except OSError as error:
@@ -180,7 +180,8 @@ def _encode(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n").encode()
 
 
-def _finite(value: float | int | None) -> float | int | None:
+def finite(value: float | int | None) -> float | int | None:
+    """`value`; None for NaN and infinities, which strict JSON cannot express."""
     return value if value is not None and math.isfinite(value) else None
 
 

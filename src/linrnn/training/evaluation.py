@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from linrnn.core.errors import DataError
+from linrnn.core.errors import DataError, DivergedError
 from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import IGNORE_INDEX, LossBackend
@@ -23,6 +23,19 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None
     n_tokens: int
+
+    def check_finite(self, step: int) -> None:
+        """Check the last validation of a run, after `step`.
+
+        Raises:
+            DivergedError: its loss is not finite.
+        """
+        if not math.isfinite(self.loss_nats):
+            raise DivergedError(
+                f"validation after step {step}: loss {self.loss_nats}",
+                "lower optimizer.lr or optimizer.max_grad_norm, or raise schedule.warmup_steps, and start again with "
+                "trainer.resume=never",
+            )
 
     def metrics(self) -> dict[str, float | None]:
         """The results under their metric names."""

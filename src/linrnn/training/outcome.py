@@ -18,6 +18,7 @@ from linrnn.core.errors import (
 from linrnn.models import explain_refusal
 from linrnn.runs.environment import command_line
 from linrnn.runs.figures import NOT_MEASURED, memory_of_run, speed_of_run
+from linrnn.runs.metrics import finite
 from linrnn.runs.summary import memory_lines, names_of_run, status_of
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation
@@ -125,9 +126,7 @@ def summary_of_run(
         "epochs": run.epochs(state.step),
         "train_loss_nats": fmean(state.recent_losses) if state.recent_losses else None,
         "entropy_floor_nats": run.data.entropy_floor_nats,
-        "valid_loss_nats": evaluation and evaluation.loss_nats,
-        "valid_perplexity": evaluation and evaluation.perplexity,
-        "valid_bits_per_byte": evaluation and evaluation.bits_per_byte,
+        **_validated(evaluation),
         "peak_memory_bytes": memory.get("peak", memory.get("resident_peak")),
         "peak_memory_is": "allocated on the GPU" if "peak" in memory else "the process's resident set",
         "memory_bytes": memory,
@@ -142,4 +141,12 @@ def summary_of_run(
         "compiled": run.compiled,
         "data_fingerprint": run.data.fingerprint,
         "command": command_line(),
+    }
+
+
+def _validated(evaluation: Evaluation | None) -> dict[str, float | None]:
+    """The summary's figures of the last validation. They are null where they are not finite, or not there."""
+    metrics = evaluation.metrics() if evaluation else {}
+    return {
+        f"valid_{name}": finite(metrics.get(f"valid/{name}")) for name in ("loss_nats", "perplexity", "bits_per_byte")
     }

@@ -90,6 +90,7 @@ class Trainer(BuiltRun):
         try:
             self._train()
             evaluation = self.validate()
+            evaluation.check_finite(self.step)
             self.saver.wait()
         except BaseException as error:
             self._step_log.forget()
