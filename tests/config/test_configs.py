@@ -92,6 +92,13 @@ def test_names_are_deterministic_and_complete(model: str) -> None:
     assert run_name(changed) == f"{model}-mve-standard-b32-s3"
 
 
+def test_a_list_among_the_choices_of_a_hybrid_is_part_of_the_name() -> None:
+    hybrid = ["model=fla", "model.config=gla", "model.options.attn.num_heads=4"]
+    names = [run_name(load_config([*hybrid, f"model.options.attn.layers={layers}"])) for layers in ("[1]", "[1,3]")]
+    assert names[0] == "fla-smoke-cce_kahan-gla-num_heads_4-layers_1-s0"
+    assert names[1] == "fla-smoke-cce_kahan-gla-num_heads_4-layers_1_3-s0"
+
+
 def test_a_distributed_run_is_named_after_the_sequences_of_its_steps() -> None:
     whole = load_config(["parallel=ddp", "trainer.batch_size=8"])
     cut = load_config(["parallel=ddp", "trainer.batch_size=2", "trainer.accumulation_steps=2"])

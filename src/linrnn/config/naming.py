@@ -109,7 +109,7 @@ def run_name(config: Config, world_size: int = 1) -> str:
     for key, value in values.items():
         if key != "seed" and defaults.get(key, "(absent)") != value:
             words.append(
-                _AS_BEFORE.get((key, value)) or f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}"
+                _AS_BEFORE.get((key, str(value))) or f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}"
             )
     stem = f"{config.model.name}-{config.size.name}-{config.loss.name}"
     name = "-".join([stem, *words, f"s{config.seed}"])
