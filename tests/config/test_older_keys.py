@@ -119,7 +119,7 @@ def test_a_row_of_an_earlier_version_compares_with_todays(schedule: str) -> None
         f"{ADAMW} optimizer.schedule={schedule} optimizer.schedule_steps=200 optimizer.warmup_steps=None "
         f"optimizer.min_lr_ratio=0.1 optimizer.decay_fraction=0.2 init_from=a b {REST}"
     )
-    new = names_of_run(load_config([f"schedule={schedule}", "init_from=a b"]), "name")["training"]
+    new = names_of_run(load_config([f"schedule={schedule}", "init_from=a b"]), "name", 1)["training"]
     assert old != new
     assert older_rows.without_horizon(old) == older_rows.without_horizon(new)
     assert older_rows.horizon({"training": old}) == older_rows.horizon({"training": new}) == 200

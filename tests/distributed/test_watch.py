@@ -1,12 +1,17 @@
-"""Signs of life: which ranks stand still, by a clock that the test sets."""
+"""Signs of life: which ranks stand still, by a clock that the test sets. And the end of a process that hangs."""
 
+import os
+import queue
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from linrnn.core.errors import ConfigError, LinrnnError
+from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
-from linrnn.distributed.watch import SignsOfLife
+from linrnn.distributed.watch import Failure, SignsOfLife, Watch
 
 PATIENCE = 100.0
 
@@ -69,3 +74,22 @@ def test_signs_are_given_ten_times_in_the_patience(signs: Callable[[int], SignsO
         clock.seconds += PATIENCE / 1000
     other.still()
     assert 10 <= int(rank._store.get("alive/0")) <= 11
+
+
+def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(os, "_exit", exit_codes.put)
+    monkeypatch.setattr(patience, "GRACE_SECONDS", 0.0)
+    watch = Watch(Launch(0, world_size=2), dist.HashStore(), timedelta(seconds=PATIENCE))
+
+    def fail(error: LinrnnError) -> None:
+        raise ConfigError("no such step", "choose another")
+
+    watch.when_lost = fail
+    watch.record(Failure(1, "its process has died", "see its output", 6))
+    assert exit_codes.get(timeout=60) == 6
+    errors = capsys.readouterr().err
+    assert "the summary was not written: no such step" in errors
+    assert "error: rank 1 stopped: its process has died" in errors

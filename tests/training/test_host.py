@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from linrnn.config import load_config
-from linrnn.core.errors import DivergedError, InterruptedRun
+from linrnn.core.errors import DivergedError, InterruptedRun, RankFailedError
 from linrnn.distributed import DistributedRanks, Launch, Ranks
 from linrnn.distributed.ranks import ReplicatedRanks
+from linrnn.runs.directory import RunDirectory
 from linrnn.training.checkpoint import found
+from linrnn.training.session import Session
 from linrnn.training.step import StepRecord
 from linrnn.training.trainer import Trainer
 
@@ -184,3 +186,19 @@ def test_on_a_gpu_a_step_never_makes_the_host_wait(model: str, loss: str, small:
     monkeypatch.setattr(Trainer, "train_step", train_step)
     overrides = [o for o in small("trainer.max_steps=8", "trainer.accumulation_steps=2") if o != "device=cpu"]
     Trainer(load_config([*overrides, "device=cuda", f"model={model}", f"loss={loss}"])).fit()
+
+
+# ---------------------------------------------------------------------------------------------------- a lost rank
+def test_the_summary_of_a_lost_rank_counts_the_steps_of_all_ranks(small: Small, monkeypatch: Patch) -> None:
+    """One rank alone would take 8 steps for these tokens, beyond the schedule's end."""
+    options = ("parallel=ddp", "trainer.max_tokens=64", "trainer.batch_size=1", "trainer.seq_len=8", "schedule.steps=4")
+    config = load_config(small(*options, "trainer.max_steps=null"))
+    plan = SimpleNamespace(world_size=2, tokens_per_step=16)
+    session = Session(config, plan, Ranks())  # type: ignore[arg-type]
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(RunDirectory, "started", "yesterday")
+    monkeypatch.setattr(session, "write_summary", lambda step, summary: written.append(summary))
+    session.write_lost_summary(3, RankFailedError("rank 1 stopped", "see its output", 6))
+    [summary] = written
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("diverged", 3, 48)
+    assert "schedule.steps=4 " in summary["training"]

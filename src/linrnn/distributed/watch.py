@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from linrnn.core.errors import LinrnnError, RankFailedError
+from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.core.output import say
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
@@ -87,10 +87,20 @@ class Watch:
         if self._ended.wait(patience.GRACE_SECONDS) or self.failure is None or self.patient:
             return
         error = self.failure.error()
-        if self.when_lost:
-            self.when_lost(error)
-        say(f"error: {error}", sys.stderr)
-        os._exit(error.exit_code)
+        try:
+            self._tell(error)
+        finally:
+            os._exit(error.exit_code)
+
+    def _tell(self, error: LinrnnError) -> None:
+        """Call `when_lost` and print `error`, also if `when_lost` fails."""
+        try:
+            if self.when_lost:
+                self.when_lost(error)
+        except Exception as problem:
+            say(f"error: the summary was not written: {first_line(problem)}", sys.stderr)
+        finally:
+            say(f"error: {error}", sys.stderr)
 
     def _look(self) -> None:
         if self._store.check([_FAILURE]):

@@ -149,7 +149,7 @@ def assemble(
     times = [with_scan(seconds) for seconds in times]
     return Breakdown(
         run={
-            **names_of_run(config, name),
+            **names_of_run(config, name, world_size=1),
             "optimizer": config.optimizer.name,
             "precision": plan.precision,
             "device": device,

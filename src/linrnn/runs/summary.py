@@ -58,7 +58,7 @@ MEASURED = (
 )
 
 
-def names_of_run(config: Config, run_name: str, world_size: int = 1) -> dict[str, Any]:
+def names_of_run(config: Config, run_name: str, world_size: int) -> dict[str, Any]:
     """The keys by which a summary tells a run from others."""
     trainer = config.trainer
     return {
@@ -102,7 +102,7 @@ def _training(config: Config, world_size: int) -> str:
 
 
 def summary_without_figures(
-    config: Config, run_name: str, status: str, reason: str, command: str, world_size: int = 1
+    config: Config, run_name: str, status: str, reason: str, command: str, world_size: int
 ) -> dict[str, Any]:
     """The summary of a run that could not start, or that died before it wrote one."""
     return {

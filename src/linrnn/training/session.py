@@ -126,8 +126,9 @@ class Session:
 
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
+        status, ranks = status_of(failure.exit_code), self._plan.world_size
         summary = summary_without_figures(
-            self._config, self.name, status_of(failure.exit_code), failure.cause, command_line()
+            self._config, self.name, status, failure.cause, command_line(), world_size=ranks
         )
         tokens = step * self._plan.tokens_per_step
         self.write_summary(step, summary | {"steps": step, "tokens": tokens, "started": self.started})
