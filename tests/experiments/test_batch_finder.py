@@ -1,5 +1,7 @@
 """The search for the largest batch: few probes if the model is nearly right, honest if it did not end exactly."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +103,25 @@ def test_whatever_the_model_says_the_answer_is_what_was_seen(fixed, slope, error
     assert min(log) >= 1
     assert answer.batch == max([batch for batch in log if truth(batch) <= 80 * GIB], default=0)
     assert answer.too_large == min([batch for batch in log if truth(batch) > 80 * GIB], default=None)
+
+
+@pytest.mark.parametrize("model", [None, line(0.1, 0.02)])
+@pytest.mark.parametrize("step", [0.0, -0.004, 0.0008])
+def test_peaks_that_do_not_rise_send_the_search_nowhere_far(model, step: float) -> None:
+    """As a CPU's resident memory, which also holds what has nothing to do with the batch, and is noisy."""
+    log: list[int] = []
+    answer = search(probing(lambda batch: (0.5 + step * len(log)) * GIB, 2 * GIB, log), model, 2 * GIB, 7)
+    assert answer.batch == max(log) == log[-1]
+    assert all(later <= 5 * earlier for earlier, later in itertools.pairwise(log)), log
+
+
+def test_a_batch_is_at_most_sixteen_times_the_largest_that_fitted() -> None:
+    log: list[int] = []
+    search(probing(line(10, 0.2), 80 * GIB, log), None, 80 * GIB, 4)
+    assert log == [1, 7, 112, 350]
+    log.clear()
+    search(probing(line(0.01, 0.01), 80 * GIB, log), None, 80 * GIB, 3)
+    assert log == [1, 16, 256]
 
 
 def test_not_even_one_sequence_is_an_answer() -> None:

@@ -22,6 +22,8 @@ from linrnn.runs.mixtures import same_origin
 from linrnn.runs.provenance import read_processes
 
 Say = Callable[[str], None]
+GROWTH = 16  # a batch is at most this many times the largest that fitted: measured peaks may mislead
+NOISE = 0.01  # share of a peak by which two peaks may differ for no reason
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,10 @@ def search(
     """The largest batch for which `probe` fits, in at most `max_probes` probes.
 
     The first probe is the model's guess. Every measured peak corrects the model: one peak scales it, two peaks replace
-    it by the line through them. While no batch has failed, the search grows. Later it follows the corrected model, or
-    halves the interval if the model's guess lies outside. If the first guess runs out of memory, one sequence less is
-    tried, because forecasts were one too high. If that batch fails, too, the search goes back by an eighth of the first
-    guess, then by a quarter and a half.
+    it by the line through them. While no batch has failed, the search grows, at most :data:`GROWTH` times in a probe.
+    Later it follows the corrected model, or halves the interval if the model's guess lies outside. If the first guess
+    runs out of memory, one sequence less is tried, because forecasts were one too high. If that batch fails, too, the
+    search goes back by an eighth of the first guess, then by a quarter and a half.
 
     Without a memory model the first probe is one sequence. Memory is then assumed proportional to the batch, until two
     peaks give a line.
@@ -108,7 +110,7 @@ def search(
             else _largest(_corrected(memory_model or float, probes, budget_bytes), budget_bytes)
         )
         if failing is None:
-            batch = max(guess, fitting + 1)
+            batch = max(min(guess, GROWTH * fitting), fitting + 1)
         elif not measured:  # back by one, then by an eighth of the first guess, a quarter, a half
             eighths = probes[0].batch >> max(5 - len(probes), 1)
             batch = max(failing - (1 if len(probes) == 1 else max(eighths, 1)), 1)
@@ -128,18 +130,27 @@ def _largest(memory: Callable[[int], float], budget: float) -> int:
 
 
 def _corrected(memory: Callable[[int], float], probes: Sequence[Probe], budget: float) -> Callable[[int], float]:
-    """The model, corrected by the measured peaks that are nearest to the budget."""
+    """The model, corrected by the measured peaks that are nearest to the budget.
+
+    Two peaks give a line only if they rise by more than noise. Otherwise the nearer one scales the model.
+    """
     measured = [(p.batch, p.peak_bytes) for p in probes if p.measured and p.peak_bytes is not None]
     measured.sort(key=lambda one: abs(one[1] - budget))
     if not measured:
         return memory
     batch, peak = measured[0]
-    if len(measured) == 1:
-        scale = peak / memory(batch)
-        return lambda other: memory(other) * scale
-    other_batch, other_peak = measured[1]
-    slope = max((peak - other_peak) / (batch - other_batch), 1)  # the line must rise, whatever was measured
-    return lambda other: peak + (other - batch) * slope
+    if len(measured) > 1 and (slope := _slope(*measured[:2])) is not None:
+        return lambda other: peak + (other - batch) * slope
+    scale = peak / memory(batch)
+    return lambda other: memory(other) * scale
+
+
+def _slope(nearest: tuple[int, int], other: tuple[int, int]) -> float | None:
+    """Bytes a sequence by two measured batches and their peaks; None if the peaks do not rise, but for noise."""
+    (batch, peak), (other_batch, other_peak) = nearest, other
+    slope = (peak - other_peak) / (batch - other_batch)
+    least = min(NOISE * peak / abs(batch - other_batch), 5 * NOISE * peak / batch)
+    return slope if slope > least else None
 
 
 # ------------------------------------------------------------------------------------------------- training runs
