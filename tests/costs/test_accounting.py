@@ -11,6 +11,7 @@ from older_kernels import further_bytes, third_of_the_logits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from linrnn import costs
 from linrnn.bench.loss.rows import read_rows
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.config import load_config
@@ -29,6 +30,7 @@ from linrnn.costs import (
 )
 from linrnn.costs.flops import forward_flops
 from linrnn.costs.utilisation import mfu_of_summary
+from linrnn.experiments.dry_run import kernel_flops as foreseen_flops
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
@@ -37,6 +39,7 @@ from linrnn.losses.torch_native import TorchNativeLossConfig
 from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.facts import facts_of
+from linrnn.training.plan import Plan
 
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -564,6 +567,31 @@ def test_a_filter_that_need_be_faster_takes_the_memory_of_what_it_does():
         assert loss_memory(IF_FASTER, n, d, v, 2) == loss_memory(like, n, d, v, 2)
         assert cce_scheme(IF_FASTER, n, d, v, 2) == cce_scheme(like, n, d, v, 2)
     assert loss_memory(FILTER, n, d, v, 2) != loss_memory(KAHAN, n, d, v, 2)
+
+
+def test_over_shards_a_filter_that_need_be_faster_is_foreseen_as_no_filter():
+    """In memory and FLOPs. Alone the same batch is filtered."""
+    config = load_config(["model=gla", "size=1b3"])
+    arch = resolve(config.model, config.size, 131072)
+
+    def foreseen(loss, ranks):
+        step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16", "activation_checkpointing": "none"}
+        memory = memory_estimate(
+            arch, **step, loss=loss, optimizer=config.optimizer, shard_ranks=ranks, by_vocabulary=True
+        )
+        return memory, kernel_flops(arch, 8, 2048, loss, "none", vocabulary_ranks=ranks)
+
+    assert foreseen(IF_FASTER, 4) == foreseen(KAHAN, 4)
+    assert foreseen(IF_FASTER, 4) != foreseen(FILTER, 4)
+    assert foreseen(IF_FASTER, 1) == foreseen(FILTER, 1) != foreseen(KAHAN, 1)
+
+
+def test_the_plan_of_a_run_with_a_shared_vocabulary_says_so_to_the_formulas(monkeypatch):
+    monkeypatch.setattr(costs, "kernel_flops", lambda *arguments: arguments[-1])
+    config = load_config(["parallel=vocab"])
+    for parallel, ranks in ((config.parallel, 4), (load_config(["parallel=fsdp"]).parallel, 1)):
+        plan = Plan(replace(config, parallel=parallel), torch.device("cpu"), "fp32", 4)
+        assert foreseen_flops(plan, None) == ranks
 
 
 def test_what_the_vocabulary_parallel_loss_sends_by_hand():

@@ -4,10 +4,10 @@ Collectives run in rings. To gather S bytes, or to reduce and scatter them, each
 all-reduce takes twice that. Scalars and FSDP's padding are left out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from linrnn.config.schema import FsdpConfig, LossConfig, ParallelConfig, VocabConfig
-from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters, over_shards
 from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
@@ -102,11 +102,10 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     """
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None
+    loss = over_shards(loss)
     assert isinstance(loss, CceKahanLossConfig)
     sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
     shard = -(-vocab // ranks)
-    if isinstance(loss, CceFilterLossConfig) and loss.filter_if_faster:  # over shards the filter never is
-        loss = replace(loss, filter_mass=0.0)
     if cce_scheme(loss, tokens, d, shard, compute).rows:
         return sent
     sums = logits = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.flops import BACKWARD, forward_flops
 from linrnn.costs.optimizer import update_flops
+from linrnn.losses.cce import over_shards
 from linrnn.losses.formulas import BF16
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
@@ -52,6 +53,7 @@ def kernel_flops(
     activation_checkpointing: str,
     compute: int = BF16,
     optimizer: OptimizerConfig | None = None,
+    vocabulary_ranks: int = 1,
 ) -> KernelFlops | None:
     """What the kernels compute in a step over `n_sequences` (all micro-steps) of `seq_len` tokens.
 
@@ -63,6 +65,7 @@ def kernel_flops(
             forward pass is computed again).
         compute: bytes per element of hidden states and head.
         optimizer: None for forward and backward passes alone.
+        vocabulary_ranks: number of ranks that share the vocabulary. The FLOPs are one rank's.
     """
     forward, update = forward_flops(arch, n_sequences, seq_len), update_flops(arch, optimizer)
     mixer, formulas = facts_of(arch.model).flops, FORMULAS_OF_LOSSES.get(loss.name)
@@ -72,7 +75,9 @@ def kernel_flops(
     mixed = tokens * arch.num_layers * arch.num_heads
     forward["mixer_scan"] = mixed * mixer.kernel(arch, seq_len)
     again = {"mixer_scan": mixed * mixer.kernel_again(arch, seq_len)}
-    if (more := formulas.products(loss, tokens, arch.hidden_size, arch.vocab_size, compute) - LEAST_PRODUCTS) > 0:
+    of_shard = tokens * vocabulary_ranks, arch.hidden_size, -(-arch.vocab_size // vocabulary_ranks), compute
+    computed = over_shards(loss) if vocabulary_ranks > 1 else loss
+    if (more := formulas.products(computed, *of_shard) - LEAST_PRODUCTS) > 0:
         again["vocabulary"] = more * forward["vocabulary"]
     for component in RECOMPUTED[activation_checkpointing]:
         again[component] = again.get(component, 0) + forward[component]

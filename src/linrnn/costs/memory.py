@@ -14,6 +14,7 @@ from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.communication import ID, gathered_bytes
 from linrnn.costs.layer_memory import LayerMemory, layer_memory
 from linrnn.costs.optimizer import layer_matrices, optimizer_state, update_memory
+from linrnn.losses.cce import over_shards
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
@@ -185,7 +186,8 @@ def memory_estimate(
         arch, seq_len, compute=step.compute, kept=step.kept, autocast=step.autocast, compiled=compiled_blocks
     )
     weights = _weights(step)
-    of_loss = loss_memory(loss, step.loss_tokens, arch.hidden_size, step.rows, step.compute)
+    computed = over_shards(loss) if step.by_vocabulary else loss
+    of_loss = loss_memory(computed, step.loss_tokens, arch.hidden_size, step.rows, step.compute)
     if layer is None or weights is None or of_loss is None:
         return None
     saved = _activations(step, layer, weights)

@@ -7,7 +7,7 @@ import torch
 
 from linrnn import costs
 from linrnn.config import run_name
-from linrnn.config.schema import Config
+from linrnn.config.schema import Config, VocabConfig
 from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB, cores, ranks_here
 from linrnn.data import vocabulary_size
@@ -144,7 +144,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
 
 def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
     """FLOPs that each rank computes in one optimizer step, over all its micro-steps; None: no formulas."""
-    trainer = plan.config.trainer
+    trainer, shared = plan.config.trainer, isinstance(plan.config.parallel, VocabConfig)
     return costs.kernel_flops(
         arch,
         plan.sequences_of_rank * trainer.accumulation_steps,
@@ -153,6 +153,7 @@ def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
         trainer.activation_checkpointing,
         compute_dtype(plan.precision).itemsize,
         plan.config.optimizer,
+        plan.shard_ranks if shared else 1,
     )
 
 

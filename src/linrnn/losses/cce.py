@@ -113,6 +113,13 @@ def filters(loss: CceKahanLossConfig) -> bool:
     return isinstance(loss, CceFilterLossConfig) and loss.filter_mass != 0
 
 
+def over_shards(loss: LossConfig) -> LossConfig:
+    """`loss` as the kernels compute it if ranks share the vocabulary. A filter over shards is never faster."""
+    if isinstance(loss, CceFilterLossConfig) and loss.filter_if_faster:
+        return replace(loss, filter_mass=0.0)
+    return loss
+
+
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
     """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
     from cce_kernels.planner import COLUMN_MULTIPLE, WorkspaceTooSmall, plan  # imports torch: 2 s
