@@ -22,7 +22,7 @@ from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
 from linrnn.experiments.listing import TimeLeft, check_inputs, listing, points_at_full_speed
-from linrnn.experiments.points import Point, decisive, foresee, write_summary
+from linrnn.experiments.points import ANSWERS, Point, decisive, foresee, write_summary
 from linrnn.experiments.sweep import Sweep, _judge, check_shared_memory, in_another_process, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
@@ -242,6 +242,22 @@ def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> Non
     said = run([point], s0=CRASHES)
     assert ["finished by another process" in line for line in said] == [True]
     assert point.summary() == finished_elsewhere
+
+
+@pytest.mark.parametrize("status", ANSWERS)
+def test_a_point_that_another_sweep_answered_meanwhile_is_not_repeated(make_points, status: str) -> None:
+    """An answer of before this sweep began is repeated: the sweep was asked for with retry=true."""
+    old, new = points = make_points(2)
+    answer = {"status": status, "steps": 3, "reason": "as expected"}
+    for point in points:
+        point.directory.mkdir(parents=True)
+    (old.directory / SUMMARY).write_text(json.dumps(answer))
+    said: list[str] = []
+    sweep = Sweep(points, ({},), said.append, 1e9, scripts())
+    (new.directory / SUMMARY).write_text(json.dumps(answer))
+    sweep.run()
+    assert statuses(points) == ["finished", status]
+    assert [f"{status} by another process" in line for line in said].count(True) == 1
 
 
 def test_two_sweeps_of_one_group_run_every_point_once_and_both_end_well(make_points, tmp_path: Path) -> None:

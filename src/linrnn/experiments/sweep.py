@@ -120,6 +120,7 @@ class Sweep:
     ) -> None:
         self._waiting, self._free = deque(points), deque(slots)
         self._total = len(points)
+        self._before = {point.directory: point.written_at() for point in points}
         self._say, self._every, self._command = say, report_every_seconds, command
         self._running: list[tuple[Process, dict[str, str], float]] = []
         self._clock = TimeLeft(len(slots), at_full_speed)
@@ -166,14 +167,19 @@ class Sweep:
                 claim.close()
                 self._waiting.append(point)
                 continue
-            if point.is_answered(retry=True):
+            if answer := self._answer_of_another(point):
                 claim.close()
-                self._finish(point, "finished by another process")
+                self._finish(point, f"{answer} by another process")
                 continue
             command = None if self._command is None else self._command(point)
             process = Process(point, self._free[0], command, claim)
             self._running.append((process, self._free.popleft(), time.monotonic()))
             self._say(f"{self._place(point)}: started{self._left()}")
+
+    def _answer_of_another(self, point: Point) -> str | None:
+        """The status of `point` if another process has answered it since this sweep began."""
+        summary, anew = point.summary(), point.written_at() != self._before[point.directory]
+        return summary["status"] if summary and point.is_answered(retry=not anew) else None
 
     def _waits_for_kernels(self, point: Point) -> bool:
         """Whether a running point is compiling the kernels that `point` needs."""
