@@ -86,7 +86,7 @@ def test_points_that_share_a_gpu_say_so_in_their_summaries(
     assert not (tmp_path / "results").exists()
     foresee = sweep._look_ahead
     monkeypatch.setattr(sweep, "_look_ahead", lambda *arguments: (foresee(*arguments)[0], ["0"]))
-    monkeypatch.setattr(sweep, "_least_gpu_memory", lambda: 2**20)
+    monkeypatch.setattr(sweep, "_least_gpu_memory", lambda: 3 * 2**29)
     with pytest.raises(ConfigError, match="2 points at a time on one GPU need up to"):
         said_by_sweep(*points, "jobs=2", "share_gpus=true", "dry_run=true")
     assert not (tmp_path / "results").exists()

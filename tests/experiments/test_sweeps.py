@@ -182,6 +182,16 @@ def test_points_that_do_not_fit_together_are_refused_before_one_starts(make_poin
     assert refusal.value.remedy == "leave share_gpus out, and use jobs=2"
 
 
+def test_a_point_that_fits_on_no_gpu_is_left_to_its_own_run(make_points) -> None:
+    """Points that share a GPU are checked without it, whatever number of jobs."""
+    sizes = (200, 40, 50)
+    points = [replace(point, memory_bytes=size * GIB) for point, size in zip(make_points(3), sizes, strict=True)]
+    check_shared_memory(points[:2], 4, 2, 80 * GIB)
+    check_shared_memory(points, 4, 2, 92 * GIB)
+    with pytest.raises(ConfigError, match=r"2 points at a time on one GPU need up to 92\.0 GiB"):
+        check_shared_memory(points, 4, 2, 91 * GIB)
+
+
 def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep_of_runs, "cores", lambda: 24)

@@ -347,7 +347,9 @@ def check_shared_memory(points: Sequence[Point], jobs: int, gpus: int, least: in
     Raises:
         ConfigError: the formulas foresee more memory than `least`.
     """
-    most = sorted((point.memory_bytes or 0 for point in points), reverse=True)[: math.ceil(jobs / gpus)]
+    sizes = [point.memory_bytes or 0 for point in points]
+    shared = [size for size in sizes if size + OUTSIDE_FORECASTS <= least]
+    most = sorted(shared, reverse=True)[: math.ceil(jobs / gpus)]
     needed = [sum(most[:count]) + count * OUTSIDE_FORECASTS for count in range(len(most) + 1)]
     if len(most) < 2 or needed[-1] <= least:
         return
