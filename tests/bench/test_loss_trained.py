@@ -1,10 +1,16 @@
 """Problems from trained models: the order of the vocabulary, batches, and what is rejected."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 import torch.nn.functional as F
+from fitting import fitted
 
 from linrnn.bench.loss.problems import Shape
-from linrnn.bench.loss.trained import TrainedTensors
+from linrnn.bench.loss.trained import TrainedTensors, read_trained
+from linrnn.core.errors import ConfigError
+from linrnn.data import BatchesOnce
 
 CPU = torch.device("cpu")
 
@@ -43,3 +49,21 @@ def test_leaves_hold_rounded_values_and_share_no_memory_with_the_model():
     assert torch.equal(problem.hidden_ND, trained.hidden_ND[:6].bfloat16().float())
     same = trained.problem(torch.float32, CPU, 0)
     assert same.hidden_ND.data_ptr() != trained.hidden_ND.data_ptr()
+
+
+def test_every_batch_has_its_rows_where_some_labels_are_ignored(small):
+    """With data.reset_at_document a document's first token has no label. More text is read instead."""
+    trainer = fitted(small("data.reset_at_document=true", "trainer.max_steps=1"))
+    valid, path = trainer.data.valid, str(trainer.directory.path)
+    n_labels = sum(batch.n_tokens for batch in BatchesOnce(valid, 80, 2, reset_at_document=True))
+    assert 1900 < n_labels < valid.n_tokens - 1
+
+    def trained(tokens: int) -> TrainedTensors:
+        return read_trained(SimpleNamespace(checkpoint=path, data=[], device="cpu", tokens=tokens), batches=2)
+
+    half = n_labels // 2
+    found = trained(half)
+    assert len(found.labels_N) == len(found.hidden_ND) == 2 * half
+    assert (found.labels_N >= 0).all()
+    with pytest.raises(ConfigError, match=rf"2 x {half + 1:,} labels .* more than the {n_labels:,} of the validation"):
+        trained(half + 1)

@@ -75,24 +75,37 @@ def read_trained(config: BenchLossConfig, batches: int) -> TrainedTensors:
     """
     assert config.checkpoint is not None
     reading = open_reading("checkpoint", config.checkpoint, config.data, config.device)
-    wanted, there = batches * config.tokens, reading.data.valid.n_tokens - 1
-    if wanted > there:
+    return _tensors(reading, config.tokens, batches)
+
+
+def _check_labels(reading: Reading, n_rows: int, batches: int, there: int) -> None:
+    """Check that the validation split has enough labels.
+
+    Raises:
+        ConfigError: it has `there` labels, which are fewer than `batches` x `n_rows`.
+    """
+    if batches * n_rows > there:
         raise ConfigError(
-            f"{batches} x {config.tokens:,} labels (batches, tokens) are more than the {there:,} of the validation "
-            f"split of {reading.data.description}",
+            f"{batches} x {n_rows:,} labels (batches, tokens) are more than the {there:,} of the validation split of "
+            f"{reading.data.description}",
             "lower tokens or batches, or name longer text: data=text data.valid_path=…",
         )
-    return _tensors(reading, config.tokens, wanted)
 
 
 @torch.no_grad()
-def _tensors(reading: Reading, n_rows: int, wanted: int) -> TrainedTensors:
+def _tensors(reading: Reading, n_rows: int, batches: int) -> TrainedTensors:
+    """The first `batches` x `n_rows` rows with a label. The first token of a document may have none."""
+    _check_labels(reading, n_rows, batches, reading.data.valid.n_tokens - 1)
+    wanted = batches * n_rows
     hidden, labels, weight_VD = [], [], None
-    for batch in reading.batches(wanted):
+    for batch in reading.batches(None):
         hidden_ND, weight_VD, labels_N = loss_inputs(reading.model, batch, reading.precision, reading.device)
         counts_N = labels_N != IGNORE_INDEX
         hidden.append(hidden_ND[counts_N].cpu())
         labels.append(labels_N[counts_N].cpu())
+        if sum(map(len, labels)) >= wanted:
+            break
+    _check_labels(reading, n_rows, batches, sum(map(len, labels)))
     assert weight_VD is not None
     weight_VD = weight_VD.cpu().clone()
     run, config = _run_directory(reading.directory), reading.config
@@ -102,7 +115,7 @@ def _tensors(reading: Reading, n_rows: int, wanted: int) -> TrainedTensors:
         f"{reading.precision}), on the validation split of data={config.data.name}"
     )
     shape = Shape(name, n_rows, weight_VD.shape[1], weight_VD.shape[0])
-    return TrainedTensors(shape, origin, torch.cat(hidden), weight_VD, torch.cat(labels))
+    return TrainedTensors(shape, origin, torch.cat(hidden)[:wanted], weight_VD, torch.cat(labels)[:wanted])
 
 
 def _run_directory(checkpoint: Path) -> Path:
