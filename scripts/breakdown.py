@@ -1,11 +1,11 @@
 """Measure where a step's memory and time go: `python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan`."""
 
-import json
 from pathlib import Path
 
 from linrnn.config import load_config, run_name
 from linrnn.config.cli import run_many
 from linrnn.config.schema import BreakdownConfig
+from linrnn.core.files import write_json, write_text
 
 
 def main(config: BreakdownConfig, overrides: list[str]) -> None:
@@ -21,8 +21,8 @@ def main(config: BreakdownConfig, overrides: list[str]) -> None:
         breakdown = measure(trainer, name, config.warmup_steps, config.steps)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{name}.json").write_text(json.dumps(to_json(breakdown), indent=1) + "\n", encoding="utf-8")
-    (directory / f"{name}.md").write_text(markdown(breakdown), encoding="utf-8")
+    write_json(directory / f"{name}.json", to_json(breakdown))
+    write_text(directory / f"{name}.md", markdown(breakdown))
     print(markdown(breakdown))
     print(f"wrote {directory / name}.json and .md")
 

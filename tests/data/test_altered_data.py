@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from linrnn.config import load_config
+from linrnn.core.checksums import sha256
 from linrnn.core.errors import DataError
-from linrnn.data.shards import META, read_meta, sha256_of, write_meta
+from linrnn.data.shards import META, read_meta, write_meta
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -54,7 +55,7 @@ def test_other_data_that_is_sound_in_itself(started: tuple[list[str], Path]) -> 
     flip_a_bit(directory / SHARD)
     meta = read_meta(directory)
     del meta["fingerprint"]
-    meta["splits"]["train"][0]["sha256"] = sha256_of(directory / SHARD)
+    meta["splits"]["train"][0]["sha256"] = sha256(directory / SHARD)
     write_meta(directory, meta)
     assert json.loads((directory / META).read_text())["fingerprint"]
     trainer = Trainer(load_config(overrides))

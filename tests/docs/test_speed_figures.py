@@ -17,7 +17,7 @@ from figures import (
 )
 
 from linrnn.bench.steps.rows import AGAIN, read_rows
-from linrnn.core.json_files import read_object
+from linrnn.core.files import read_object
 from linrnn.core.machine import GIB
 from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds

@@ -22,7 +22,7 @@ from linrnn.data import check_validation
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training import outcome
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import foreseen_bytes, found
+from linrnn.training.checkpoint import foreseen_bytes, found, saving
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -261,10 +261,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 ) -> None:
     """Without waiting for the next checkpoint, which may be the last."""
 
-    def full(descriptor: int) -> None:
+    def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(saving, "sync", full)
     trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
     trainer.state.step = 497
     with pytest.raises(StorageError, match="checkpoint of step 500 was not written"):

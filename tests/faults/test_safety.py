@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from linrnn.config import load_config
 from linrnn.config.cli import one_line
+from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError
-from linrnn.data.shards import sha256_of
 from linrnn.training import checkpoint
 from linrnn.training.checkpoint.files import read_state, write_state
 from linrnn.training.trainer import Trainer
@@ -123,7 +123,7 @@ def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished: Path, small:
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     torch.save({**tensors, "bomb": Bomb(tmp_path / "exploded")}, file)
     state = read_state(newest)
-    state["sha256"][f"{checkpoint.TENSORS}/{file.name}"] = sha256_of(file)  # sound, by its checksums
+    state["sha256"][f"{checkpoint.TENSORS}/{file.name}"] = sha256(file)  # sound, by its checksums
     write_state(newest, state)
     with pytest.raises(LinrnnError) as error:
         Trainer(load_config(small("trainer.max_steps=5", "schedule.steps=5"))).fit()

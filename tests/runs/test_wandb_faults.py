@@ -67,6 +67,21 @@ def synced(port: int, directory: Path) -> set[int]:
     return again.steps
 
 
+def test_an_id_that_a_full_disk_left_empty_is_made_anew_and_then_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[str] = []
+    monkeypatch.setattr(loggers.WandbMirror, "_open", lambda self, mode, run_id: ids.append(run_id))
+    config = load_config(["logger.wandb.mode=offline"]).logger.wandb
+    (tmp_path / "wandb_id").touch()
+    for _ in range(2):
+        loggers.WandbMirror(
+            config, tmp_path, run_name="run", group="g", tags=[], hyperparameters={}, history=list, say=print
+        )
+    assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text()
+    assert len(ids[0]) == 8
+
+
 def test_all_is_well(server: WandbServer, small: Small) -> None:
     directory, _ = run(small(), {})
     assert server.steps >= set(range(1, STEPS + 1))

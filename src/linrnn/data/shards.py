@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from linrnn.core.checksums import sha256
 from linrnn.core.errors import DataError, StorageError
+from linrnn.core.files import write_text
 from linrnn.data.tokenizer import TokenBytes
 
 FORMAT_VERSION = 1
@@ -73,18 +75,8 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON. A reader finds either the old file or the whole new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Write JSON whole or not at all. No newline ends the file: a tokenizer's hash is that of all its bytes."""
+    write_text(path, json.dumps(content, indent=1))
 
 
 class SplitWriter:
@@ -171,9 +163,9 @@ class SplitWriter:
                 documents=self._documents,
                 bytes=self._bytes,
                 size=ids_path.stat().st_size,
-                sha256=sha256_of(ids_path),
+                sha256=sha256(ids_path),
                 ends_size=ends_path.stat().st_size,
-                ends_sha256=sha256_of(ends_path),
+                ends_sha256=sha256(ends_path),
             )
         )
         self._tokens = self._documents = self._bytes = 0
@@ -278,9 +270,9 @@ class ShardSet:
         recorded = {shard.file: shard.sha256 for shard in self.shards}
         recorded |= {shard.ends_file: shard.ends_sha256 for shard in self.shards}
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            found = pool.map(sha256_of, (self.directory / name for name in recorded))
-            for (name, sha256), here in zip(recorded.items(), found, strict=True):
-                if here != sha256:
+            found = pool.map(sha256, (self.directory / name for name in recorded))
+            for (name, written), here in zip(recorded.items(), found, strict=True):
+                if here != written:
                     raise _broken(self.directory / name, "differs from its sha256 in meta.json")
 
     def misspelt(self, token_bytes: TokenBytes, max_tokens: int | None) -> str | None:

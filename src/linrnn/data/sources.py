@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
+from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, first_line
 from linrnn.data.readers import Document, checked_text, find_files, read_documents
-from linrnn.data.shards import sha256_of, write_json
+from linrnn.data.shards import write_json
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
@@ -220,7 +221,7 @@ class FileHashes:
         stat = file.stat()
         key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if key not in self._known:
-            self._known[key] = sha256_of(file)
+            self._known[key] = sha256(file)
         return self._known[key]
 
     def save(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from linrnn.config.naming import HORIZON
 from linrnn.config.older_keys import with_new_names
 from linrnn.core.errors import ConfigError, LinrnnError, StorageError
-from linrnn.core.json_files import read_object
+from linrnn.core.files import read_object, write_text
 from linrnn.core.locks import SIGN, DirectoryLock
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
@@ -188,18 +188,14 @@ class RunDirectory:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write `text` aside, then rename: a reader never sees half a file. Secrets of the environment are left out.
+        """Write `text`, whole or not at all. Secrets of the environment are left out.
 
         Raises:
             StorageError: the file cannot be written.
         """
-        partial = self.path / f".{name}.partial"
         try:
-            partial.write_text(scrub(text), encoding="utf-8")
-            partial.replace(self.path / name)
+            write_text(self.path / name, scrub(text))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise _not_written(self.path / name, error) from error
 
 

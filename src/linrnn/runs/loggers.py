@@ -11,6 +11,7 @@ from typing import Any, Literal, TextIO
 from linrnn.config.schema import WandbConfig
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import UnsupportedError
+from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
 
@@ -177,10 +178,12 @@ class WandbMirror:
         )
 
     def _stable_id(self) -> str:
+        """The id in the file `wandb_id`. An empty file, left by a full disk, counts as missing."""
         path = self._directory / "wandb_id"
-        if not path.exists():
-            path.write_text(_fresh_id(), encoding="utf-8")
-        return path.read_text(encoding="utf-8").strip()
+        known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        if not known:
+            write_text(path, known := _fresh_id())
+        return known
 
     @contextlib.contextmanager
     def _survive(self) -> Iterator[None]:

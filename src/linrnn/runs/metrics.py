@@ -9,6 +9,7 @@ from typing import Any
 
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import DataError, StorageError
+from linrnn.core.files import write_bytes
 
 # Every metric with its description and unit. A loss backend's own metrics (from rank 0's last micro-step) are named
 # `loss/…` and are not listed here.
@@ -137,14 +138,12 @@ class JsonlWriter:
             raise _not_written(self.path, error) from error
 
     def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep some of the whole lines. The file is written aside and renamed, so that a kill loses nothing."""
+        """Keep some of the whole lines. A kill loses nothing."""
         lines = b"".join(line for line, record in _whole_lines(self.path) if keep(record))
         if len(lines) == self.path.stat().st_size:
             return
-        partial = self.path.with_name(f".{self.path.name}.partial")
         try:
-            partial.write_bytes(lines)
-            partial.replace(self.path)
+            write_bytes(self.path, lines)
         except OSError as error:
             raise _not_written(self.path, error) from error
 

@@ -10,7 +10,7 @@ from linrnn.bench.loss.plots import hero
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
-from linrnn.core.json_files import read_object
+from linrnn.core.files import read_object
 from linrnn.core.plot_style import looks, save
 from linrnn.study.benchmarks.filter_speed import filter_speeds
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100

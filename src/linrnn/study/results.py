@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.core.json_files import read_json, read_object
+from linrnn.core.files import read_json, read_object, write_text
 from linrnn.core.machine import GIB
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
@@ -275,7 +275,7 @@ def write_committed(runs: Sequence[Run], path: Path) -> None:
         "comparisons": _comparisons(runs),
     }
     lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in lists.items() if curve)
-    path.write_text(f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n", encoding="utf-8")
+    write_text(path, f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n")
 
 
 def comparison(run: Run, base: Run) -> Comparison | None:

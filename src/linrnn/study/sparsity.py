@@ -7,7 +7,6 @@ A second table gives the mass of the vocabulary's first entries in three orders.
 the most mass. The two other orders are known before the softmax is computed.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrnn.core.files import write_json, write_text
 from linrnn.core.plot_style import COLOURS, DASHES, GREY, legend_below, save, subplots
 from linrnn.core.tables import Table
 from linrnn.data import Batch
@@ -124,8 +124,8 @@ def write(profiles: list[Profile], directory: Path) -> list[Path]:
     """Write sparsity.json, sparsity.md, sparsity.png and sparsity.svg. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data, page, picture = (directory / f"sparsity.{ending}" for ending in ("json", "md", "png"))
-    data.write_text(json.dumps([asdict(profile) for profile in profiles], indent=1) + "\n", encoding="utf-8")
-    page.write_text(markdown(profiles), encoding="utf-8")
+    write_json(data, [asdict(profile) for profile in profiles])
+    write_text(page, markdown(profiles))
     save(_figure(profiles), picture)
     return [page, data, picture, picture.with_suffix(".svg")]
 

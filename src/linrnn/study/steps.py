@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from linrnn.core.errors import DataError
+from linrnn.core.files import write_bytes
 from linrnn.runs.figures import speed_of_run
 from linrnn.runs.summary import MEAN_OF_LAST
 
@@ -48,7 +49,7 @@ def write_steps(runs: Mapping[str, tuple[Series, Mapping[str, Series]]], path: P
         for name, (losses, times) in runs.items()
     }
     text = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    path.write_bytes(lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME))
+    write_bytes(path, lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME))
 
 
 def read_steps(path: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:

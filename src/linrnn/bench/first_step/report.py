@@ -7,6 +7,7 @@ from typing import Any
 from linrnn.bench.first_step.rows import Row, read_rows
 from linrnn.bench.loss.report import runs_section
 from linrnn.bench.records import grouped, read_runs
+from linrnn.core.files import write_text
 from linrnn.core.plot_style import COLOURS, GREY, legend_below, save, subplots
 from linrnn.core.tables import Table, show
 from linrnn.models.facts import model_in_words
@@ -32,7 +33,7 @@ def write_report(directory: Path, limit_seconds: float) -> list[Path]:
     ids = sorted({row.run for row in rows if row.run in runs})
     page = directory / "first_step.md"
     text = markdown(rows, directory.name, ids, limit_seconds) + "\n".join(runs_section([runs[run] for run in ids]))
-    page.write_text(text, encoding="utf-8")
+    write_text(page, text)
     return [page, save(plot(rows, ids, limit_seconds), directory / "first_step.png")]
 
 

@@ -9,7 +9,6 @@ the fp64 gradients of a large problem take gigabytes.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from linrnn.bench.loss.problems import Shape, make_problem, relative_error
 from linrnn.core.errors import DataError, as_reason
+from linrnn.core.files import write_text
 from linrnn.core.tables import Table, show
 
 BOUND = 1.05  # the largest ratio to the bar that bf16 may have
@@ -306,9 +306,7 @@ def write(directory: Path, rows: list[Row], run: dict[str, Any]) -> list[Path]:
         "certificate.md": table,
     }
     for name, text in texts.items():
-        partial = directory / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, directory / name)
+        write_text(directory / name, text)
     return [directory / name for name in texts]
 
 

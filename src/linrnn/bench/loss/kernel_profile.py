@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from linrnn.bench.loss import timing
 from linrnn.bench.loss.problems import make_problem, parse_shape
 from linrnn.bench.loss.sets import parse_loss
+from linrnn.core.files import write_text
 from linrnn.core.tables import Table
 from linrnn.losses import build_loss
 
@@ -95,8 +96,8 @@ def write(directory: Path, rows: Sequence[KernelRow], run: dict[str, Any]) -> li
     directory.mkdir(parents=True, exist_ok=True)
     paths = directory / "profile.jsonl", directory / "profile.md"
     lines = [json.dumps(run), *(json.dumps(asdict(row)) for row in rows)]
-    paths[0].write_text("\n".join(lines) + "\n", encoding="utf-8")
-    paths[1].write_text(page(rows, run, directory.name), encoding="utf-8")
+    write_text(paths[0], "\n".join(lines) + "\n")
+    write_text(paths[1], page(rows, run, directory.name))
     return list(paths)
 
 

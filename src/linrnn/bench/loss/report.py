@@ -18,6 +18,7 @@ from linrnn.bench.loss.plots import (
 )
 from linrnn.bench.loss.rows import AGAIN, BAR, FLOOR, Row, crossovers, winners
 from linrnn.core.errors import DataError
+from linrnn.core.files import write_text
 from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
 
@@ -130,7 +131,7 @@ def write_report(rows: list[Row], runs: dict[str, dict[str, Any]], directory: Pa
         paths.append(directory / f"{name}_error.png")
         save(error_plot(rows), paths[-1])
     title = f"{name}, {directory.name}"
-    paths[0].write_text(_markdown(rows, runs, title, axis, [path.name for path in paths[1:]]), encoding="utf-8")
+    write_text(paths[0], _markdown(rows, runs, title, axis, [path.name for path in paths[1:]]))
     return paths
 
 

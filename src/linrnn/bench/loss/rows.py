@@ -7,7 +7,6 @@ compared.
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from linrnn.core.errors import DataError
-from linrnn.core.json_files import read_json
+from linrnn.core.files import read_json, write_text
 
 # Marks the second entry of the baseline. Its ratio to the first entry is the noise.
 AGAIN = "(again)"
@@ -136,9 +135,7 @@ def merge_rows(path: Path, measured: list[Row]) -> None:
     rows = {(row.key, row.set): row for row in [*read_rows(path), *measured]}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows.values())
-    partial = path.with_suffix(".partial")
-    partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, f"[\n{lines}\n]\n")
 
 
 # ------------------------------------------------------------------------------------------------------- reading

@@ -7,6 +7,7 @@ from typing import Any
 from linrnn.bench.loss.report import runs_section
 from linrnn.bench.models.rows import Row, read_rows
 from linrnn.bench.records import grouped, read_runs
+from linrnn.core.files import write_text
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, save, subplots
 from linrnn.core.tables import Table, show
 from linrnn.losses.hugging_face import MEANINGS
@@ -46,7 +47,7 @@ def write_report(directory: Path) -> list[Path]:
     runs = read_runs(directory)
     origins = [runs[run] for run in sorted({row.run for row in rows}) if run in runs]
     text = markdown(rows, directory.name, pictured=len(paths) > 1) + "\n".join(runs_section(origins))
-    paths[0].write_text(text, encoding="utf-8")
+    write_text(paths[0], text)
     return paths
 
 

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from linrnn.bench.parallel.forecast import GB, Rates, measured_rates, sending_ms, step_forecasts
 from linrnn.bench.parallel.plot import weak_scaling
-from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, replace, slug
+from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, slug
+from linrnn.core.files import write_text
 from linrnn.core.machine import GIB
 from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
@@ -28,7 +29,8 @@ def write_pages(directory: Path) -> list[Path]:
     paths = []
     for device in sorted({run.device for run in runs}):
         own = [run for run in runs if run.device == device]
-        paths.append(replace(directory / f"{slug(device)}.md", markdown(own)))
+        paths.append(directory / f"{slug(device)}.md")
+        write_text(paths[-1], markdown(own))
         if (figure := weak_scaling(own)) is not None:
             paths.append(save(figure, directory / f"{slug(device)}.png"))
     return paths

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError
+from linrnn.core.files import write_json
 from linrnn.core.tables import show
 from linrnn.runs.intervals import estimate
 
@@ -168,7 +169,9 @@ def write(measured: Measured, directory: Path, part: str | None) -> Path:
     """Write `<directory>/<device>-x<ranks>[-<part>].json`. The file is whole at any time."""
     directory.mkdir(parents=True, exist_ok=True)
     stem = f"{slug(measured.device)}-x{measured.ranks}" + (f"-{part}" if part else "")
-    return replace(directory / f"{stem}.json", json.dumps(asdict(measured), indent=1) + "\n")
+    path = directory / f"{stem}.json"
+    write_json(path, asdict(measured))
+    return path
 
 
 def read(directory: Path) -> list[Measured]:
@@ -192,10 +195,3 @@ def read(directory: Path) -> list[Measured]:
 def slug(device: str) -> str:
     """A device's name as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower())
-
-
-def replace(path: Path, text: str) -> Path:
-    """Write the text beside the file, then put it in the file's place."""
-    aside = path.with_suffix(".part")
-    aside.write_text(text, encoding="utf-8")
-    return aside.replace(path)

@@ -9,6 +9,7 @@ from linrnn.bench.loss.report import runs_section
 from linrnn.bench.records import grouped, read_runs
 from linrnn.bench.steps.lines import title_of
 from linrnn.bench.steps.rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
+from linrnn.core.files import write_text
 from linrnn.core.plot_style import GREY, WIDTH, looks, save, subplots
 from linrnn.core.tables import Table, show
 
@@ -59,7 +60,7 @@ def write_report(directory: Path) -> list[Path]:
     runs = read_runs(directory)
     ids = sorted({row.run for row in rows if row.run in runs})
     text = markdown(rows, directory.name, ids, pictured=len(paths) > 1)
-    paths[0].write_text(text + "\n".join(runs_section([runs[run] for run in ids])), encoding="utf-8")
+    write_text(paths[0], text + "\n".join(runs_section([runs[run] for run in ids])))
     return paths
 
 

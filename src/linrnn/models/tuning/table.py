@@ -8,7 +8,6 @@ A kernel is named by its module and function, because FLA has several kernels of
 arguments that Triton tunes for, then the dtypes of all tensors.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError
-from linrnn.core.json_files import read_object
+from linrnn.core.files import read_object, write_json
 
 TABLES = Path(__file__).with_name("tables")
 # Arguments that grow with the batch or the sequence. A choice for another value is as valid, and nearly as fast.
@@ -66,7 +65,7 @@ class Table:
         path = table_path(self.gpu, self.versions["triton"], folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"gpu": self.gpu, CAPABILITY: self.capability, **self.versions, "kernels": self.kernels}
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(path, content)
         return path
 
 

@@ -1,6 +1,5 @@
 """Write a group's report. `make_report` finds the runs or the committed rows; `write_report` writes the files."""
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from linrnn.config.schema import ReportConfig
 from linrnn.core.errors import ConfigError
+from linrnn.core.files import write_json, write_text
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS
 from linrnn.study.report import remarks
@@ -112,7 +112,7 @@ def write_report(
     others = []
     for name, content in ((MAX_BATCHES, answers), (BREAKDOWNS, taken_apart)):
         if content:
-            (directory / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_json(directory / name, content)
             others.append(directory / name)
     if steps := write_every_step(runs, directory):
         others.append(steps)
@@ -158,7 +158,7 @@ def write_pages(
         "report.html": to_html(title, whole, f"Read from {source or f'{len(runs)} runs'}.", again),
     }
     for name, text in documents.items():
-        (directory / name).write_text(text, encoding="utf-8")
+        write_text(directory / name, text)
     return [*(directory / name for name in documents), *pictures.paths]
 
 

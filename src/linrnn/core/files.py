@@ -1,10 +1,41 @@
-"""Read JSON files that earlier processes wrote. The error for a broken file names the file."""
+"""Files that other processes read: written whole or not at all, and read with errors that name the file."""
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file. Whatever happens, its place holds the old content or the whole new one, also on a full disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON, as :func:`write_text`."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As :func:`write_text`: write beside the file, flush, then rename."""
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, remedy: str = "move the file away, or fetch it again") -> Any:

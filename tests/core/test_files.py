@@ -1,0 +1,56 @@
+"""Files are written whole or not at all, and nobody writes one in place."""
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from linrnn.core.files import read_json, write_json, write_text
+
+SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
+# These write into directories of which nobody reads anything before they are renamed.
+INTO_NEW_DIRECTORIES = {
+    "core/checksums.py",
+    "data/prepare.py",
+    "inference/export.py",
+    "training/checkpoint/files.py",
+    "training/checkpoint/saving.py",
+}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("write", [write_text, write_json])
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, str], None], call: str
+) -> None:
+    path = tmp_path / "runs.json"
+    write(path, "old")
+    before = path.read_bytes()
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            write(path, "new")
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+    write(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["runs.json"]
+    assert "new" in path.read_text()
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    write_json(path, {"device": "übergroß", "rows": [1.5, None]})
+    assert read_json(path) == {"device": "übergroß", "rows": [1.5, None]}
+    assert path.read_text().endswith("}\n")
+
+
+def test_no_module_writes_a_file_in_place() -> None:
+    in_place = re.compile(r"(?<!self)(?<!directory)\.write_(text|bytes)\(|json\.dump\(")
+    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if in_place.search(path.read_text())}
+    assert found == INTO_NEW_DIRECTORIES
