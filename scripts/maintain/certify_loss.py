@@ -19,7 +19,8 @@ from cce_kernels import linear_cross_entropy
 
 from linrnn.bench.loss.certificate import CALLS, DTYPES, SHAPES, calls_of, certified, write
 from linrnn.bench.loss.problems import parse_shape
-from linrnn.bench.records import named_values, slug
+from linrnn.bench.records import named_values
+from linrnn.core.machine import slug
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
 

@@ -16,8 +16,9 @@ import torch
 
 from linrnn.bench.loss.kernel_profile import HOST, STEP, profiled, write
 from linrnn.bench.loss.problems import KINDS
-from linrnn.bench.records import named_values, slug
+from linrnn.bench.records import named_values
 from linrnn.core.errors import LinrnnError
+from linrnn.core.machine import slug
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
 

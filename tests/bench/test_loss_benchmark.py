@@ -38,9 +38,10 @@ from linrnn.bench.loss.rows import (
 from linrnn.bench.loss.run import Entry, record_times, report_set, run_benchmark
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.bench.loss.trained import TrainedTensors
-from linrnn.bench.records import read_runs, slug
+from linrnn.bench.records import read_runs
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.machine import slug
 from linrnn.losses import build_loss
 from linrnn.runs.intervals import interval_of_median
 from linrnn.study.notebook import bench_rows
@@ -314,6 +315,7 @@ def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
 def test_a_device_name_becomes_a_directory():
     assert slug("NVIDIA H200") == "nvidia_h200"
     assert slug("NVIDIA RTX 6000 Ada (x2)") == "nvidia_rtx_6000_ada_x2"
+    assert slug("AMD Instinct MI300X (gfx942)") == "amd_instinct_mi300x_gfx942"
 
 
 # ------------------------------------------------------------------------------------------------------- reports

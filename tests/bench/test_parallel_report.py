@@ -11,12 +11,12 @@ from older_kernels import further_bytes, third_of_the_logits
 from linrnn.bench.parallel import forecast
 from linrnn.bench.parallel.forecast import Rates, measured_rates, sending_ms, step_forecasts, step_memory
 from linrnn.bench.parallel.report import markdown, two_digits
-from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, slug, write
+from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, write
 from linrnn.bench.parallel.run import run_benchmark
 from linrnn.config import load_config
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError
-from linrnn.core.machine import GIB
+from linrnn.core.machine import GIB, slug
 from linrnn.costs.memory import WORKSPACES
 from linrnn.distributed import DistributedRanks, Launch
 from linrnn.models.architecture import resolve

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from linrnn.core.errors import described
+
 COMMAND = """
 import sys
 from linrnn.config.cli import run_plain
@@ -116,6 +118,11 @@ def test_a_bug_alone_is_called_a_bug(body: str, code: int, first: str) -> None:
     assert (done.returncode, len(lines)) == (code, 2), lines
     assert lines[0].startswith(first)
     assert ("this is a bug" in lines[1]) == (code == 1)
+
+
+def test_an_error_is_described_by_its_class_and_the_first_line_of_its_message() -> None:
+    errors = (ValueError("\nthe cause\nmore"), ValueError(), ValueError(" "))
+    assert [described(error) for error in errors] == ["ValueError: the cause", "ValueError", "ValueError"]
 
 
 def test_a_signal_s_handler_may_speak_in_the_middle_of_a_print() -> None:

@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 from blocks import ROOT
 from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_interval
+from unpaired import ratio_of_means
 
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.core.files import read_object
-from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, answer
 from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict

@@ -15,11 +15,12 @@ from figures import (
     tokens_per_second,
     with_interval,
 )
+from unpaired import ratio_of_means
 
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.files import read_object
 from linrnn.core.machine import GIB
-from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, answer
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.figures import BREAKDOWNS
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from linrnn.config.schema import BenchFirstStepConfig, BenchLossConfig, BenchModelsConfig, BenchStepsConfig
 from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
+from linrnn.core.machine import slug
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import device_name, resolve_device
 
@@ -22,11 +23,6 @@ def named_values(arguments: Sequence[str], defaults: dict[str, str]) -> dict[str
     if unknown := given.keys() - defaults.keys():
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(defaults)}")
     return defaults | given
-
-
-def slug(name: str) -> str:
-    """A device's name as a directory: NVIDIA H200 -> nvidia_h200."""
-    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 def results_directory(config: BenchConfig, benchmark: str) -> Path:

@@ -32,6 +32,7 @@ from linrnn.core.errors import (
     ConfigError,
     LinrnnError,
     StorageError,
+    described,
     first_line,
     out_of_memory,
     ran_out_of_memory,
@@ -210,9 +211,8 @@ def _report(error: LinrnnError) -> int:
 
 def _report_bug(error: Exception) -> int:
     _traceback()
-    first = (str(error).strip().splitlines() or [""])[0]
     say(
-        f"unexpected error: {one_line(f'{type(error).__name__}: {first}')}\n"
+        f"unexpected error: {one_line(described(error))}\n"
         "  -> this is a bug in linrnn or a library; HYDRA_FULL_ERROR=1 shows the traceback",
         sys.stderr,
     )

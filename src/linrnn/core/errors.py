@@ -38,12 +38,18 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def described(error: BaseException) -> str:
+    """The error's class and the first line of its message, if it has one."""
+    kind, first = type(error).__name__, first_line(error)
+    return kind if first == kind else f"{kind}: {first}"
+
+
 def as_reason(error: BaseException) -> str:
     """What a benchmark's row says of an error, in one line.
 
     Where memory ran out, what was asked for is enough: PyTorch goes on for 500 characters about this process.
     """
-    reason = error.cause if isinstance(error, LinrnnError) else f"{type(error).__name__}: {first_line(error)}"
+    reason = error.cause if isinstance(error, LinrnnError) else described(error)
     return _ASKED_FOR.sub(r"\1", reason.strip().splitlines()[0])
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from linrnn.core.errors import DataError
+from linrnn.core.errors import DataError, first_line
 
 
 def write_text(path: Path, text: str) -> None:
@@ -67,4 +67,4 @@ def read_object(path: Path, keys: tuple[str, ...] = (), remedy: str = "move the 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)

@@ -1,4 +1,4 @@
-"""This machine: its free memory, its free disk, its cores; and how long this process has run.
+"""This machine: its free memory, its free disk, its cores, its devices' names; and how long this process has run.
 
 None means that the figure cannot be known.
 """
@@ -21,6 +21,11 @@ def gpu_is_shared() -> bool:
     The times of its steps are then no measurements, and other runs may fill the GPU's memory.
     """
     return os.environ.get(SHARED_GPU) == "1"
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file's name: NVIDIA H200 -> nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def seconds_since_start() -> float:

@@ -66,14 +66,6 @@ class MarkovChain:
             return after_token
         return (p * _entropy(self.start_probabilities[1:]) + after_token) / (1 + p)
 
-    def log_probabilities(self, previous: np.ndarray, following: np.ndarray) -> np.ndarray:
-        """ln P(following | previous), elementwise: the prediction of a perfect model."""
-        matches = self.successors[previous] == following[:, None]
-        inside = (1 - END_PROBABILITY) * (matches @ self.successor_probabilities)
-        inside = np.where(following == END, END_PROBABILITY, inside)
-        with np.errstate(divide="ignore"):
-            return np.log(np.where(previous == END, self.start_probabilities[following], inside))
-
     def documents(self, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Endless documents, many at a time: their concatenated tokens, and the end of each document (exclusive).
 

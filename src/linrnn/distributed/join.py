@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from linrnn.config.schema import DistributedConfig, ParallelConfig
-from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, UnsupportedError
+from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, UnsupportedError, described
 from linrnn.core.interrupts import heeded
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
@@ -118,8 +118,7 @@ def _as_failure(rank: int, error: BaseException) -> Failure:
         return Failure(rank, error.cause, error.remedy, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, "interrupted", "run the same command again to continue", 130)
-    first = (str(error).strip().splitlines() or [""])[0]
-    return Failure(rank, f"{type(error).__name__}: {first}", "see the output of that rank", 1)
+    return Failure(rank, described(error), "see the output of that rank", 1)
 
 
 def _leave(watch: Watch, store: dist.Store, launch: Launch) -> None:

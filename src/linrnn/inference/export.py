@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from linrnn.config import to_yaml
 from linrnn.config.schema import ProjectedModelConfig
 from linrnn.core.checksums import write_checksums
-from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError
+from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError, first_line
 from linrnn.inference.load import Trained
 from linrnn.models import open_pretrained
 
@@ -50,7 +50,7 @@ def export(trained: Trained, output: Path) -> None:
         _write(trained, partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise StorageError(f"{output} cannot be written ({reason})", "free space or choose another output") from error
     try:
         _compare(trained.model, partial)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TextIO
 
 from linrnn.config.schema import WandbConfig
 from linrnn.core.dates import utc_now
-from linrnn.core.errors import UnsupportedError
+from linrnn.core.errors import UnsupportedError, described
 from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
@@ -148,7 +148,7 @@ class WandbMirror:
             if self.mode == "online":
                 self._run = self._open("online", self._stable_id())
         except Exception as error:
-            self._say(f"wandb cannot be reached ({_reason(error)}): recording offline, `wandb sync` sends it later")
+            self._say(f"wandb cannot be reached ({described(error)}): recording offline, `wandb sync` sends it later")
             self.mode = "offline"
             _end_service()
         if self._run is None:
@@ -191,7 +191,7 @@ class WandbMirror:
             yield
         except Exception as error:
             self._run, self._lost = None, True
-            self._say(f"wandb stopped ({_reason(error)}); metrics.jsonl goes on")
+            self._say(f"wandb stopped ({described(error)}); metrics.jsonl goes on")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Mirror the metrics of a step."""
@@ -214,7 +214,7 @@ class WandbMirror:
             except Exception as error:
                 files = self._directory / "wandb" / ("run-*" if self.mode == "online" else "offline-run-*")
                 self._say(
-                    f"wandb has not taken everything ({_reason(error)}); later: wandb sync --no-skip-online {files}"
+                    f"wandb has not taken everything ({described(error)}); later: wandb sync --no-skip-online {files}"
                 )
 
     def _record_anew(self) -> None:
@@ -236,7 +236,3 @@ def _end_service() -> None:
 
 def _fresh_id() -> str:
     return uuid.uuid4().hex[:8]
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

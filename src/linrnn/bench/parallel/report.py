@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from linrnn.bench.parallel.forecast import GB, Rates, measured_rates, sending_ms, step_forecasts
 from linrnn.bench.parallel.plot import weak_scaling
-from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read, slug
+from linrnn.bench.parallel.rows import CollectiveRow, LossRow, Measured, StepRow, read
 from linrnn.core.files import write_text
-from linrnn.core.machine import GIB
+from linrnn.core.machine import GIB, slug
 from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
 from linrnn.costs.utilisation import mfu_of_summary

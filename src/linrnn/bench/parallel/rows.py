@@ -1,7 +1,6 @@
 """Measurements of several GPUs against one: a JSON file for each run of scripts/bench_parallel.py."""
 
 import json
-import re
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from linrnn.core.errors import DataError
 from linrnn.core.files import write_json
+from linrnn.core.machine import slug
 from linrnn.core.tables import show
 from linrnn.runs.intervals import estimate
 
@@ -190,8 +190,3 @@ def read(directory: Path) -> list[Measured]:
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"scripts/bench_parallel.py has not written {path} ({error})", "remove it") from error
     return sorted(found, key=lambda measured: (measured.device, measured.ranks))
-
-
-def slug(device: str) -> str:
-    """A device's name as part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "_", device.lower())

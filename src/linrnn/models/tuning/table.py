@@ -17,6 +17,7 @@ from typing import Any
 
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object, write_json
+from linrnn.core.machine import slug
 
 TABLES = Path(__file__).with_name("tables")
 # Arguments that grow with the batch or the sequence. A choice for another value is as valid, and nearly as fast.
@@ -71,7 +72,7 @@ class Table:
 
 def table_path(gpu: str, triton: str, folder: Path = TABLES) -> Path:
     """The file for a GPU of this name and this version of Triton. 3.6.0 and 3.6.1 share one."""
-    return folder / f"{_slug(gpu)}-triton_{'.'.join(triton.split('.')[:2])}.json"
+    return folder / f"{slug(gpu)}-triton_{'.'.join(triton.split('.')[:2])}.json"
 
 
 def read_table(gpu: str, triton: str, folder: Path = TABLES) -> Table | None:
@@ -115,10 +116,6 @@ def read_file(path: Path) -> Table:
         raise DataError(f"{path}: `kernels` does not map kernels to choices", "make it again with scripts/tune.py")
     versions = {name: content[name] for name in ("triton", "flash-linear-attention")}
     return Table(content["gpu"], versions, kernels, content.get(CAPABILITY))
-
-
-def _slug(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
 
 
 def _numbers(version: str) -> list[int]:

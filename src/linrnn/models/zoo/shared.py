@@ -78,12 +78,6 @@ def delta_rule_kernel(arch: Architecture, seq_len: int) -> int:
     return 2 * chunk * (3 * k_dim + 2 * v_dim) + 6 * k_dim * v_dim + chunk**2 // 3
 
 
-def delta_rule_kernel_again(arch: Architecture, seq_len: int) -> int:
-    """Recomputed: the updates of the state, w, u and w S."""
-    k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
-    return 2 * chunk_length(arch, seq_len) * (k_dim + v_dim) + 4 * k_dim * v_dim
-
-
 def gla_kernel(arch: Architecture, seq_len: int) -> int:
     """The chunked form of GLA (Yang et al. 2024, arXiv:2312.06635, section 4).
 
@@ -112,8 +106,8 @@ def linear_attention_flops(projections: Callable[[Architecture], list[tuple[int,
 
 
 def delta_rule_flops(projections: Callable[[Architecture], list[tuple[int, int]]]) -> MixerFlops:
-    """FLOPs of a mixer with a delta rule."""
-    return MixerFlops(projections, delta_rule, delta_rule, delta_rule_kernel, delta_rule_kernel_again)
+    """FLOPs of a mixer with a delta rule. Recomputed are the updates of the state, w, u and w S: as many as GLA's."""
+    return MixerFlops(projections, delta_rule, delta_rule, delta_rule_kernel, kernel_again=gla_kernel)
 
 
 def matched_by_head_dim(parameters: Callable[[Architecture], int]) -> Matched:
