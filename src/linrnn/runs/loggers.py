@@ -194,7 +194,7 @@ class WandbMirror:
         """Mirror the metrics of a step."""
         if self._run is not None:
             with self._survive():
-                self._run.log(metrics, step=step)
+                self._run.log(_measured(metrics), step=step)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Send what is left, for at most a minute. If wandb failed during the run, record the whole run again."""
@@ -219,8 +219,14 @@ class WandbMirror:
         self.mode = "offline"
         self._run = self._open("offline", _fresh_id())
         for record in self._history():
-            self._run.log({key: value for key, value in record.items() if "/" in key}, step=record["step"])
+            metrics = {key: value for key, value in record.items() if "/" in key}
+            self._run.log(_measured(metrics), step=record["step"])
         self._say("the whole run is recorded offline for wandb, `wandb sync` sends it")
+
+
+def _measured(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics without those that are None. The first None makes wandb import pandas, which takes seconds."""
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _end_service() -> None:
