@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from linrnn.config.schema import WandbConfig
+from linrnn.core.errors import UnsupportedError
 from linrnn.runs import loggers
 from linrnn.runs.loggers import WandbMirror
 
@@ -67,3 +68,31 @@ def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened: list[tuple[st
     lost.log(3, {"train/loss_nats": 2.0})
     lost.finish({}, 0)
     assert opened[1][1].logged == [(3, {"train/loss_nats": 2.0})]
+
+
+@pytest.mark.parametrize("asked", ["offline", "disabled"])
+def test_wandbs_own_variable_decides_where_the_mode_is_auto(
+    asked: str, opened: list[tuple[str, FakeRun]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", asked)
+    monkeypatch.setattr(loggers, "has_wandb_key", lambda: True)
+    mirror(tmp_path, "auto")
+    assert [mode for mode, _ in opened] == ([] if asked == "disabled" else ["offline"])
+
+
+def test_a_configured_mode_beats_wandbs_variable(
+    opened: list[tuple[str, FakeRun]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    mirror(tmp_path, "offline")
+    assert [mode for mode, _ in opened] == ["offline"]
+
+
+def test_wandbs_variable_can_stand_in_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = WandbConfig(mode="auto", project="p", entity=None, tags=[])
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    loggers.check_wandb(config)
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(UnsupportedError, match="not installed"):
+        loggers.check_wandb(config)

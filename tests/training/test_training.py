@@ -294,6 +294,7 @@ def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the
     import wandb  # takes a second, which only the worker that runs this file shall pay
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
     overrides = [o for o in small() if not o.startswith("logger.")]
     trainer = trained(overrides)

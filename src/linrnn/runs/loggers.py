@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,13 +31,19 @@ def has_wandb_key() -> bool:
     return bool(wandb.login(prompt=False, verify=False))
 
 
+def wandb_mode(config: WandbConfig) -> str:
+    """The configured mode. The variable WANDB_MODE turns `auto` into `offline` or `disabled`, as wandb knows it."""
+    asked = os.environ.get("WANDB_MODE")
+    return asked if config.mode == "auto" and asked in ("offline", "disabled") else config.mode
+
+
 def check_wandb(config: WandbConfig) -> None:
     """Raise if wandb cannot serve the configured mode here.
 
     Raises:
         UnsupportedError: wandb is not installed, or `mode=online` without an API key.
     """
-    if config.mode != "disabled" and importlib.util.find_spec("wandb") is None:
+    if wandb_mode(config) != "disabled" and importlib.util.find_spec("wandb") is None:
         raise UnsupportedError(
             "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
         )
@@ -138,9 +145,9 @@ class WandbMirror:
             "config": hyperparameters,
             "dir": str(directory),
         }
-        if config.mode == "disabled":
+        self.mode = wandb_mode(config)
+        if self.mode == "disabled":
             return
-        self.mode: str = config.mode
         try:
             if self.mode == "auto":
                 self.mode = "online" if has_wandb_key() else "offline"
