@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from linrnn.config import load_config, run_name
-from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
 from linrnn.core.machine import GIB, SHARED_GPU
 from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
@@ -101,6 +101,17 @@ def test_the_closing_error_of_a_sweep_names_few_points_and_counts_all(make_point
         write_summary(point, "failed", "a crash")
     with pytest.raises(SweepFailure, match=r"7 of 7 points did not finish: .*seed=4 \(failed\), and 2 more"):
         _judge(points, print)
+
+
+def test_a_sweep_without_a_point_that_can_run_here_says_so(make_points) -> None:
+    points = make_points(2)
+    for point in points:
+        write_summary(point, "unsupported", "no GPU")
+    with pytest.raises(UnsupportedError, match="none of 2 points can run here") as refusal:
+        _judge(points, print)
+    assert refusal.value.exit_code == 4
+    run(points[:1])
+    _judge(points, print)  # one has finished
 
 
 def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from linrnn.config.grids import sweep_points
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import RunSweepConfig
-from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, first_line
+from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, UnsupportedError, first_line
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
@@ -53,6 +53,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         DataError: no point that is left to run has its data and weights on this machine.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
+        UnsupportedError: no point can run here.
     """
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), config.sweep.ranks)
     if launcher and config.share_gpus:
@@ -403,9 +404,14 @@ def _judge(points: Sequence[Point], say: Say) -> None:
 
     Raises:
         SweepFailure: a point neither finished nor was unsupported.
+        UnsupportedError: every point was unsupported.
     """
     statuses = {point.label: (point.summary() or {"status": "failed"})["status"] for point in points}
     say(", ".join(f"{count} {status}" for status, count in Counter(statuses.values()).items()))
+    if {*statuses.values()} == {"unsupported"}:
+        raise UnsupportedError(
+            f"none of {len(points)} points can run here", "the lines above say why; change the points or the machine"
+        )
     failed = {name: status for name, status in statuses.items() if status not in HARMLESS}
     if failed:
         codes = {EXIT_CODES.get(status, SweepFailure.exit_code) for status in failed.values()}
