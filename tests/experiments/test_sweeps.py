@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
@@ -26,6 +27,7 @@ from linrnn.experiments.points import Point, decisive, foresee, write_summary
 from linrnn.experiments.sweep import Sweep, _judge, check_shared_memory, in_another_process, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
+from linrnn.training import plan
 
 Small = Callable[..., list[str]]
 FINISHES = """
@@ -321,6 +323,17 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -
     assert lines[4].endswith("unsupported (1)"), "a reason is said once"
     assert [line[:22] for line in lines[6:8]] == ["(1) loss=liger has Tri", "(2) model.chunk_size=1"]
     assert "4 points: 3 unsupported, 1 to run" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a login node has no GPU")
+def test_a_cluster_s_job_decides_what_depends_on_its_machine(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    [contradictory] = foresee([small("trainer.activation_checkpointing=selective", "trainer.compile=blocks")])
+    on_gpus = [["memory_budget_gib=80"], ["device=cuda"], ["loss=liger"], ["loss=standard"]]
+    monkeypatch.setattr(plan, "available_memory", lambda: 2**20)
+    points = foresee([small(*overrides) for overrides in on_gpus])
+    assert all(point.refusal for point in points), "this machine runs none of them"
+    assert [point.on_a_cluster().refusal for point in points] == [None] * 4
+    assert contradictory.on_a_cluster().refusal is not None, "no machine runs it"
 
 
 def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]:

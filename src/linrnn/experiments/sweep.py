@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from linrnn.config.grids import sweep_points
@@ -59,8 +58,8 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     if launcher and config.share_gpus:
         raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
     slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
-    if launcher:  # a cluster's machines may hold what this one lacks
-        points = [replace(point, missing=None) for point in points]
+    if launcher:
+        points = [point.on_a_cluster() for point in points]
     if config.share_gpus:
         ahead = pending(points, config.retry)
         check_shared_memory(ahead, config.jobs, len(gpus), in_another_process(_least_gpu_memory))
