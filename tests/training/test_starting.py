@@ -97,6 +97,28 @@ def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
     assert not list((tmp_path / "results").glob("other/*")), "not even an empty directory"
 
 
+# ------------------------------------------------------------------------------------------------------- init_from
+def test_weights_of_another_model_are_refused_before_a_model_is_built(
+    small: Small, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linrnn.training.build.BlankModel", None)
+    with pytest.raises(ConfigError, match="it is a gla and this run has model=kda") as error:
+        Trainer(load_config(small(f"init_from={run}", "model=kda")))
+    assert error.value.remedy == "use model=gla, or another init_from"
+
+
+def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_them_fit(
+    small: Small, run: str, tmp_path: Path
+) -> None:
+    other = small(f"init_from={run}", "group=other", "size.hidden_size=64", "size.num_layers=1", "size.vocab_size=600")
+    other += ["size.mixers.gla.num_heads=1", "size.tie_embeddings=true"]
+    with pytest.raises(ConfigError, match="the dimensions differ from size=smoke") as error:
+        Trainer(load_config(other))
+    assert not (tmp_path / "results/other").exists()
+    remedy = error.value.remedy.removeprefix("add ").split()
+    assert Trainer(load_config([*other, *remedy])).architecture.num_layers == 2
+
+
 # ---------------------------------------------------------------------------------------------------------- tokens
 @pytest.fixture
 def texts(small: Small, tmp_path: Path) -> Callable[[str], list[str]]:

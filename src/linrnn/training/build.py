@@ -74,6 +74,8 @@ class BuiltRun:
         check_validation(self.data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
         self.weights = find_weights(config.init_from, self.data) if config.init_from else None
         self.architecture = self.plan.architecture(self.data.vocab_size)
+        if self.weights:
+            self.weights.check(self.architecture)
         self.session = Session(config, self.plan, self.ranks)
         try:
             self._build()

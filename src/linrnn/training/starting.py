@@ -7,16 +7,19 @@ Weights know token ids, not text. They are useful only if the data's ids mean th
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from linrnn.config import read_config
+from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError
 from linrnn.data import PreparedData
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
-from linrnn.models import LanguageModel, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models import LanguageModel, check_dimensions, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.deferred import WHOLE, Part
 from linrnn.runs.directory import RunDirectory, differences
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -24,6 +27,7 @@ from linrnn.training import checkpoint
 from linrnn.training.plan import Plan
 
 TOKENIZER = "tokenizer.json"
+EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
 
 
 @dataclass
@@ -133,6 +137,20 @@ class Weights:
     is_checkpoint: bool
     remark: str | None = None
 
+    def check(self, arch: Architecture) -> None:
+        """Check that the weights fit a model of `arch`, before it is built. :meth:`load` checks an export.
+
+        Raises:
+            ConfigError: a run's model or dimensions differ. The remedy names the overrides that make them equal.
+        """
+        if not self.is_checkpoint:
+            return
+        try:
+            config = read_config(self.directory / "config.yaml")
+        except ConfigError:  # of an earlier version: names and shapes of the parameters decide
+            return
+        check_dimensions(self.source, trained_architecture(self.directory, config), arch)
+
     def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
         """Copy the weights into `model`.
 
@@ -197,6 +215,17 @@ def as_continued(progress: checkpoint.Progress) -> dict[str, Any]:
     """What a run records about the checkpoint that it continues: run, step, and all tokens behind the weights."""
     before = progress.continues["tokens"] if progress.continues else 0
     return {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
+
+
+def trained_architecture(directory: Path, config: Config) -> Architecture:
+    """The model of a checkpoint. Chunk size only affects the speed of training, so FLA's default is used."""
+    return resolve(replace(config.model, chunk_size=None), config.size, vocab_size(directory))
+
+
+def vocab_size(directory: Path) -> int:
+    """Vocabulary entries of a checkpoint's model; the data may have fewer."""
+    shapes = checkpoint.shapes(directory / checkpoint.TENSORS)
+    return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
 
 def check_tokens(directory: Path, data: PreparedData) -> None:
