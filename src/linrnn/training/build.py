@@ -28,6 +28,7 @@ from linrnn.training.starting import (
     find_weights,
     newest_checkpoint,
     progress_to_resume,
+    starting_again,
 )
 
 CORES_OF_A_DRAWING_THREAD = 4  # all others compile kernels meanwhile
@@ -206,7 +207,7 @@ class BuiltRun:
             self.ensure_weights()
         elif not self._has_weights:
             self._draw_on_a_thread()
-        return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None
+        return starting_again(self.directory)
 
     def _draw_on_a_thread(self) -> None:
         """Begin to draw the initial weights, while this thread goes on and has kernels compiled.

@@ -55,6 +55,15 @@ def newest_checkpoint(directory: RunDirectory) -> Path | None:
     return None if directory.begins_anew else checkpoint.newest(directory.checkpoints)
 
 
+def starting_again(directory: RunDirectory) -> str | None:
+    """A line that says why a run begins again at step 0; None for a new run."""
+    if not directory.resumed:
+        return None
+    damaged = ", ".join(path.name for path in checkpoint.found(directory.checkpoints))
+    why = f"no checkpoint of this run is sound ({damaged})" if damaged else "this run left no checkpoint"
+    return f"{why}: starting again at step 0"
+
+
 def progress_to_resume(
     newest: Path, plan: Plan, directory: RunDirectory, schedule: dict[str, Any]
 ) -> checkpoint.Progress:

@@ -132,7 +132,8 @@ class Saver:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync(target.parent)
-        for old in found(self._root)[: -self._keep]:
+        up_to_here = [path for path in found(self._root) if path <= target]  # later ones were damaged at the start
+        for old in up_to_here[: -self._keep]:
             shutil.rmtree(old)
         return {}
 
