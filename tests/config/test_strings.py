@@ -182,6 +182,19 @@ def test_refused_with_the_key_and_a_remedy(override: str, cause: str, remedy: st
     assert remedy in error.value.remedy
 
 
+def test_values_of_a_list_key_without_brackets_are_refused_with_them() -> None:
+    with pytest.raises(ConfigError, match="prompt_tokens is a list") as error:
+        load_config(["checkpoint=x", "prompt_tokens=1,2,3"], "generate")
+    assert error.value.remedy == "write a list as prompt_tokens=[1,2,3]"
+
+
+@pytest.mark.parametrize("word", ["world", "world!"])
+def test_a_word_alone_may_be_the_rest_of_a_value_with_spaces(word: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as error:
+        load_config(["checkpoint=x", "prompt=hello", word], "generate")
+    assert "a value with spaces needs quotes" in error.value.remedy
+
+
 def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits() -> None:
     config = load_config(["parallel=ddp"])
     for key, field, _ in fields_of(config):

@@ -101,6 +101,8 @@ def test_refused(
         ("maintain/figures", "gpus=8", "gpus=8", "without any"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("profile_sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
+        ("evaluate", "results/summaries", "results/summaries stands without its key", "checkpoint=results/summaries?"),
+        ("report", "results/summaries", "results/summaries stands without its key", "summary=results/summaries?"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
         ("bench_parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N scripts/bench_parallel.py"),
     ],

@@ -41,6 +41,7 @@ from linrnn.core.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _HELP_FLAGS = {"--help", "-h"}
+KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or one report's rows
 
 
 def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
@@ -57,6 +58,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             print(help_text(config_name, description, _options(arguments, config_name)))
             return None
         refuse_flags(arguments)
+        refuse_bare_paths(arguments, config_name)
         config = load_config(arguments, config_name)
         if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
@@ -129,6 +131,19 @@ def refuse_flags(arguments: Sequence[str]) -> None:
             f"{flags[0]}: there is no such option",
             "give only overrides (see --help); scripts/sweep.py starts many runs",
         )
+
+
+def refuse_bare_paths(arguments: Sequence[str], config_name: str) -> None:
+    """Reject the path of a file or directory without the key that it belongs to.
+
+    Raises:
+        ConfigError: an argument is such a path, and the command has a key for it.
+    """
+    own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
+    key = next((key for key in KEYS_OF_PATHS if key in own_keys), None)
+    paths = [argument for argument in arguments if "=" not in argument and os.path.exists(argument)]
+    if key and paths:
+        raise ConfigError(f"{paths[0]} stands without its key", f"did you mean {key}={paths[0]}?")
 
 
 def refuse_misspelt(overrides: Sequence[str], config_name: str) -> None:
