@@ -336,6 +336,13 @@ def test_a_cluster_s_job_decides_what_depends_on_its_machine(small: Small, monke
     assert contradictory.on_a_cluster().refusal is not None, "no machine runs it"
 
 
+def test_a_point_s_command_gives_each_key_once(small: Small) -> None:
+    [point] = foresee([[*small("seed=1"), "loss=standard", "seed=2", "trainer.max_steps=4"]])
+    keys = [override.partition("=")[0] for override in point.overrides]
+    assert len(keys) == len({*keys})
+    assert (point.config.seed, "seed=2" in point.overrides) == (2, True)
+
+
 def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]:
     """Two seeds on a text that is not there, and one on a text that is."""
     (tmp_path / "my.txt").write_text("some text")

@@ -59,6 +59,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             return None
         refuse_flags(arguments)
         refuse_bare_paths(arguments, config_name)
+        refuse_repeated(arguments)
         config = load_config(arguments, config_name)
         if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
@@ -103,6 +104,7 @@ def run_many(
             print("\nall other keys and groups are those of the runs: python train.py --help")
             return None
         refuse_flags(arguments)
+        refuse_repeated(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
         if any(override.startswith("dry_run=") for override in runs):
             raise ConfigError(
@@ -131,6 +133,23 @@ def refuse_flags(arguments: Sequence[str]) -> None:
             f"{flags[0]}: there is no such option",
             "give only overrides (see --help); scripts/sweep.py starts many runs",
         )
+
+
+def refuse_repeated(arguments: Sequence[str]) -> None:
+    """Reject a key or a group that is given two values: Hydra would take the last one without a word.
+
+    Raises:
+        ConfigError: an argument contradicts an earlier one.
+    """
+    values: dict[str, dict[str, None]] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals:
+            values.setdefault(key.lstrip("+"), {})[value] = None
+    for key, given in values.items():
+        if len(given) > 1:
+            count = "twice" if len(given) == 2 else f"{len(given)} times"
+            raise ConfigError(f"{key} is given {count} ({', '.join(given)})", "keep one")
 
 
 def refuse_bare_paths(arguments: Sequence[str], config_name: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
+from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
 from linrnn.config.compose import leaves
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
@@ -165,7 +165,7 @@ def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
             directory = Path(config.results_dir) / config.group / run_name(config, ranks)
             label = " ".join(override for override in overrides if override not in common) or directory.name
             if directory not in found:
-                found[directory] = _foresee(tuple(overrides), config, directory, label, ranks)
+                found[directory] = _foresee(tuple(last_of_each(overrides)), config, directory, label, ranks)
             elif config != found[directory].config:
                 raise _shared_directory(found[directory], config, label)
     return list(found.values())
