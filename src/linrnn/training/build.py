@@ -29,6 +29,7 @@ from linrnn.training.starting import (
     newest_checkpoint,
     progress_to_resume,
     starting_again,
+    unlike,
 )
 
 CORES_OF_A_DRAWING_THREAD = 4  # all others compile kernels meanwhile
@@ -62,6 +63,7 @@ class BuiltRun:
         self.compiled: dict[str, Any] | None = None
         self.seconds_to = {"libraries": seconds_since_start()}
         self._has_weights = False
+        self._changes_note: str | None = None  # of a run that continues another
         self._drawing: Future[None] | None = None
         self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
@@ -162,7 +164,7 @@ class BuiltRun:
         tokens = self.plan.sequences_of_rank * self.config.trainer.seq_len
         arch = self.architecture
         of_loss = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute_dtype(self.precision))
-        return [remark, self._float8_note, of_loss, self._memory_note, room]
+        return [self._changes_note, remark, self._float8_note, of_loss, self._memory_note, room]
 
     def progress(self) -> checkpoint.Progress:
         """Where the run stands, as a checkpoint records it."""
@@ -193,7 +195,8 @@ class BuiltRun:
             state.continues = progress.continues
             return f"resuming at step {state.step} from {newest}"
         if source := self.config.continue_from:
-            progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            directory, progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            self._changes_note = unlike(directory, progress.run, self.config, self.ranks.world_size)
             self._has_weights = True
             state.continues = as_continued(progress)
             goes_on = self.loader.go_on_after(progress.data)

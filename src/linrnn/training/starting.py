@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from linrnn.config import read_config
+from linrnn.config import identity, read_config
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError
 from linrnn.data import PreparedData
@@ -196,8 +196,8 @@ def find_weights(source: str, data: PreparedData) -> Weights:
 
 def continue_from(
     source: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: PreparedData
-) -> checkpoint.Progress:
-    """Restore the weights and the optimizer's state of another run. Returns that run's progress.
+) -> tuple[Path, checkpoint.Progress]:
+    """Restore the weights and the optimizer's state of another run. Returns that run's checkpoint and progress.
 
     Every rank calls it, and reads its own part of model and optimizer.
 
@@ -217,7 +217,32 @@ def continue_from(
     check_tokens(directory, data)
     checkpoint.load_model(directory, model)
     checkpoint.load_optimizer(directory, model, optimizer)
-    return progress
+    return directory, progress
+
+
+def unlike(directory: Path, run: str, config: Config, world_size: int) -> str | None:
+    """A line on what a run computes otherwise than the run that it continues, but for the schedule; None: nothing.
+
+    Args:
+        directory: the checkpoint from which it continues.
+        run: the name of the checkpoint's run.
+        config: of the run that continues.
+    """
+    try:
+        before = identity(read_config(directory / "config.yaml"), world_size)
+    except ConfigError:  # an earlier version wrote it, or the run had more ranks
+        return None
+    now = identity(config, world_size)
+    renamed = [key.removesuffix("name") for key in now if key.endswith(".name") and now[key] != before.get(key)]
+    kept = [{key: value for key, value in values.items() if _is_compared(key, renamed)} for values in (before, now)]
+    changed = differences(*kept)
+    return f"unlike {run}: {'; '.join(changed)}" if changed else None
+
+
+def _is_compared(key: str, renamed: list[str]) -> bool:
+    """Whether :func:`unlike` names a change of the key. Another loss has other options: its name is enough."""
+    of_group = any(key.startswith(group) and key != f"{group}name" for group in renamed)
+    return not of_group and not key.startswith("schedule.") and key not in ("init_from", "continue_from")
 
 
 def as_continued(progress: checkpoint.Progress) -> dict[str, Any]:
