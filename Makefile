@@ -11,8 +11,8 @@ ARGS ?=
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
-train: $(VENV)/base   ## set up, then `python train.py model=gla loss=cce_kahan` (more overrides: ARGS="size=mve …")
-	$(RUN) train.py model=gla loss=cce_kahan $(ARGS)
+train: $(VENV)/base   ## set up, then `python train.py`: a small GLA with loss=cce_kahan (overrides: ARGS="model=kda size=mve …")
+	$(RUN) train.py $(ARGS)
 
 test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
 	@$(RUN) -m compileall -qq src kernels || true

@@ -22,7 +22,7 @@ from forked import ROOT, Popen, run_elsewhere, start, start_server, use_server
 from hydra.core.config_store import ConfigStore
 from interpreted import ON, Interpreter
 
-from linrnn.config import compose
+from linrnn.config import compose, last_of_each
 from linrnn.config.schema import SCHEMAS
 from linrnn.config.strings import string_keys
 from linrnn.losses import registry
@@ -106,7 +106,7 @@ def small_of_module(tmp_path_factory: pytest.TempPathFactory, data_cache: Path) 
 
 
 def small_below(directory: Path, data_cache: Path, *more: str) -> list[str]:
-    return [*SMALL, f"results_dir={directory}/results", f"data.cache_dir={data_cache}", *more]
+    return last_of_each([*SMALL, f"results_dir={directory}/results", f"data.cache_dir={data_cache}", *more])
 
 
 @pytest.fixture(scope="session")

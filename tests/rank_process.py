@@ -24,6 +24,7 @@ import torch.distributed as dist
 from forked import ROOT, spawn, start
 from pool import Pool
 
+from linrnn.config import last_of_each
 from linrnn.distributed import patience
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training.trainer import Trainer
@@ -56,7 +57,8 @@ def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted
 def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, script: str) -> list[tuple]:
     """The arguments of `_rank` for every rank."""
     port = free_port()
-    return [(rank, world_size, port, script, overrides, f"{log}.{rank}", fault) for rank in range(world_size)]
+    given = last_of_each(overrides)
+    return [(rank, world_size, port, script, given, f"{log}.{rank}", fault) for rank in range(world_size)]
 
 
 def free_port() -> int:

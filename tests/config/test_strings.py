@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from linrnn.config import compose, data_for, load_config, overrides_of
+from linrnn.config.cli import refuse_repeated
 from linrnn.config.compose import fields_of
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import COMMANDS, SCHEMAS, SweepConfig
@@ -180,6 +181,25 @@ def test_refused_with_the_key_and_a_remedy(override: str, cause: str, remedy: st
         load_config([override])
     assert cause in error.value.cause
     assert remedy in error.value.remedy
+
+
+def test_values_of_a_list_key_without_brackets_are_refused_with_them() -> None:
+    with pytest.raises(ConfigError, match="prompt_tokens is a list") as error:
+        load_config(["checkpoint=x", "prompt_tokens=1,2,3"], "generate")
+    assert error.value.remedy == "write a list as prompt_tokens=[1,2,3]"
+
+
+@pytest.mark.parametrize("word", ["world", "world!"])
+def test_a_word_alone_may_be_the_rest_of_a_value_with_spaces(word: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as error:
+        load_config(["checkpoint=x", "prompt=hello", word], "generate")
+    assert "a value with spaces needs quotes" in error.value.remedy
+
+
+def test_a_key_may_be_given_twice_with_one_value() -> None:
+    refuse_repeated(["seed=1", "model=gla", "seed=1"])
+    with pytest.raises(ConfigError, match=r"model is given 3 times \(gla, kda, fla\)"):
+        refuse_repeated(["model=gla", "seed=1", "model=kda", "model=fla"])
 
 
 def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits() -> None:

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from blocks import FENCE, PAGES, ROOT, blocks, commands
 
+from linrnn.config import last_of_each
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 LINK = re.compile(r"!?\[[^\[\]]*\]\(([^()\s]+)\)")
 OF_RESULTS = [*(ROOT / "results").glob("*.md"), *sorted((ROOT / "results").glob("[ls]*/*.md"))]  # log and superseded
@@ -119,7 +121,7 @@ def test_the_quickstart_works_from_training_to_the_report(
     for _, script, *overrides in lines:
         here = [override.replace("results/", f"{tmp_path}/results/") for override in overrides]
         here = [override.replace("output=", f"output={tmp_path}/") for override in here]
-        done = command(script, *here, *more.get(script, []))
+        done = command(script, *last_of_each([*here, *more.get(script, [])]))
         assert done.returncode == 0, f"{shlex.join([script, *overrides])}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "my_model" / "config.json").exists()
     assert (tmp_path / "results" / "summaries" / "default" / "report.md").exists()

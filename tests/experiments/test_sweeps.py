@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from linrnn.config import load_config, run_name
-from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure
+from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
 from linrnn.core.machine import GIB, SHARED_GPU
 from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
@@ -26,6 +27,7 @@ from linrnn.experiments.points import ANSWERS, Point, decisive, foresee, write_s
 from linrnn.experiments.sweep import Sweep, _judge, check_shared_memory, in_another_process, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
+from linrnn.training import plan
 
 Small = Callable[..., list[str]]
 FINISHES = """
@@ -101,6 +103,17 @@ def test_the_closing_error_of_a_sweep_names_few_points_and_counts_all(make_point
         write_summary(point, "failed", "a crash")
     with pytest.raises(SweepFailure, match=r"7 of 7 points did not finish: .*seed=4 \(failed\), and 2 more"):
         _judge(points, print)
+
+
+def test_a_sweep_without_a_point_that_can_run_here_says_so(make_points) -> None:
+    points = make_points(2)
+    for point in points:
+        write_summary(point, "unsupported", "no GPU")
+    with pytest.raises(UnsupportedError, match="none of 2 points can run here") as refusal:
+        _judge(points, print)
+    assert refusal.value.exit_code == 4
+    run(points[:1])
+    _judge(points, print)  # one has finished
 
 
 def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points) -> None:
@@ -336,6 +349,24 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -
     assert lines[4].endswith("unsupported (1)"), "a reason is said once"
     assert [line[:22] for line in lines[6:8]] == ["(1) loss=liger has Tri", "(2) model.chunk_size=1"]
     assert "4 points: 3 unsupported, 1 to run" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a login node has no GPU")
+def test_a_cluster_s_job_decides_what_depends_on_its_machine(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    [contradictory] = foresee([small("trainer.activation_checkpointing=selective", "trainer.compile=blocks")])
+    on_gpus = [["memory_budget_gib=80"], ["device=cuda"], ["loss=liger"], ["loss=standard"]]
+    monkeypatch.setattr(plan, "available_memory", lambda: 2**20)
+    points = foresee([small(*overrides) for overrides in on_gpus])
+    assert all(point.refusal for point in points), "this machine runs none of them"
+    assert [point.on_a_cluster().refusal for point in points] == [None] * 4
+    assert contradictory.on_a_cluster().refusal is not None, "no machine runs it"
+
+
+def test_a_point_s_command_gives_each_key_once(small: Small) -> None:
+    [point] = foresee([[*small("seed=1"), "loss=standard", "seed=2", "trainer.max_steps=4"]])
+    keys = [override.partition("=")[0] for override in point.overrides]
+    assert len(keys) == len({*keys})
+    assert (point.config.seed, "seed=2" in point.overrides) == (2, True)
 
 
 def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from forked import run_script, start
 
-from linrnn.config import load_config
+from linrnn.config import last_of_each, load_config
 from linrnn.config.outputs import check_outputs
 from linrnn.core.errors import DataError, OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.study.results import read_runs
@@ -81,7 +81,7 @@ def test_refused(
         base = [o for o in small() if not o.startswith(("data.n_",))]
     else:
         base = small()
-    done = command_here("train.py", *base, *overrides)
+    done = command_here("train.py", *last_of_each([*base, *overrides]))
     error = error_lines(done)
     assert done.returncode == code, done.stderr + done.stdout
     assert len(error) == 2, done.stderr
@@ -101,6 +101,10 @@ def test_refused(
         ("maintain/figures", "gpus=8", "gpus=8", "without any"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("profile_sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
+        ("evaluate", "checkpoint=x split=train checkpoint=y", "checkpoint is given twice (x, y)", "keep one"),
+        ("sweep", "sweep=mve loss=liger jobs=2 loss=fla,kahan", "loss is given twice (liger, fla,kahan)", "keep one"),
+        ("evaluate", "results/summaries", "results/summaries stands without its key", "checkpoint=results/summaries?"),
+        ("report", "results/summaries", "results/summaries stands without its key", "summary=results/summaries?"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
         ("bench_parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N scripts/bench_parallel.py"),
     ],
@@ -108,7 +112,7 @@ def test_refused(
 def test_what_a_script_does_not_take_is_refused(
     script: str, argument: str, cause: str, remedy: str, command_here: Command
 ) -> None:
-    done = command_here(f"scripts/{script}.py", argument)
+    done = command_here(f"scripts/{script}.py", *argument.split())
     error, hint = done.stderr.strip().splitlines()
     assert done.returncode == 2
     assert cause in error
@@ -151,7 +155,7 @@ def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...], tmp_path
 
 
 def test_a_gpu_where_there_is_none(command: Command, small: Callable[..., list[str]]) -> None:
-    done = command("train.py", *small(), "device=cuda")
+    done = command("train.py", *small("device=cuda"))
     assert done.returncode == 4
     assert "sees no GPU" in done.stderr
     assert "device=cpu" in done.stderr

@@ -16,7 +16,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.study.criteria import MEMORY, OPEN, judge
 from linrnn.study.report import make_report, verdict_table, write
 from linrnn.study.report.page import Pictures, inline, to_html
-from linrnn.study.report.remarks import ON_DROPPED
+from linrnn.study.report.remarks import ON_DROPPED, on_runs
 from linrnn.study.report.sections import sections
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.report.tables import of_verdicts
@@ -274,6 +274,16 @@ def test_a_report_says_if_the_filter_of_its_runs_is_biased(tmp_path: Path, monke
     short, whole, _ = write.write_pages(dropping, tmp_path, "dropping", [], [])
     assert ON_DROPPED in short.read_text()
     assert ON_DROPPED in whole.read_text()
+
+
+def test_a_remark_on_a_failure_names_the_run_where_model_loss_and_batch_are_those_of_several() -> None:
+    first, *_ = read_committed(REPORT)
+    diverged = {**first.summary, "status": "diverged", "reason": "the loss is nan at step 9"}
+    seeds = [Run({**diverged, "run_name": f"a-s{seed}", "seed": seed}, {}) for seed in (0, 1)]
+    other = Run({**diverged, "run_name": "b-s0", "batch_size": 7}, {})
+    lines = [line.partition(": diverged")[0] for line in on_runs([*seeds, other]) if "diverged" in line]
+    kind = lines[2].removesuffix("B = 7")
+    assert lines == [f"{kind}B = {diverged['batch_size']}, a-s{seed}" for seed in (0, 1)] + [f"{kind}B = 7"]
 
 
 def test_text_of_a_run_cannot_become_part_of_the_page() -> None:

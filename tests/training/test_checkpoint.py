@@ -162,6 +162,17 @@ def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(
     assert checkpoint.newest(tmp_path) == first, "a file that was not written with it is read by nobody"
 
 
+def test_a_run_with_damaged_checkpoints_alone_is_refused_as_damaged(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoints", 1, 2)
+    for path in checkpoint.found(tmp_path / "checkpoints"):
+        (path / "rng.safetensors").write_bytes(b"")
+    named = r"has only damaged checkpoints \(step_00000001, step_00000002\)"
+    with pytest.raises(DataError, match=named) as error:
+        checkpoint.required("checkpoint", str(tmp_path))
+    assert error.value.exit_code == 3
+    assert "name another one" in error.value.remedy
+
+
 def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

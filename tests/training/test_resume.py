@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fitting import fitted
 from forked import run_script, start
 from safetensors.torch import load_file
 
@@ -195,18 +196,24 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., l
     assert json.loads((aside / "summary.json").read_text())["status"] == "finished"
 
 
+def damage(checkpoint: Path) -> Path:
+    """Flip the last bit of a checkpoint's tensors. Returns their file."""
+    [tensors] = (checkpoint / TENSORS).iterdir()
+    with tensors.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    return tensors
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = ("trainer.checkpoint_every=2", "schedule.steps=6", "trainer.keep_checkpoints=2")
     trainer = Trainer(load_config(small(*plan, "trainer.max_steps=4")))
     trainer.fit()
-    [newest] = (found(trainer.directory.checkpoints)[-1] / TENSORS).iterdir()
-    with newest.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+    newest = damage(found(trainer.directory.checkpoints)[-1])
     with pytest.raises(DataError, match="does not match its checksum"):
         Trainer(load_config(small(f"init_from={newest.parent.parent}", "group=other")))
     resumed = Trainer(load_config(small(*plan, "trainer.checkpoint_every=3", "trainer.max_steps=6")))
@@ -216,6 +223,31 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert "resuming at step 2" in output
     kept = [path.name for path in found(resumed.directory.checkpoints)]
     assert kept == ["step_00000003", "step_00000006"], "the damaged one of step 4 crowded out a good one"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_begins_again(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=1", "schedule.steps=6")
+    directory = fitted(small(*plan, "trainer.max_steps=4")).directory
+    damage(found(directory.checkpoints)[0])
+    for key in ("init_from", "continue_from"):
+        with pytest.raises(DataError, match=r"has only damaged checkpoints \(step_00000004\)"):
+            fitted(small(f"{key}={directory.path}", "group=other"))
+    again = Trainer(load_config(small(*plan, "trainer.max_steps=6")))
+    kept: list[list[str]] = []
+    save, names = again.saver.save, lambda: [path.name[-1] for path in found(directory.checkpoints)]
+
+    def watched(*arguments: Any) -> None:
+        save(*arguments)
+        again.saver.wait()
+        kept.append(names())
+
+    again.saver.save = watched  # type: ignore[method-assign]
+    again.fit()
+    output = capsys.readouterr().out
+    assert "no checkpoint of this run is sound (step_00000004): starting again at step 0" in output
+    assert kept == [["2"], ["4"], ["6"]], "a damaged one takes no place of a sound one"
 
 
 def test_a_diverging_run_keeps_its_last_good_checkpoint(small: Callable[..., list[str]]) -> None:

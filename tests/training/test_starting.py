@@ -65,6 +65,19 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     assert summary_of(third)["continues"]["tokens"] == expected["tokens"] + 4 * 4 * 80, "all tokens behind the weights"
 
 
+def test_what_a_continued_run_does_otherwise_is_said_in_one_line(
+    small: Small, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = Path(run).name
+    fitted(small(f"continue_from={run}", "group=other", "trainer.max_steps=2", "schedule=constant"))
+    assert "unlike" not in capsys.readouterr().out, "another schedule is what continue_from is for"
+    plan = ("loss=standard", "optimizer.lr=0.001", "trainer.batch_size=4")
+    fitted(small(f"continue_from={run}", "group=other", *plan))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unlike ")]
+    changes = "loss.name: cce_kahan -> standard; optimizer.lr: 0.003 -> 0.001; trainer.batch_size: 2 -> 4"
+    assert line == f"unlike default/{name}: {changes}"
+
+
 @pytest.fixture(scope="module")
 def run(small_of_module: Small) -> str:
     """The directory of a finished run."""
@@ -95,6 +108,28 @@ def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=cause.replace("RUN", re.escape(run))):
         fitted(small(*named, "group=other"))
     assert not list((tmp_path / "results").glob("other/*")), "not even an empty directory"
+
+
+# ------------------------------------------------------------------------------------------------------- init_from
+def test_weights_of_another_model_are_refused_before_a_model_is_built(
+    small: Small, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linrnn.training.build.BlankModel", None)
+    with pytest.raises(ConfigError, match="it is a gla and this run has model=kda") as error:
+        Trainer(load_config(small(f"init_from={run}", "model=kda")))
+    assert error.value.remedy == "use model=gla, or another init_from"
+
+
+def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_them_fit(
+    small: Small, run: str, tmp_path: Path
+) -> None:
+    other = small(f"init_from={run}", "group=other", "size.hidden_size=64", "size.num_layers=1", "size.vocab_size=600")
+    other += ["size.mixers.gla.num_heads=1", "size.tie_embeddings=true"]
+    with pytest.raises(ConfigError, match="the dimensions differ from size=smoke") as error:
+        Trainer(load_config(other))
+    assert not (tmp_path / "results/other").exists()
+    remedy = error.value.remedy.removeprefix("add ").split()
+    assert Trainer(load_config([*other, *remedy])).architecture.num_layers == 2
 
 
 # ---------------------------------------------------------------------------------------------------------- tokens

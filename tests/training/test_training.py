@@ -21,6 +21,7 @@ from linrnn.inference.load import Reading, open_reading
 from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import final_lines
+from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -294,6 +295,7 @@ def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the
     import wandb  # takes a second, which only the worker that runs this file shall pay
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
     overrides = [o for o in small() if not o.startswith("logger.")]
     trainer = trained(overrides)
@@ -316,6 +318,17 @@ def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
     with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"loss forward", "loss backward"} <= names
+
+
+@pytest.mark.parametrize("warmup", [4, 5])
+def test_a_trace_that_would_hold_no_step_is_refused_and_the_values_named_give_one(small: Small, warmup: int) -> None:
+    overrides = small("trainer.max_steps=4", f"trainer.warmup_measurement_steps={warmup}", "trainer.profile_steps=2")
+    with pytest.raises(ConfigError, match="ends after step 4, and the trace begins after") as error:
+        make_training_plan(load_config(overrides))
+    longer, shorter = f"trainer.max_steps={warmup + 2}", "trainer.warmup_measurement_steps=3"
+    assert error.value.remedy == f"use {longer}, or {shorter} or less"
+    for fitting in (longer, shorter):
+        make_training_plan(load_config([*overrides, fitting]))
 
 
 def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) -> None:

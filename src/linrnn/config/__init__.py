@@ -2,7 +2,7 @@
 
 from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_config, to_yaml
 from linrnn.config.naming import identity, run_name, settings
-from linrnn.config.overrides import overrides_of
+from linrnn.config.overrides import last_of_each, overrides_of
 from linrnn.config.schema import Config
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Config",
     "data_for",
     "identity",
+    "last_of_each",
     "load_config",
     "nearest",
     "overrides_of",

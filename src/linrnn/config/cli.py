@@ -42,6 +42,7 @@ from linrnn.core.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _HELP_FLAGS = {"--help", "-h"}
+KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or one report's rows
 
 
 def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
@@ -58,6 +59,8 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             print(help_text(config_name, description, _options(arguments, config_name)))
             return None
         refuse_flags(arguments)
+        refuse_bare_paths(arguments, config_name)
+        refuse_repeated(arguments)
         config = load_config(arguments, config_name)
         if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
@@ -102,6 +105,7 @@ def run_many(
             print("\nall other keys and groups are those of the runs: python train.py --help")
             return None
         refuse_flags(arguments)
+        refuse_repeated(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
         if any(override.startswith("dry_run=") for override in runs):
             raise ConfigError(
@@ -130,6 +134,36 @@ def refuse_flags(arguments: Sequence[str]) -> None:
             f"{flags[0]}: there is no such option",
             "give only overrides (see --help); scripts/sweep.py starts many runs",
         )
+
+
+def refuse_repeated(arguments: Sequence[str]) -> None:
+    """Reject a key or a group that is given two values: Hydra would take the last one without a word.
+
+    Raises:
+        ConfigError: an argument contradicts an earlier one.
+    """
+    values: dict[str, dict[str, None]] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals:
+            values.setdefault(key.lstrip("+"), {})[value] = None
+    for key, given in values.items():
+        if len(given) > 1:
+            count = "twice" if len(given) == 2 else f"{len(given)} times"
+            raise ConfigError(f"{key} is given {count} ({', '.join(given)})", "keep one")
+
+
+def refuse_bare_paths(arguments: Sequence[str], config_name: str) -> None:
+    """Reject the path of a file or directory without the key that it belongs to.
+
+    Raises:
+        ConfigError: an argument is such a path, and the command has a key for it.
+    """
+    own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
+    key = next((key for key in KEYS_OF_PATHS if key in own_keys), None)
+    paths = [argument for argument in arguments if "=" not in argument and os.path.exists(argument)]
+    if key and paths:
+        raise ConfigError(f"{paths[0]} stands without its key", f"did you mean {key}={paths[0]}?")
 
 
 def refuse_misspelt(overrides: Sequence[str], config_name: str) -> None:

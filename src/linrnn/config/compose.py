@@ -33,7 +33,7 @@ from linrnn.config.fla.names import settle_fla_model
 from linrnn.config.older_keys import refuse_old_names, regrouped
 from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, FlaModelConfig, ReadingConfig
-from linrnn.config.strings import quoted, string_keys, unreadable
+from linrnn.config.strings import list_keys, quoted, string_keys, unreadable
 from linrnn.config.yaml_lines import broken_yaml, place
 from linrnn.core.errors import ConfigError, first_line
 from linrnn.core.redaction import holds_secret, secrets
@@ -482,7 +482,9 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
             f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
         )
     if ambiguous := re.search(r"Ambiguous value for argument '(.*?)'(?: 1\.|$)", text):
-        key, _, _ = ambiguous.group(1).partition("=")
+        key, _, value = ambiguous.group(1).partition("=")
+        if key in list_keys(config_name):
+            return ConfigError(f"{ambiguous.group(1)}: {key} is a list", f"write a list as {key}=[{value}]")
         return ConfigError(f"{ambiguous.group(1)}: {key} takes one value", "scripts/sweep.py runs several")
     if isinstance(error, OverrideParseException):
         return unreadable(error)

@@ -1,6 +1,7 @@
 """Turn a configuration back into the command line that makes it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -20,6 +21,12 @@ def overrides_of(config: Config) -> list[str]:
     defaults = _defaults(chosen)
     changed = [(key, value) for key, value in values.items() if key not in defaults or value != defaults[key]]
     return [*chosen, *quoted([f"{key}={_text(value)}" for key, value in changed], "train")]
+
+
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Overrides without those that a later one of the same key replaces."""
+    last = {override.partition("=")[0].lstrip("+"): position for position, override in enumerate(overrides)}
+    return [overrides[position] for position in sorted(last.values())]
 
 
 def _defaults(groups: list[str]) -> dict[str, Any]:

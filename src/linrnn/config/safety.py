@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from linrnn.config.schema import SCHEMAS
+from linrnn.config.strings import unreadable_word
 from linrnn.core.errors import ConfigError
 
 _GROUPS = {*SCHEMAS, "experiment"}
@@ -44,6 +45,6 @@ def check_overrides(overrides: Sequence[str]) -> None:
                 f"{override}: Hydra's own keys are not for runs", "scripts/sweep.py takes hydra/launcher=…"
             )
         if not _KEY.fullmatch(prefixed):
-            raise ConfigError(f"{override!r} cannot be read", "write overrides as key=value or group=option")
+            raise unreadable_word(override)
         if key in _GROUPS and not _OPTION.fullmatch(value):
             raise ConfigError(f"{override}: options are names", f"choose one of configs/{key} by {key}=NAME")

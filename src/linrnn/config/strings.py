@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -50,26 +50,44 @@ def unreadable(error: OverrideParseException, how_to_write: str = HOW_TO_WRITE) 
     key, _, value = override.partition("=")
     if value.startswith(("[", "{")):
         return ConfigError(f"{override!r} cannot be read", HOW_TO_QUOTE.replace("KEY", key))
-    return ConfigError(f"{override!r} cannot be read", how_to_write)
+    return unreadable_word(override, how_to_write)
+
+
+def unreadable_word(override: str, how_to_write: str = HOW_TO_WRITE) -> ConfigError:
+    """The error for an override that is no `key=value`. A word without `=` may be the rest of a value with spaces."""
+    quotes = "" if "=" in override else "; a value with spaces needs quotes: 'key=two words'"
+    return ConfigError(f"{override!r} cannot be read", how_to_write + quotes)
 
 
 @functools.cache
 def string_keys(config_name: str) -> frozenset[str]:
     """Every key that holds a string or null, in a command's configuration and in all options of the groups."""
-    groups = (_strings(schema, f"{group}.") for group, options in SCHEMAS.items() for schema in options.values())
-    return frozenset(key for keys in (_strings(COMMANDS[config_name], ""), *groups) for key in keys)
+    return frozenset(key for key, kind in _kinds_of_keys(config_name) if kind is str)
 
 
-def _strings(schema: type, prefix: str) -> Iterator[str]:
+def list_keys(config_name: str) -> frozenset[str]:
+    """As :func:`string_keys`, for keys that hold a list or null."""
+    return frozenset(key for key, kind in _kinds_of_keys(config_name) if get_origin(kind) is list)
+
+
+def _kinds_of_keys(config_name: str) -> Iterator[tuple[str, Any]]:
+    """Every key of a command's configuration and of all options of the groups, with its type."""
+    yield from _kinds(COMMANDS[config_name], "")
+    for group, options in SCHEMAS.items():
+        for schema in options.values():
+            yield from _kinds(schema, f"{group}.")
+
+
+def _kinds(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     types = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         kind: Any = types[field.name]
         if isinstance(kind, UnionType):
             [kind] = set(get_args(kind)) - {NoneType}
-        if kind is str:
-            yield f"{prefix}{field.name}"
-        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield from _strings(kind, f"{prefix}{field.name}.")
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from _kinds(kind, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", kind
 
 
 def _key(override: str) -> str:

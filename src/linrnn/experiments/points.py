@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from linrnn.config import CONFIG_DIR, identity, load_config, run_name, to_yaml
+from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
 from linrnn.config.compose import leaves
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
@@ -52,6 +52,7 @@ class Point:
         ranks: processes that share the run.
         missing: an error that the run would raise because its data or weights are not on this machine.
         hub: the data set and the model that the run may load from the hub.
+        refused_here: whether another machine may run a refused point: its device, memory or libraries decide.
     """
 
     overrides: tuple[str, ...]
@@ -65,6 +66,11 @@ class Point:
     ranks: int = 1
     missing: DataError | None = None
     hub: tuple[str, ...] = ()
+    refused_here: bool = False
+
+    def on_a_cluster(self) -> "Point":
+        """The point for machines that may hold the data, devices and libraries that this machine lacks."""
+        return dataclasses.replace(self, missing=None, refusal=None if self.refused_here else self.refusal)
 
     @property
     def name(self) -> str:
@@ -159,7 +165,7 @@ def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
             directory = Path(config.results_dir) / config.group / run_name(config, ranks)
             label = " ".join(override for override in overrides if override not in common) or directory.name
             if directory not in found:
-                found[directory] = _foresee(tuple(overrides), config, directory, label, ranks)
+                found[directory] = _foresee(tuple(last_of_each(overrides)), config, directory, label, ranks)
             elif config != found[directory].config:
                 raise _shared_directory(found[directory], config, label)
     return list(found.values())
@@ -194,15 +200,10 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
     from linrnn.experiments.dry_run import seconds_of_run
     from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
     from linrnn.training.checkpoint import found
-    from linrnn.training.plan import Plan, check_step_fits, make_training_plan
-    from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
+    from linrnn.training.plan import Plan, check_step_fits
+    from linrnn.training.runtime import resolve_device, resolve_precision
 
-    refusal = None
-    try:
-        plan = make_training_plan(config)
-        check_memory_budget(config.memory_budget_gib, plan.device)
-    except (UnsupportedError, ConfigError) as error:
-        refusal = f"{error.cause}; {error.remedy}"
+    refusal, here = _refusal(config)
     try:
         device = resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device), ranks)
@@ -211,19 +212,39 @@ def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label:
     except (UnsupportedError, ConfigError):
         if refusal is None:
             raise
-        return Point(overrides, config, directory, label, refusal=refusal, ranks=ranks)
+        return Point(overrides, config, directory, label, refusal=refusal, ranks=ranks, refused_here=here)
     memory = None if estimate is None else estimate.peak
     if refusal is None:
         try:
             check_step_fits(plan, arch)
         except UnsupportedError as error:
-            refusal = f"{error.cause}; {error.remedy}"
+            refusal, here = _in_words(error), True
         except OutOfMemoryError:  # the run itself will give this result
             pass
     resumes = config.trainer.resume != "never" and bool(found(directory / CHECKPOINTS))
     missing = next(iter(missing_inputs(config, resumes=resumes)), None)
     hub = tuple(inputs_of_hub(config))
-    return Point(overrides, config, directory, label, steps, memory, seconds, refusal, ranks, missing, hub)
+    return Point(overrides, config, directory, label, steps, memory, seconds, refusal, ranks, missing, hub, here)
+
+
+def _refusal(config: Config) -> tuple[str | None, bool]:
+    """Why the run cannot start on this machine (None: it can), and whether another machine may run it."""
+    from linrnn.training.plan import make_training_plan
+    from linrnn.training.runtime import check_memory_budget
+
+    try:
+        device = make_training_plan(config).device
+    except (UnsupportedError, ConfigError) as error:
+        return _in_words(error), isinstance(error, UnsupportedError)
+    try:
+        check_memory_budget(config.memory_budget_gib, device)
+    except ConfigError as error:
+        return _in_words(error), True
+    return None, False
+
+
+def _in_words(error: LinrnnError) -> str:
+    return f"{error.cause}; {error.remedy}"
 
 
 class Process:

@@ -8,13 +8,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from linrnn.config.grids import sweep_points
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import RunSweepConfig
-from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, first_line
+from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, UnsupportedError, first_line
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
@@ -53,13 +52,14 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         DataError: no point that is left to run has its data and weights on this machine.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
+        UnsupportedError: no point can run here.
     """
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), config.sweep.ranks)
     if launcher and config.share_gpus:
         raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
     slots = [] if launcher else slots_of(config.jobs, gpus, config.sweep.ranks, share=config.share_gpus)
-    if launcher:  # a cluster's machines may hold what this one lacks
-        points = [replace(point, missing=None) for point in points]
+    if launcher:
+        points = [point.on_a_cluster() for point in points]
     if config.share_gpus:
         ahead = pending(points, config.retry)
         check_shared_memory(ahead, config.jobs, len(gpus), in_another_process(_least_gpu_memory))
@@ -411,9 +411,14 @@ def _judge(points: Sequence[Point], say: Say) -> None:
 
     Raises:
         SweepFailure: a point neither finished nor was unsupported.
+        UnsupportedError: every point was unsupported.
     """
     statuses = {point.label: (point.summary() or {"status": "failed"})["status"] for point in points}
     say(", ".join(f"{count} {status}" for status, count in Counter(statuses.values()).items()))
+    if {*statuses.values()} == {"unsupported"}:
+        raise UnsupportedError(
+            f"none of {len(points)} points can run here", "the lines above say why; change the points or the machine"
+        )
     failed = {name: status for name, status in statuses.items() if status not in HARMLESS}
     if failed:
         codes = {EXIT_CODES.get(status, SweepFailure.exit_code) for status in failed.values()}

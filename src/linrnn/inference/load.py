@@ -15,13 +15,11 @@ from linrnn.data import Batch, BatchesOnce, ConsoleProgress, PreparedData, prepa
 from linrnn.data.markov import END
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import BlankModel, LanguageModel, check_supported, open_pretrained
-from linrnn.models.architecture import Architecture, resolve
+from linrnn.models.architecture import Architecture
 from linrnn.training import checkpoint
 from linrnn.training.plan import check_reading_fits
 from linrnn.training.runtime import resolve_device, resolve_precision
-from linrnn.training.starting import TOKENIZER, check_tokens
-
-EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
+from linrnn.training.starting import TOKENIZER, check_tokens, trained_architecture, vocab_size
 
 
 @dataclass
@@ -70,8 +68,8 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
 
 
 def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
-    """The model of a checkpoint, in fp32. Chunk size only affects the speed of training, so FLA's default is used."""
-    arch = resolve(dataclasses.replace(config.model, chunk_size=None), config.size, vocab_size(directory))
+    """The model of a checkpoint, in fp32."""
+    arch = trained_architecture(directory, config)
     check_reading_fits(arch, device)
     return read_model(directory, arch, device)
 
@@ -184,12 +182,6 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
             f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {its_own:,}",
             "leave data out for the run's own, or tokenise with the run's tokenizer.json (data.tokenizer=…)",
         )
-
-
-def vocab_size(directory: Path) -> int:
-    """Vocabulary entries of a checkpoint's model; the data may have fewer."""
-    shapes = checkpoint.shapes(directory / checkpoint.TENSORS)
-    return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
 
 def directory_of_tokenizer(of_checkpoint: Path) -> Path | None:

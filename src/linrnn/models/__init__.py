@@ -5,12 +5,13 @@ from linrnn.models.deferred import BlankModel
 from linrnn.models.language_model import LanguageModel
 from linrnn.models.pretrained import open_pretrained
 from linrnn.models.support import check_supported, explain_refusal
-from linrnn.models.weights import find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models.weights import check_dimensions, find_pretrained, load_weights, pretrained_vocab_size
 
 __all__ = [
     "BlankModel",
     "LanguageModel",
     "build_model",
+    "check_dimensions",
     "check_supported",
     "explain_refusal",
     "find_pretrained",

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,36 @@ def load_weights(model: LanguageModel, directory: Path, source: str, part: Part 
         raise ConfigError(f"init_from={source}: {sorted(missing)[0]} is not there", _same_size(model.arch))
 
 
+def check_dimensions(source: str, there: Architecture, here: Architecture) -> None:
+    """Check that the weights of `there` fit a model of `here`.
+
+    Only names and shapes of the parameters tell whether FLA's other models agree, or models with shared projections.
+
+    Args:
+        source: the value of `init_from`, for messages.
+
+    Raises:
+        ConfigError: model or dimensions differ. The remedy names the overrides that make them equal.
+    """
+    if isinstance(there, FlaArchitecture) or isinstance(here, FlaArchitecture):
+        return
+    if there.model != here.model:
+        raise _other_model(source, there.model, here)
+    if there.shared_projection_rank != here.shared_projection_rank:
+        return
+    if overrides := _overrides(there, here):
+        raise ConfigError(
+            f"init_from={source}: the dimensions differ from size={here.size}", f"add {' '.join(overrides)}"
+        )
+
+
+def _other_model(source: str, kind: str, arch: Architecture) -> ConfigError:
+    return ConfigError(
+        f"init_from={source}: it is a {kind} and this run has model={arch.model}",
+        f"use model={kind}, or another init_from",
+    )
+
+
 def _same_size(arch: Architecture) -> str:
     return f"use the dimensions that it was trained with instead of size={arch.size}"
 
@@ -127,10 +158,7 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
     """Compare config.json with the architecture of `arch`."""
     settings = _settings(directory, source)
     if settings.get("model_type") != arch.kind:
-        raise ConfigError(
-            f"init_from={source}: it is a {settings.get('model_type')} and this run has model={arch.model}",
-            f"use model={settings.get('model_type')}, or another init_from",
-        )
+        raise _other_model(source, str(settings.get("model_type")), arch)
     config_class = fla_classes(arch.kind)[1]
     theirs = config_class.from_dict(settings)
     if isinstance(arch, FlaArchitecture):
@@ -142,10 +170,7 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
             f"model.shared_projection_rank={arch.shared_projection_rank}",
             "use model.shared_projection_rank=null, or init_from= a run of this rank",
         )
-    if overrides := _overrides(theirs, arch):
-        raise ConfigError(
-            f"init_from={source}: the dimensions differ from size={arch.size}", f"add {' '.join(overrides)}"
-        )
+    check_dimensions(source, _as_architecture(theirs, arch), arch)
     for name in inspect.signature(config_class).parameters.keys() - NOT_COMPARED:
         there, here = (getattr(config, name, None) for config in (theirs, ours))
         if name in ("num_kv_heads", "num_v_heads"):
@@ -179,34 +204,39 @@ def _settings(directory: Path, source: str) -> dict[str, Any]:
     return settings
 
 
-def _overrides(theirs: Any, arch: Architecture) -> list[str]:
-    """The overrides that turn `arch` into the architecture of FLA's configuration `theirs`."""
-    d, heads = theirs.hidden_size, theirs.num_heads
+def _as_architecture(theirs: Any, arch: Architecture) -> Architecture:
+    """FLA's configuration `theirs`, which is of the model of `arch`, as an architecture."""
     k_dim, v_dim = matched(arch.model).head_dims(theirs)
-    mixer = f"size.mixers.{arch.model}"
-    wanted: dict[str, tuple[Any, Any]] = {
-        "size.hidden_size": (d, arch.hidden_size),
-        "size.num_layers": (theirs.num_hidden_layers, arch.num_layers),
-        f"{mixer}.num_heads": (heads, arch.num_heads),
-        f"{mixer}.head_k_dim": (k_dim, arch.head_k_dim),
-        f"{mixer}.head_v_dim": (v_dim, arch.head_v_dim),
-        "size.vocab_size": (theirs.vocab_size, arch.vocab_size),
-        "size.tie_embeddings": (theirs.tie_word_embeddings, arch.tie_embeddings),
+    d = theirs.hidden_size
+    return replace(
+        arch,
+        hidden_size=d,
+        num_layers=theirs.num_hidden_layers,
+        num_heads=theirs.num_heads,
+        head_k_dim=k_dim,
+        head_v_dim=v_dim,
+        intermediate_size=theirs.intermediate_size or 256 * -(-int(d * (theirs.hidden_ratio or 4) * 2 / 3) // 256),
+        vocab_size=theirs.vocab_size,
+        tie_embeddings=theirs.tie_word_embeddings,
+    )
+
+
+def _overrides(there: Architecture, here: Architecture) -> list[str]:
+    """The overrides that turn the dimensions of `here` into those of `there`."""
+    mixer = f"size.mixers.{here.model}"
+    keys = {
+        "size.hidden_size": "hidden_size",
+        "size.num_layers": "num_layers",
+        f"{mixer}.num_heads": "num_heads",
+        f"{mixer}.head_k_dim": "head_k_dim",
+        f"{mixer}.head_v_dim": "head_v_dim",
+        "size.vocab_size": "vocab_size",
+        "size.tie_embeddings": "tie_embeddings",
     }
-    overrides = [f"{key}={str(there).lower()}" for key, (there, here) in wanted.items() if there != here]
-    width = theirs.intermediate_size or 256 * -(-int(d * (theirs.hidden_ratio or 4) * 2 / 3) // 256)
-    layer = d, heads, k_dim, v_dim, width
-    if layer != (arch.hidden_size, arch.num_heads, arch.head_k_dim, arch.head_v_dim, arch.intermediate_size):
-        there = Architecture(
-            **{
-                **vars(arch),
-                "hidden_size": d,
-                "num_heads": heads,
-                "head_k_dim": k_dim,
-                "head_v_dim": v_dim,
-                "intermediate_size": width,
-            }
-        )
-        share = (there.mixer_parameters + there.mlp_parameters) / d**2
+    pairs = {key: (getattr(there, name), getattr(here, name)) for key, name in keys.items()}
+    overrides = [f"{key}={str(wanted).lower()}" for key, (wanted, given) in pairs.items() if wanted != given]
+    layer = "hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size"
+    if any(getattr(there, name) != getattr(here, name) for name in layer):
+        share = (there.mixer_parameters + there.mlp_parameters) / there.hidden_size**2
         overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
     return overrides

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -31,13 +32,19 @@ def has_wandb_key() -> bool:
     return bool(wandb.login(prompt=False, verify=False))
 
 
+def wandb_mode(config: WandbConfig) -> str:
+    """The configured mode. The variable WANDB_MODE turns `auto` into `offline` or `disabled`, as wandb knows it."""
+    asked = os.environ.get("WANDB_MODE")
+    return asked if config.mode == "auto" and asked in ("offline", "disabled") else config.mode
+
+
 def check_wandb(config: WandbConfig) -> None:
     """Raise if wandb cannot serve the configured mode here.
 
     Raises:
         UnsupportedError: wandb is not installed, or `mode=online` without an API key.
     """
-    if config.mode != "disabled" and importlib.util.find_spec("wandb") is None:
+    if wandb_mode(config) != "disabled" and importlib.util.find_spec("wandb") is None:
         raise UnsupportedError(
             "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
         )
@@ -139,9 +146,9 @@ class WandbMirror:
             "config": hyperparameters,
             "dir": str(directory),
         }
-        if config.mode == "disabled":
+        self.mode = wandb_mode(config)
+        if self.mode == "disabled":
             return
-        self.mode: str = config.mode
         try:
             if self.mode == "auto":
                 self.mode = "online" if has_wandb_key() else "offline"
@@ -197,7 +204,7 @@ class WandbMirror:
         """Mirror the metrics of a step."""
         if self._run is not None:
             with self._survive():
-                self._run.log(metrics, step=step)
+                self._run.log(_measured(metrics), step=step)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Send what is left, for at most a minute. If wandb failed during the run, record the whole run again."""
@@ -222,8 +229,14 @@ class WandbMirror:
         self.mode = "offline"
         self._run = self._open("offline", _fresh_id())
         for record in self._history():
-            self._run.log({key: value for key, value in record.items() if "/" in key}, step=record["step"])
+            metrics = {key: value for key, value in record.items() if "/" in key}
+            self._run.log(_measured(metrics), step=record["step"])
         self._say("the whole run is recorded offline for wandb, `wandb sync` sends it")
+
+
+def _measured(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics without those that are None. The first None makes wandb import pandas, which takes seconds."""
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _end_service() -> None:

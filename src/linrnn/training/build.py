@@ -28,6 +28,8 @@ from linrnn.training.starting import (
     find_weights,
     newest_checkpoint,
     progress_to_resume,
+    starting_again,
+    unlike,
 )
 
 CORES_OF_A_DRAWING_THREAD = 4  # all others compile kernels meanwhile
@@ -61,6 +63,7 @@ class BuiltRun:
         self.compiled: dict[str, Any] | None = None
         self.seconds_to = {"libraries": seconds_since_start()}
         self._has_weights = False
+        self._changes_note: str | None = None  # of a run that continues another
         self._drawing: Future[None] | None = None
         self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
@@ -74,6 +77,8 @@ class BuiltRun:
         check_validation(self.data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
         self.weights = find_weights(config.init_from, self.data) if config.init_from else None
         self.architecture = self.plan.architecture(self.data.vocab_size)
+        if self.weights:
+            self.weights.check(self.architecture)
         self.session = Session(config, self.plan, self.ranks)
         try:
             self._build()
@@ -159,7 +164,7 @@ class BuiltRun:
         tokens = self.plan.sequences_of_rank * self.config.trainer.seq_len
         arch = self.architecture
         of_loss = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute_dtype(self.precision))
-        return [remark, self._float8_note, of_loss, self._memory_note, room]
+        return [self._changes_note, remark, self._float8_note, of_loss, self._memory_note, room]
 
     def progress(self) -> checkpoint.Progress:
         """Where the run stands, as a checkpoint records it."""
@@ -190,7 +195,8 @@ class BuiltRun:
             state.continues = progress.continues
             return f"resuming at step {state.step} from {newest}"
         if source := self.config.continue_from:
-            progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            directory, progress = continue_from(source, self.model.hf, self.optimizer, self.data)
+            self._changes_note = unlike(directory, progress.run, self.config, self.ranks.world_size)
             self._has_weights = True
             state.continues = as_continued(progress)
             goes_on = self.loader.go_on_after(progress.data)
@@ -204,7 +210,7 @@ class BuiltRun:
             self.ensure_weights()
         elif not self._has_weights:
             self._draw_on_a_thread()
-        return "this run left no checkpoint: starting again at step 0" if self.directory.resumed else None
+        return starting_again(self.directory)
 
     def _draw_on_a_thread(self) -> None:
         """Begin to draw the initial weights, while this thread goes on and has kernels compiled.

@@ -158,8 +158,8 @@ def make_training_plan(config: Config) -> Plan:
     Raises:
         UnsupportedError: as for `make_plan`, or the logger or the memory snapshot cannot run here.
         ConfigError: as for `make_plan`, or the settings contradict each other: no limit of steps or tokens, fewer
-            tokens than one step takes, or more steps than the schedule has. Also two sources of weights, and processes
-            that do not match `parallel`.
+            tokens than one step takes, or more steps than the schedule has. Also two sources of weights, a trace
+            that would hold no step, and processes that do not match `parallel`.
     """
     world_size = Launch.from_environment().world_size_of(config.parallel)
     plan = replace(make_plan(config), world_size=world_size)
@@ -187,12 +187,26 @@ def make_training_plan(config: Config) -> Plan:
         check_cuda_graph(config, plan.device, world_size, plan.total_steps)
     _check_parallel(plan)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
+    _check_trace(plan)
     if config.init_from and config.continue_from:
         raise ConfigError(
             "init_from and continue_from are both given",
             "init_from takes weights alone, continue_from the optimizer's state as well: use one of them",
         )
     return plan
+
+
+def _check_trace(plan: Plan) -> None:
+    """Reject a run that ends before the first step that it is to trace."""
+    trainer, steps_of_run = plan.config.trainer, plan.total_steps
+    skipped = trainer.warmup_measurement_steps
+    if trainer.profile_steps and steps_of_run <= skipped:
+        raise ConfigError(
+            f"trainer.profile_steps={trainer.profile_steps}: the run ends after step {steps_of_run}, and the trace "
+            f"begins after trainer.warmup_measurement_steps={skipped}",
+            f"use trainer.max_steps={skipped + trainer.profile_steps}, or "
+            f"trainer.warmup_measurement_steps={steps_of_run - 1} or less",
+        )
 
 
 def _check_parallel(plan: Plan) -> None:

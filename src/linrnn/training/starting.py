@@ -7,16 +7,19 @@ Weights know token ids, not text. They are useful only if the data's ids mean th
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from linrnn.config import identity, read_config
+from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError
 from linrnn.data import PreparedData
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
-from linrnn.models import LanguageModel, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models import LanguageModel, check_dimensions, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.deferred import WHOLE, Part
 from linrnn.runs.directory import RunDirectory, differences
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -24,6 +27,7 @@ from linrnn.training import checkpoint
 from linrnn.training.plan import Plan
 
 TOKENIZER = "tokenizer.json"
+EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
 
 
 @dataclass
@@ -49,6 +53,15 @@ class RunState:
 def newest_checkpoint(directory: RunDirectory) -> Path | None:
     """The newest undamaged checkpoint of the run; None if there is none or the run starts again."""
     return None if directory.begins_anew else checkpoint.newest(directory.checkpoints)
+
+
+def starting_again(directory: RunDirectory) -> str | None:
+    """A line that says why a run begins again at step 0; None for a new run."""
+    if not directory.resumed:
+        return None
+    damaged = ", ".join(path.name for path in checkpoint.found(directory.checkpoints))
+    why = f"no checkpoint of this run is sound ({damaged})" if damaged else "this run left no checkpoint"
+    return f"{why}: starting again at step 0"
 
 
 def progress_to_resume(
@@ -133,6 +146,20 @@ class Weights:
     is_checkpoint: bool
     remark: str | None = None
 
+    def check(self, arch: Architecture) -> None:
+        """Check that the weights fit a model of `arch`, before it is built. :meth:`load` checks an export.
+
+        Raises:
+            ConfigError: a run's model or dimensions differ. The remedy names the overrides that make them equal.
+        """
+        if not self.is_checkpoint:
+            return
+        try:
+            config = read_config(self.directory / "config.yaml")
+        except ConfigError:  # of an earlier version: names and shapes of the parameters decide
+            return
+        check_dimensions(self.source, trained_architecture(self.directory, config), arch)
+
     def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
         """Copy the weights into `model`.
 
@@ -169,8 +196,8 @@ def find_weights(source: str, data: PreparedData) -> Weights:
 
 def continue_from(
     source: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: PreparedData
-) -> checkpoint.Progress:
-    """Restore the weights and the optimizer's state of another run. Returns that run's progress.
+) -> tuple[Path, checkpoint.Progress]:
+    """Restore the weights and the optimizer's state of another run. Returns that run's checkpoint and progress.
 
     Every rank calls it, and reads its own part of model and optimizer.
 
@@ -190,13 +217,49 @@ def continue_from(
     check_tokens(directory, data)
     checkpoint.load_model(directory, model)
     checkpoint.load_optimizer(directory, model, optimizer)
-    return progress
+    return directory, progress
+
+
+def unlike(directory: Path, run: str, config: Config, world_size: int) -> str | None:
+    """A line on what a run computes otherwise than the run that it continues, but for the schedule; None: nothing.
+
+    Args:
+        directory: the checkpoint from which it continues.
+        run: the name of the checkpoint's run.
+        config: of the run that continues.
+    """
+    try:
+        before = identity(read_config(directory / "config.yaml"), world_size)
+    except ConfigError:  # an earlier version wrote it, or the run had more ranks
+        return None
+    now = identity(config, world_size)
+    renamed = [key.removesuffix("name") for key in now if key.endswith(".name") and now[key] != before.get(key)]
+    kept = [{key: value for key, value in values.items() if _is_compared(key, renamed)} for values in (before, now)]
+    changed = differences(*kept)
+    return f"unlike {run}: {'; '.join(changed)}" if changed else None
+
+
+def _is_compared(key: str, renamed: list[str]) -> bool:
+    """Whether :func:`unlike` names a change of the key. Another loss has other options: its name is enough."""
+    of_group = any(key.startswith(group) and key != f"{group}name" for group in renamed)
+    return not of_group and not key.startswith("schedule.") and key not in ("init_from", "continue_from")
 
 
 def as_continued(progress: checkpoint.Progress) -> dict[str, Any]:
     """What a run records about the checkpoint that it continues: run, step, and all tokens behind the weights."""
     before = progress.continues["tokens"] if progress.continues else 0
     return {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
+
+
+def trained_architecture(directory: Path, config: Config) -> Architecture:
+    """The model of a checkpoint. Chunk size only affects the speed of training, so FLA's default is used."""
+    return resolve(replace(config.model, chunk_size=None), config.size, vocab_size(directory))
+
+
+def vocab_size(directory: Path) -> int:
+    """Vocabulary entries of a checkpoint's model; the data may have fewer."""
+    shapes = checkpoint.shapes(directory / checkpoint.TENSORS)
+    return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
 
 def check_tokens(directory: Path, data: PreparedData) -> None:

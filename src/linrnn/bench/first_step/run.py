@@ -14,7 +14,7 @@ from pathlib import Path
 
 from linrnn.bench.first_step.rows import Row
 from linrnn.bench.records import append_rows, begin_run, results_directory
-from linrnn.config import CONFIG_DIR, load_config
+from linrnn.config import CONFIG_DIR, last_of_each, load_config
 from linrnn.config.schema import BenchFirstStepConfig, Config
 from linrnn.core.errors import LinrnnError
 from linrnn.data import prepare
@@ -61,7 +61,7 @@ def _measure(line: str, run: Config, run_id: str, number: int, say: Callable[[st
         caches = {name: f"{scratch}/{name.lower()}" for name in CACHES}
         began = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, str(TRAIN), *line.split(), *own],
+            [sys.executable, str(TRAIN), *last_of_each([*line.split(), *own])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -75,13 +75,6 @@ def _on_speed(runs: Sequence[Run]) -> str:
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
     """Remarks on single runs: failures, mixtures of origins, and time that passes between steps."""
-    names = backend_names([run.summary for run in runs])
-    failures = [
-        f"{run.summary['model']} x {name}, B = {run.summary['batch_size']}: {run.summary['status']}: "
-        f"{run.summary.get('reason') or 'no reason was recorded'}"
-        for run, name in zip(runs, names, strict=True)
-        if not run.finished
-    ]
     mixtures = [
         f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; it takes part in no verdict**"
         for run in runs
@@ -99,7 +92,22 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if waits_between_steps(run.summary) and on_cpu(run.summary)
     ]
-    return [*failures, *mixtures, *slowed, *between, *_on_sharing(runs)]
+    return [*_on_failures(runs), *mixtures, *slowed, *between, *_on_sharing(runs)]
+
+
+def _on_failures(runs: Sequence[Run]) -> list[str]:
+    """What became of each run that did not finish. Where model, loss and batch are those of several runs, its name."""
+    names = backend_names([run.summary for run in runs])
+    kinds = [
+        f"{run.summary['model']} x {name}, B = {run.summary['batch_size']}"
+        for run, name in zip(runs, names, strict=True)
+    ]
+    return [
+        f"{kind if kinds.count(kind) == 1 else f'{kind}, {run.name}'}: {run.summary['status']}: "
+        f"{run.summary.get('reason') or 'no reason was recorded'}"
+        for run, kind in zip(runs, kinds, strict=True)
+        if not run.finished
+    ]
 
 
 def _on_sharing(runs: Sequence[Run]) -> list[str]:

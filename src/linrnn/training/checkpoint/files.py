@@ -41,15 +41,21 @@ def resolve(source: Path) -> Path | None:
     """The checkpoint that `source` means: itself, or the newest of a run directory or its checkpoints/; else None.
 
     Raises:
-        DataError: `source` itself is a checkpoint and is damaged.
+        DataError: `source` itself is a checkpoint and is damaged, or all checkpoints there are.
     """
     if (source / STATE).exists():
         if damage := damaged(source):
             raise DataError(f"{source} is damaged: {damage}", "name another checkpoint of the run, or the run itself")
         return source
-    for root in (source / "checkpoints", source):
+    roots = (source / "checkpoints", source)
+    for root in roots:
         if path := newest(root):
             return path
+    if names := [path.name for root in roots for path in found(root)]:
+        raise DataError(
+            f"{source} has only damaged checkpoints ({', '.join(names)})",
+            "copy the run again, or name another one; its own command trains it again from step 0",
+        )
     return None
 
 

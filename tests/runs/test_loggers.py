@@ -1,0 +1,98 @@
+"""What the mirror in wandb receives, with a stand-in for wandb."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linrnn.config.schema import WandbConfig
+from linrnn.core.errors import UnsupportedError
+from linrnn.runs import loggers
+from linrnn.runs.loggers import WandbMirror
+
+RECORD = {"step": 3, "time": "now", "train/loss_nats": 2.0, "speed/mfu": None}
+
+
+class FakeRun:
+    """Keeps what is logged. It can fail, as wandb does when its own process dies."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.summary: dict[str, Any] = {}
+        self.fails = False
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        if self.fails:
+            raise BrokenPipeError("wandb is gone")
+        self.logged.append((step, metrics))
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+def mirror(directory: Path, mode: str = "offline") -> WandbMirror:
+    return WandbMirror(
+        WandbConfig(mode=mode, project="p", entity=None, tags=[]),
+        directory,
+        run_name="run",
+        group="group",
+        tags=[],
+        hyperparameters={},
+        history=lambda: [RECORD],
+        say=lambda line: None,
+    )
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, FakeRun]]:
+    """The runs that are opened, each with its mode."""
+    runs: list[tuple[str, FakeRun]] = []
+
+    def open_run(self: WandbMirror, mode: str, run_id: str) -> FakeRun:
+        runs.append((mode, FakeRun()))
+        return runs[-1][1]
+
+    monkeypatch.setattr(WandbMirror, "_open", open_run)
+    monkeypatch.setattr(loggers, "_end_service", lambda: None)
+    return runs
+
+
+def test_no_none_reaches_wandb(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
+    mirror(tmp_path).log(3, {"train/loss_nats": 2.0, "speed/mfu": None})
+    assert opened[0][1].logged == [(3, {"train/loss_nats": 2.0})]
+
+
+def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
+    lost = mirror(tmp_path)
+    opened[0][1].fails = True
+    lost.log(3, {"train/loss_nats": 2.0})
+    lost.finish({}, 0)
+    assert opened[1][1].logged == [(3, {"train/loss_nats": 2.0})]
+
+
+@pytest.mark.parametrize("asked", ["offline", "disabled"])
+def test_wandbs_own_variable_decides_where_the_mode_is_auto(
+    asked: str, opened: list[tuple[str, FakeRun]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", asked)
+    monkeypatch.setattr(loggers, "has_wandb_key", lambda: True)
+    mirror(tmp_path, "auto")
+    assert [mode for mode, _ in opened] == ([] if asked == "disabled" else ["offline"])
+
+
+def test_a_configured_mode_beats_wandbs_variable(
+    opened: list[tuple[str, FakeRun]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    mirror(tmp_path, "offline")
+    assert [mode for mode, _ in opened] == ["offline"]
+
+
+def test_wandbs_variable_can_stand_in_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = WandbConfig(mode="auto", project="p", entity=None, tags=[])
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    loggers.check_wandb(config)
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(UnsupportedError, match="not installed"):
+        loggers.check_wandb(config)
