@@ -11,7 +11,7 @@ ARGS ?=
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
-train: $(VENV)/base   ## set up, then `python train.py`: a small GLA with loss=cce_kahan (overrides: ARGS="model=kda size=mve …")
+train: $(VENV)/base   ## set up, then `python train.py`: a small GLA with loss=cce_kahan (overrides: ARGS="size=mve …")
 	$(RUN) train.py $(ARGS)
 
 test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
