@@ -134,6 +134,18 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
     assert f"took up to {slowest:.2f} times the median" in page
 
 
+def test_liger_peaks_lower_than_ours_without_checkpointing() -> None:
+    lower = [
+        (row["cce_kahan"].peak_gib or 0) - (row["liger"].peak_gib or 0)
+        for folder in ("", "_kda", "_gated_deltanet")
+        for name, row in by_name(read_rows(steps(folder))).items()
+        if name.endswith("1b3")
+    ]
+    assert len(lower) == 4
+    page = " ".join((ROOT / "docs/study/h6_liger.md").read_text(encoding="utf-8").split())
+    assert f"Liger peaks {min(lower):.1f} to {max(lower):.1f} GiB lower than ours, in all four models" in page
+
+
 @pytest.mark.parametrize(
     ("folder", "head"),
     [
