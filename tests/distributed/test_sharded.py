@@ -4,16 +4,19 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import cce_kernels as kernels
 import pytest
 import torch
 from pool import Pool
 from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
 
 from linrnn.config import load_config
-from linrnn.core.errors import LinrnnError
+from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.costs import communication
+from linrnn.distributed.sharding import vocabulary_shards
 from linrnn.experiments.dry_run import print_forecast
 from linrnn.models.architecture import resolve
 from linrnn.training.checkpoint import found, load_model
@@ -25,6 +28,22 @@ Trained = Callable[[list[str], int], Path]
 FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
 TOGETHER = ("parallel.blocks_together=2", "parallel.keep_gathered=true")  # the small models have two or three blocks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_the_harness_divides_a_vocabulary_as_the_kernels_do(ranks: int) -> None:
+    mesh: Any = {"shard": SimpleNamespace(size=lambda: ranks)}
+    empty = 0
+    for vocab in (*range(1, 40), 128_256, 131_073):
+        try:
+            expected = kernels.vocabulary_shards(vocab, ranks)
+        except ValueError:
+            empty += 1
+            with pytest.raises(ConfigError, match=f"leave some of {ranks} ranks empty"):
+                vocabulary_shards(vocab, mesh)
+        else:
+            assert vocabulary_shards(vocab, mesh) == expected
+    assert (empty > 0) == (ranks > 1)
 
 
 def one_process(overrides: list[str]) -> tuple[Trainer, dict[str, Any]]:
