@@ -24,19 +24,16 @@ from linrnn.training.plan import Plan
 from linrnn.training.runtime import compute_dtype, device_name
 
 # Parts of the time, and the components of the FLOPs that belong to each.
+SCAN = "mixer/scan"  # all of a mixer but its linear layers: recurrence or attention, convolutions, gates, norms
 FLOPS_OF = {
     "mixer": ("mixer_projections", "mixer_scan"),
-    "mixer/projections": ("mixer_projections",),
-    "mixer/scan": ("mixer_scan",),
+    PROJECTIONS: ("mixer_projections",),
+    SCAN: ("mixer_scan",),
     "mlp": ("mlp",),
     "loss": ("vocabulary",),
 }
 PASSES = ("forward", "backward", "recomputed")
 TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
-SCAN = (
-    "mixer/scan"  # what a mixer does outside of its linear layers: recurrence or attention, convolutions, gates, norms
-)
-INSIDE = {"mixer": (PROJECTIONS, SCAN)}  # a part -> the two that its time divides into
 
 
 @dataclass
@@ -160,7 +157,7 @@ def assemble(
         time={
             **{
                 part: {pass_: median(times, f"{part}/{pass_}") for pass_ in PASSES}
-                for part in (*TIMED, *INSIDE["mixer"])
+                for part in (*TIMED, PROJECTIONS, SCAN)
             },
             **{name: {"total": median(times, name)} for name in ("optimizer", "step", "host")},
         },
@@ -287,9 +284,8 @@ def _time_lines(b: Breakdown) -> list[str]:
         if rest is not None:
             rest -= sum(value or 0 for value in b.time[part].values())
         rows.append(_time_cells(b, part, part))
-        rows += [
-            _time_cells(b, inner, f"of it {inner.split('/')[1]}") for inner in INSIDE.get(part, ()) if inner in b.time
-        ]
+        inner = [name for name in (PROJECTIONS, SCAN) if part == "mixer" and name in b.time]
+        rows += [_time_cells(b, name, f"of it {name.removeprefix('mixer/')}") for name in inner]
     update = b.time["optimizer"]["total"]
     rest = None if rest is None else rest - (update or 0)
     totals = {"optimizer": update, "the rest": rest, "step": step}

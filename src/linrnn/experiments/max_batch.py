@@ -24,6 +24,7 @@ from linrnn.runs.provenance import read_processes
 Say = Callable[[str], None]
 GROWTH = 16  # a batch is at most this many times the largest that fitted: measured peaks may mislead
 NOISE = 0.01  # share of a peak by which two peaks may differ for no reason
+STEEP = 0.05  # a slope above this share of peak / batch counts, however close the two peaks are
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,11 @@ def _corrected(memory: Callable[[int], float], probes: Sequence[Probe], budget: 
 
 
 def _slope(nearest: tuple[int, int], other: tuple[int, int]) -> float | None:
-    """Bytes a sequence by two measured batches and their peaks; None if the peaks do not rise, but for noise."""
+    """Bytes a sequence by two measured batches and their peaks; None if the peaks rise by no more than noise."""
     (batch, peak), (other_batch, other_peak) = nearest, other
     slope = (peak - other_peak) / (batch - other_batch)
-    least = min(NOISE * peak / abs(batch - other_batch), 5 * NOISE * peak / batch)
-    return slope if slope > least else None
+    rises = slope * abs(batch - other_batch) > NOISE * peak or slope > STEEP * peak / batch
+    return slope if rises else None
 
 
 # ------------------------------------------------------------------------------------------------- training runs
