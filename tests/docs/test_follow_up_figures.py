@@ -12,7 +12,7 @@ from unpaired import ratio_of_means
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.core.files import read_object
 from linrnn.runs.intervals import AT_LEAST, answer
-from linrnn.study.benchmarks.step_parts import parts_of_step
+from linrnn.runs.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference

@@ -20,11 +20,21 @@ from linrnn.costs import (
     recurrent_state_bytes,
 )
 from linrnn.costs.utilisation import mfu_of_summary
-from linrnn.experiments.breakdown import SCAN, Breakdown, check_parts, markdown, measure, sum_of_inputs, with_scan
+from linrnn.experiments.breakdown import (
+    SCAN,
+    Breakdown,
+    check_parts,
+    markdown,
+    measure,
+    sum_of_inputs,
+    to_json,
+    with_scan,
+)
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models.architecture import resolve
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations, projections
+from linrnn.runs.step_parts import shares_of_step
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +163,12 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small) -> None:
         [inner] = [line.split("|") for line in text.splitlines() if line.startswith(f"| of it {part} |")]
         assert float(inner[2]) < float(mixer[2])
     assert "| host |" in text
+    assert [step.keys() == breakdown.steps[0].keys() for step in breakdown.steps] == [True, True]
+    share = shares_of_step(to_json(breakdown))["mlp"]
+    assert f" ({share.low:.1%} to {share.high:.1%}) |" in next(
+        line for line in text.splitlines() if line.startswith("| mlp |")
+    )
+    assert "In brackets: 90 % intervals over 2 steps of one process." in text
 
 
 @pytest.mark.parametrize("override", ["trainer.cuda_graph=true", "trainer.compile=blocks", "trainer.compile=model"])

@@ -13,9 +13,10 @@ from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.plot_style import LOSSES, in_words, looks
 from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words
+from linrnn.runs.intervals import Estimate
+from linrnn.runs.step_parts import parts_of_step, shares_of_step
 from linrnn.study import figures, plots
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
-from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import HOST, step_peaks, step_speeds
 from linrnn.study.results import read_committed
 
@@ -193,6 +194,7 @@ def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once() -> None:
     assert sum(parts.values()) == 20.0
     older = {"time": {name: row for name, row in breakdown["time"].items() if "/" not in name and name != "host"}}
     assert parts_of_step(older)["mixer"] == 8.0
+    assert shares_of_step(older)["mixer"] == Estimate(1, 0.4, None, None)
     [axes] = plots.step_parts({"a model": parts, "another": parts}, "a title").axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a model", "another"]
     widths = sum(bar.get_width() for bar in axes.patches)

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
+from linrnn.runs.intervals import Estimate
+from linrnn.runs.step_parts import shares_of_step
 from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import compute_dtype, device_name
@@ -52,6 +54,8 @@ class Breakdown:
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
         hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
         peak_flops_per_second: the device's peak; null if unknown.
+        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds. Older
+            breakdowns have none.
     """
 
     run: dict[str, Any]
@@ -64,6 +68,7 @@ class Breakdown:
     mfu_6n: float | None
     hardware_utilisation: float | None
     peak_flops_per_second: float | None
+    steps: list[dict[str, float]] = field(default_factory=list)
 
 
 def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown:
@@ -186,6 +191,7 @@ def assemble(
         ),
         hardware_utilisation=flops.total / (step * peak) if flops and step and peak else None,
         peak_flops_per_second=peak,
+        steps=times,
     )
 
 
@@ -280,12 +286,13 @@ def _time_lines(b: Breakdown) -> list[str]:
     rows = []
     step = b.time["step"]["total"]
     rest = step
+    shares = shares_of_step({"time": b.time, "steps": b.steps})
     for part in TIMED:
         if rest is not None:
             rest -= sum(value or 0 for value in b.time[part].values())
-        rows.append(_time_cells(b, part, part))
+        rows.append(_time_cells(b, part, part, shares))
         inner = [name for name in (PROJECTIONS, SCAN) if part == "mixer" and name in b.time]
-        rows += [_time_cells(b, name, f"of it {name.removeprefix('mixer/')}") for name in inner]
+        rows += [_time_cells(b, name, f"of it {name.removeprefix('mixer/')}", shares) for name in inner]
     update = b.time["optimizer"]["total"]
     rest = None if rest is None else rest - (update or 0)
     totals = {"optimizer": update, "the rest": rest, "step": step}
@@ -293,7 +300,9 @@ def _time_lines(b: Breakdown) -> list[str]:
         totals["host"] = b.time["host"]["total"]
     for name, spent in totals.items():
         share = spent / step if step and spent is not None else None
-        rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {show(share, '.1%')}", "", ""))
+        rows.append(
+            (name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {show(share, '.1%')}{_interval(shares, name)}", "", "")
+        )
     columns = (
         *("time", "forward, ms", "backward, ms", "recomputed, ms", "share of the step", "TFLOP/s"),
         "share of the peak rate",
@@ -304,7 +313,8 @@ def _time_lines(b: Breakdown) -> list[str]:
         f"MFU {show(b.mfu, '.1%')} (the products that the model's definition needs), {show(b.mfu_6n, '.1%')} by 6N, "
         f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
         "A part's time is the device's between entering and leaving it, gaps included; what the host "
-        "does between steps is in none of these times.",
+        "does between steps is in none of these times."
+        + (f" In brackets: 90 % intervals over {len(b.steps)} steps of one process." if len(b.steps) > 1 else ""),
         *_remarks_on_time(b),
         "",
     ]
@@ -322,13 +332,22 @@ def _remarks_on_time(b: Breakdown) -> list[str]:
     ]
 
 
-def _time_cells(b: Breakdown, part: str, title: str) -> tuple[str, ...]:
+def _interval(shares: dict[str, Estimate], part: str) -> str:
+    """The 90 % interval of a part's share over the timed steps, if there is one."""
+    share = shares.get(part)
+    return "" if share is None or share.low is None else f" ({share.low:.1%} to {share.high:.1%})"
+
+
+def _time_cells(b: Breakdown, part: str, title: str, shares: dict[str, Estimate]) -> tuple[str, ...]:
     """A part's line: its title, its passes in ms, its share of the step, its rate."""
     step, row = b.time["step"]["total"], b.time[part]
     total = sum(value or 0 for value in row.values())
     rate = _rate(b, part, total)
     cells = [show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
-    cells += [show(total / step if step else None, ".1%"), "-" if rate is None else _digits(rate / 1e12)]
+    cells += [
+        show(total / step if step else None, ".1%") + _interval(shares, part),
+        "-" if rate is None else _digits(rate / 1e12),
+    ]
     cells.append(show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
     return (title, *cells)
 

@@ -12,9 +12,9 @@ from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
 from linrnn.core.plot_style import looks, save
+from linrnn.runs.step_parts import parts_of_step
 from linrnn.study.benchmarks.filter_speed import filter_speeds
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
-from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.benchmarks.step_speed import step_peaks, step_speeds
 from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (

@@ -21,7 +21,7 @@ def step_parts(steps: Mapping[str, Mapping[str, float]], title: str) -> Any:
     """The time of a step by part. The label of a segment is its share of the step.
 
     Args:
-        steps: a model in words → seconds by part (:func:`linrnn.study.benchmarks.step_parts.parts_of_step`).
+        steps: a model in words → seconds by part (:func:`linrnn.runs.step_parts.parts_of_step`).
     """
     figure, axes = subplots(1, 1, figsize=(9, 1.6 + 0.48 * len(steps)))
     bars: dict[str, Any] = {}

@@ -5,9 +5,9 @@ from typing import Any
 
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
 from linrnn.runs.mixtures import same_origin
+from linrnn.runs.step_parts import parts_of_step
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
-from linrnn.study.benchmarks.step_parts import parts_of_step
 from linrnn.study.criteria import (
     FINAL_ADDED,
     FINAL_LOSS,

@@ -1,0 +1,44 @@
+"""What a training step's time divides into, from what scripts/breakdown.py wrote."""
+
+from typing import Any
+
+from linrnn.runs.intervals import Estimate, estimate
+
+STEP, HOST = "step", "host"  # of a breakdown's times, those that are no part of a step
+REST = "the rest"
+
+
+def parts_of_step(breakdown: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step by part, all passes together. The parts do not overlap, and the last is what no part holds.
+
+    Where a breakdown divides the mixers, their projections and their scan stand in place of the mixers.
+    """
+    return _parts({name: sum(value or 0 for value in passes.values()) for name, passes in breakdown["time"].items()})
+
+
+def shares_of_step(breakdown: dict[str, Any]) -> dict[str, Estimate]:
+    """The share of a step that each of these parts takes: the median over the timed steps, and its 90 % interval.
+
+    All steps are of one process. A breakdown that kept the medians alone gives shares without an interval.
+    """
+    steps = [_parts(_all_passes(seconds)) for seconds in breakdown.get("steps") or ()] or [parts_of_step(breakdown)]
+    totals = [sum(parts.values()) for parts in steps]
+    return {
+        part: estimate([parts[part] / total for parts, total in zip(steps, totals, strict=True)], ratios=False)
+        for part in steps[0]
+    }
+
+
+def _all_passes(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds by part, from those by `part/pass`."""
+    parts: dict[str, float] = {}
+    for name, value in seconds.items():
+        part = name.rpartition("/")[0] or name
+        parts[part] = parts.get(part, 0.0) + value
+    return parts
+
+
+def _parts(times: dict[str, float]) -> dict[str, float]:
+    divided = {name.split("/")[0] for name in times if "/" in name}
+    parts = {name: seconds for name, seconds in times.items() if name not in {STEP, HOST} | divided}
+    return {**parts, REST: times[STEP] - sum(parts.values())}
