@@ -230,28 +230,34 @@ def test_a_rank_that_stands_still_ends_the_others(way: str, small: Small, tmp_pa
     assert summary_of(directory)["reason"].startswith(words)
 
 
+GRAPHED = ("parallel=fsdp", *WAYS["graph"][3:])
+
+
 @pytest.mark.parametrize(
-    ("then", "ranks"),
+    ("first", "then", "ranks"),
     [
-        gpus(("parallel=ddp", "trainer.batch_size=2"), 2),
-        gpus(("parallel=ddp", "trainer.batch_size=4"), 1),
-        gpus(("parallel=fsdp", "trainer.batch_size=2"), 2),
-        gpus(("parallel=vocab", "trainer.batch_size=4"), 2),
+        gpus(("parallel=ddp",), ("parallel=ddp", "trainer.batch_size=2"), 2),
+        gpus(("parallel=ddp",), ("parallel=ddp", "trainer.batch_size=4"), 1),
+        gpus(("parallel=ddp",), ("parallel=fsdp", "trainer.batch_size=2"), 2),
+        gpus(("parallel=ddp",), ("parallel=vocab", "trainer.batch_size=4"), 2),
+        gpus(GRAPHED, (*GRAPHED, "trainer.batch_size=2"), 2),
+        gpus(GRAPHED, (*GRAPHED, "trainer.batch_size=4"), 1),
+        gpus(GRAPHED, ("parallel=vocab", *GRAPHED[1:], "trainer.batch_size=4"), 2),
     ],
 )
 def test_on_gpus_a_stopped_run_goes_on_with_two_with_one_and_with_other_parallelism(
-    then: tuple[str, ...], ranks: int, small: Small, trained: Trained, tmp_path: Path
+    first: tuple[str, ...], then: tuple[str, ...], ranks: int, small: Small, trained: Trained, tmp_path: Path
 ) -> None:
     same = ("device=cuda", "schedule=constant", "schedule.steps=2000", "schedule.warmup_steps=0", "loss=cce_kahan")
     log = tmp_path / "stopped"
-    two = small(*same, "parallel=ddp", "group=stopped", "trainer.batch_size=2", "trainer.max_steps=2000")
+    two = small(*same, *first, "group=stopped", "trainer.batch_size=2", "trainer.max_steps=2000")
     processes = start_ranks(two, 2, log)
-    stopped = wait_for_step(tmp_path / "results/stopped", 5, seconds=240)
+    stopped = wait_for_step(tmp_path / "results/stopped", 8, seconds=240)
     os.kill(processes[1].pid or 0, signal.SIGUSR1)
     assert ended(processes) == [128 + signal.SIGUSR1] * 2, output(log, 2)
     steps = summary_of(stopped)["steps"]
     assert found(stopped / "checkpoints")[-1].name == f"step_{steps:08d}"
-    if then[0] == "parallel=ddp":
+    if then[0] == first[0]:
         on = trained(small(*same, *then, "group=stopped", f"trainer.max_steps={steps + 3}"), ranks)
         assert f"resuming at step {steps}" in (on / "train.log").read_text()
         assert list(curve(on)) == list(range(1, steps + 4))
@@ -261,28 +267,21 @@ def test_on_gpus_a_stopped_run_goes_on_with_two_with_one_and_with_other_parallel
         assert curve(on)[1][0] < curve(stopped)[1][0], "it went on from trained weights"
 
 
-@pytest.mark.parametrize(
-    ("device", "number"),
-    [
-        ("cpu", signal.SIGTERM),
-        ("cpu", signal.SIGUSR1),
-        gpus("cuda", signal.SIGTERM),
-        gpus("cuda", signal.SIGUSR1),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("way", ["cpu", gpus("cuda"), gpus("graph")])
 def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(
-    device: str, number: signal.Signals, small: Small, tmp_path: Path
+    way: str, number: signal.Signals, small: Small, tmp_path: Path
 ) -> None:
-    run = ("trainer.max_steps=2000", "trainer.batch_size=1", "parallel=ddp", "group=ddp")
-    overrides = small(*run, f"device={device}")
-    script = "tests/untuned_train.py" if device == "cuda" else "train.py"
+    overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "group=ddp", *WAYS[way])
+    on_gpus = way != "cpu"
+    script = "tests/untuned_train.py" if on_gpus else "train.py"
     handled = "--signals-to-handle=SIGTERM,SIGUSR1"
     arguments = ["--standalone", "--nproc-per-node=2", handled, script, *overrides]
     printed = tmp_path / "printed"
-    begin = torchrun_anew if device == "cuda" else run_torchrun
+    begin = torchrun_anew if on_gpus else run_torchrun
     launcher = start(begin, arguments, printed)
     try:
-        directory = wait_for_step(tmp_path / "results/ddp", 3, seconds=100 if device == "cpu" else 240)
+        directory = wait_for_step(tmp_path / "results/ddp", 8, seconds=240 if on_gpus else 100)
         os.kill(launcher.pid or 0, number)
         launcher.join(60)
         assert launcher.exitcode is not None, printed.read_text()
