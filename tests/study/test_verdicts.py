@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from matplotlib import pyplot
-from unpaired import ratio_of_means
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate, ratio_of_means
 from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.mixtures import read_origin
 from linrnn.runs.summary import MEAN_OF_LAST
