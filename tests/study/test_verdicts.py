@@ -326,6 +326,18 @@ def test_tables_say_whose_clock_tokens_per_second_are_by_and_where_the_host_deci
     assert "to be measured again by wall clock" in before
 
 
+@pytest.mark.usefixtures("text_alone")
+def test_a_report_says_whose_mean_step_differs_from_the_median(tmp_path: Path) -> None:
+    runs = [
+        run("compiled", wall_step_ms=1.31, host_step_ms=0.01),
+        run("cce_kahan", wall_step_ms=1.06, host_step_ms=0.01),
+        run("standard"),
+    ]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "gla-compiled-8-s0: the mean step takes 1.30 times the median step's 1.00 ms" in text
+    assert text.count("the mean step takes") == 1
+
+
 def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
     found = verdicts.verdicts([run("cce_kahan")])
     memory = only(found, criteria.MEMORY, "cce_kahan", "compiled")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
@@ -74,7 +74,7 @@ def _on_speed(runs: Sequence[Run]) -> str:
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
-    """Remarks on single runs: failures, mixtures of origins, and time that passes between steps."""
+    """Remarks on single runs: failures, mixtures of origins, time that passes between steps, and uneven steps."""
     mixtures = [
         f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; it takes part in no verdict**"
         for run in runs
@@ -92,7 +92,8 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if waits_between_steps(run.summary) and on_cpu(run.summary)
     ]
-    return [*_on_failures(runs), *mixtures, *slowed, *between, *_on_sharing(runs)]
+    uneven = [f"{run.name}: {words}" for run in runs if (words := uneven_steps(run.summary))]
+    return [*_on_failures(runs), *mixtures, *slowed, *between, *uneven, *_on_sharing(runs)]
 
 
 def _on_failures(runs: Sequence[Run]) -> list[str]:
