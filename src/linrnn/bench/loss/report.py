@@ -21,6 +21,7 @@ from linrnn.core.errors import DataError
 from linrnn.core.files import write_text
 from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
+from linrnn.runs.environment import commit_in_words
 
 
 def _interval(low: float | None, high: float | None) -> str:
@@ -252,12 +253,10 @@ def runs_section(runs: list[dict[str, Any]]) -> list[str]:
     lines = ["## Runs", ""]
     for number, run in enumerate(runs, start=1):
         environment = run["environment"]
-        git = environment["git"] or {}
         gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
         packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
         lines += [
-            f"{number}. `{run['command']}`: commit {git.get('commit')}"
-            f"{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, "
+            f"{number}. `{run['command']}`: commit {commit_in_words(environment['git'])}, {gpus}, "
             + (f"driver {environment['gpu_driver']}, " if environment["gpu_driver"] else "")
             + f"Python {environment['python']}, {packages}",
         ]

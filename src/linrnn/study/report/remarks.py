@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from linrnn.runs.environment import commit_in_words
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -128,13 +129,11 @@ def on_origin(runs: Sequence[Run]) -> list[str]:
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
-    git = environment.get("git") or {}
-    dirty = " with uncommitted changes" if git.get("dirty") else ""
     driver = f", driver {environment['gpu_driver']}" if environment.get("gpu_driver") else ""
     allocator = f", CUDA allocator {environment['cuda_allocator']}" if environment.get("cuda_allocator") else ""
     return [
         f"device: {gpus}{driver}{allocator}, Python {environment.get('python')}",
-        f"commit: {git.get('commit')}{dirty}",
+        f"commit: {commit_in_words(environment.get('git'))}",
         f"versions: {packages}",
         *_on_kernels(environment),
         *_on_gpus(runs),
