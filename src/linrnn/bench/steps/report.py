@@ -5,8 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from linrnn.bench.loss.report import runs_section
-from linrnn.bench.records import grouped, read_runs
+from linrnn.bench.records import grouped, read_runs, runs_section
 from linrnn.bench.steps.lines import titles_of
 from linrnn.bench.steps.rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
 from linrnn.core.files import write_text
