@@ -9,8 +9,7 @@ import pytest
 from linrnn.bench.first_step.report import markdown, write_report
 from linrnn.bench.first_step.rows import Row, read_rows
 from linrnn.bench.first_step.run import CACHES, run_benchmark
-from linrnn.bench.loss.report import runs_section
-from linrnn.bench.records import append_rows, read_runs
+from linrnn.bench.records import append_rows, read_runs, runs_section
 from linrnn.config import load_config
 from linrnn.config.schema import BenchFirstStepConfig
 from linrnn.core.errors import ConfigError, DataError, LinrnnError

@@ -24,6 +24,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
+from linrnn.study.benchmarks.step_speed import names_of
 from linrnn.training.checkpoint import found
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
@@ -313,6 +314,20 @@ def test_the_plot_names_every_loss_but_the_baseline(tmp_path: Path) -> None:
 def test_a_heading_names_a_shared_projection_once() -> None:
     line, label = f"{ROW.line} model.shared_projection_rank=512", "gla shared_projection_rank=512"
     assert title_of(line, label, "1b3", 8, 2048, 128_256) == f"{label} 1b3, 8 x 2,048 tokens, V = 128,256"
+
+
+def test_lines_that_differ_in_their_data_alone_have_headings_of_their_own() -> None:
+    text = "data=text data.cache_dir=cache"
+    lines = [f"{ROW.line} {text} data.path={name}.jsonl" for name in ("wiki", "code")]
+    rows = [replace(ROW, line=line) for line in (ROW.line, *lines, f"{ROW.line} optimizer=muon")]
+    page = report.markdown(rows, "gpu", ["a"])
+    head = "gla 1b3, 8 x 2,048 tokens, V = 128,256"
+    words = text.replace(" ", ", ")
+    assert [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")] == [
+        head, f"{head}, {words}, data.path=wiki.jsonl", f"{head}, {words}, data.path=code.jsonl",
+        f"{head}, optimizer=muon",
+    ]  # fmt: skip
+    assert len(set(names_of(rows).values())) == 4
 
 
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)

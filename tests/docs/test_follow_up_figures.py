@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 from blocks import ROOT
 from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_interval
-from unpaired import ratio_of_means
 
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.core.files import read_object
-from linrnn.runs.intervals import AT_LEAST, answer
+from linrnn.runs.intervals import ratio_of_means
 from linrnn.runs.step_parts import parts_of_step
+from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference
@@ -61,22 +61,15 @@ def test_the_table_of_the_follow_ups_shares_holds_the_rows() -> None:
 
 
 def test_the_table_of_the_follow_ups_models_compares_their_rounds() -> None:
-    found, expected = follow_ups(), []
+    """As `scripts/bench_steps.py compare_with='GLA 1b3'` prints it, with the verdicts that follow."""
+    rows, expected = read_rows(FOLLOW_UPS), []
     for model in ("GLA", "Transformer"):
         for pair in COMPARED:
             name, other = (text.format(model) for text in pair)
-            cells = [name, other]
-            for loss in ("compiled", "cce_kahan"):
-                cells.append(with_interval(ratio_of_means(found[name][loss].wall_ms, found[other][loss].wall_ms)))
-            gains = [
-                [base / own for own, base in zip(row["cce_kahan"].wall_ms, row["compiled"].wall_ms, strict=True)]
-                for row in (found[name], found[other])
-            ]
-            one = ratio_of_means(*gains)
-            assert one.low is not None
-            assert one.high is not None
-            word = {False: "missed", True: "met", None: "undecided"}[answer(one.low, one.high, AT_LEAST, 1.0)]
-            expected.append([*cells, f"**{word}**: {with_interval(one)}"])
+            table = line_ratios(rows, other)
+            assert table.columns[2:] == ("step's time (90 %)", "gain over `compiled` (90 %)")
+            cells = {loss: of_loss for line, loss, *of_loss in table.rows if line == name}
+            expected.append([name, other, cells["`compiled`"][0], *cells["`cce_kahan`"]])
     assert table_of("h7_follow_ups.md", "model line") == expected
 
 

@@ -15,12 +15,12 @@ from figures import (
     tokens_per_second,
     with_interval,
 )
-from unpaired import ratio_of_means
 
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.files import read_object
 from linrnn.core.machine import GIB
-from linrnn.runs.intervals import AT_LEAST, answer
+from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.figures import BREAKDOWNS
 
@@ -220,21 +220,11 @@ def test_the_table_of_shares_of_a_step_holds_the_h100_s_rows() -> None:
 
 
 def test_the_table_of_gains_divides_those_of_linear_rnns_by_the_transformer_s() -> None:
-    ratios = {
-        (one.verdict.setting, one.verdict.against): one.ratios
-        for one in step_speeds(read_rows(STEPS))
-        if one.verdict.backend == "cce_kahan"
-    }
-    names = {False: "missed", True: "met", None: "undecided"}
+    """As `scripts/bench_steps.py compare_with='Transformer 1b3'` prints them."""
     found = table_of("h4_linear_rnn_or_transformer.md", "T = 2048, gain divided by the Transformer's")
     assert [row[0] for row in found] == ["GLA 1b3", "GLA 1b3, full checkpointing", "KDA 1b3, full checkpointing"]
     for name, *cells in found:
-        for cell, against in zip(cells, ("compiled", "standard"), strict=True):
-            if (name, against) not in ratios:
-                assert cell == "not measured"
-                continue
-            one = ratio_of_means(ratios[name, against], ratios[re.sub("^[A-Z]+", "Transformer", name), against])
-            assert one.low is not None
-            assert one.high is not None
-            word = names[answer(one.low, one.high, AT_LEAST, 1.0)]
-            assert cell == f"**{word}**: {one.value:.3f} ({one.low:.3f} to {one.high:.3f})"
+        table = line_ratios(read_rows(STEPS), re.sub("^[A-Z]+", "Transformer", name))
+        assert [column.split("`")[1] for column in table.columns[3:]] == ["compiled", "standard"]
+        [gains] = [gains for line, loss, _, *gains in table.rows if (line, loss) == (name, "`cce_kahan`")]
+        assert [cell.replace("not measured", "-") for cell in cells] == gains

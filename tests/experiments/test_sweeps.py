@@ -24,7 +24,15 @@ from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
 from linrnn.experiments.listing import TimeLeft, check_inputs, listing, points_at_full_speed
 from linrnn.experiments.points import ANSWERS, Point, decisive, foresee, write_summary
-from linrnn.experiments.sweep import Sweep, _judge, check_shared_memory, in_another_process, slots_of, threads_of
+from linrnn.experiments.sweep import (
+    Sweep,
+    _judge,
+    check_shared_memory,
+    in_another_process,
+    slots_of,
+    threads_of,
+    with_data_of_hub,
+)
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
 from linrnn.training import plan
@@ -435,6 +443,28 @@ def test_a_sweep_starts_nothing_if_no_point_has_its_data(small: Small, tmp_path:
     [weights] = foresee([small("init_from=nowhere")])
     with pytest.raises(DataError, match="none of 1 points can start: init_from=nowhere is no directory"):
         check_inputs([weights])
+
+
+@pytest.mark.usefixtures("quick_points")
+def test_a_sweep_asks_the_hub_once_and_starts_nothing_without_an_answer(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def load_dataset(path: str, *_: object, **__: object) -> None:
+        asked.append(path)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    own = [override for override in small("data=wikitext103") if "data.n_" not in override]
+    points = foresee([[*own, f"seed={seed}"] for seed in (0, 1)])
+    said: list[str] = []
+    found = with_data_of_hub([*points, *foresee([small()])], said.append)
+    assert asked == ["Salesforce/wikitext"]
+    assert said == ["preparing data=wikitext103 (Salesforce/wikitext) for all points that use it"]
+    with pytest.raises(DataError, match=r"none of 2 points can start: cannot load Salesforce/wikitext .*no network"):
+        check_inputs(found[:2])
+    assert found[2].missing is None, "its data are generated"
 
 
 def test_time_left_follows_what_points_took(make_points) -> None:

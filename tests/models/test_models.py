@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation import check_cache
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,17 +151,7 @@ def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> None:
-    hf = build(model).hf.eval()
-    ids = tokens(1, 20)
-    with torch.no_grad():
-        expected = hf(ids, use_cache=False).logits
-        start = hf(ids[:, :12], use_cache=True)
-        logits, cache = [start.logits], start.past_key_values
-        for t in range(12, 20):
-            step = hf(ids[:, t : t + 1], use_cache=True, past_key_values=cache)
-            logits.append(step.logits)
-            cache = step.past_key_values
-    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-3, atol=1e-4)
+    check_cache(build(model).hf.eval(), tokens(1, 20))
 
 
 def test_the_transformer_equals_transformers_llama_with_the_same_weights() -> None:

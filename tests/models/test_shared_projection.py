@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fitting import fitted, losses
+from generation import check_cache
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -165,16 +166,7 @@ def test_compiled_models_give_the_same_gradients_and_compile_once(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> None:
-    hf, ids = build(model).hf.eval(), tokens(1, 20)
-    with torch.no_grad():
-        expected = hf(ids, use_cache=False).logits
-        start = hf(ids[:, :12], use_cache=True)
-        logits, cache = [start.logits], start.past_key_values
-        for t in range(12, 20):
-            step = hf(ids[:, t : t + 1], use_cache=True, past_key_values=cache)
-            logits.append(step.logits)
-            cache = step.past_key_values
-    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-3, atol=1e-4)
+    check_cache(build(model).hf.eval(), tokens(1, 20))
 
 
 @pytest.mark.parametrize("model", MODELS)

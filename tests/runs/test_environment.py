@@ -73,6 +73,22 @@ def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(r
     assert environment._git_state(module)["dirty"] is True
 
 
+@pytest.mark.parametrize(
+    ("dirty", "words"),
+    [(False, "abcdef"), (True, "abcdef with uncommitted changes"), (None, "abcdef (uncommitted changes: unknown)")],
+)
+def test_pages_say_whether_files_were_changed_or_that_nobody_knows(dirty, words):
+    assert environment.commit_in_words({"commit": "abcdef", "dirty": dirty}) == words
+    assert environment.commit_in_words({"commit": "abcdef", "dirty": dirty}, digits=3) == words.replace("def", "")
+
+
+def test_a_commit_named_by_hand_says_nothing_of_changes(repository, monkeypatch):
+    monkeypatch.setenv("LINRNN_COMMIT", "abcdef")
+    state = environment._git_state(repository / "src" / "module.py")
+    assert environment.commit_in_words(state) == "abcdef (uncommitted changes: unknown)"
+    assert environment.commit_in_words(None) == "unknown"
+
+
 def test_code_that_git_does_not_track_has_no_commit(repository):
     installed = repository / "site-packages" / "module.py"
     installed.parent.mkdir()

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from linrnn.bench.steps.rows import AGAIN, Row
+from linrnn.core.errors import ConfigError
+from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import HOST, StepSpeed, names_of, step_speeds
 
 LINE = "model=gla size=1b3"
@@ -69,3 +71,18 @@ def test_lines_that_differ_in_length_alone_have_names_of_their_own() -> None:
     long = "model=gla size=1b3 trainer.batch_size=1 trainer.seq_len=16384"
     rows = [ROW, replace(ROW, line=long, batch=1, seq=16384)]
     assert names_of(rows) == {LINE: "GLA 1b3, 8 x 2,048", long: "GLA 1b3, 1 x 16,384"}
+
+
+def test_lines_are_compared_by_their_times_and_gains() -> None:
+    other = f"{LINE} model.chunk_size=128"
+    ours = replace(ROW, loss="cce_kahan", wall_ms=[90.0, 91.0, 89.0, 90.0, 90.5])
+    rows = [ROW, ours, times(ROW, 1.1, line=other), times(ours, 1.21, line=other), replace(ROW, loss="liger")]
+    table = line_ratios(rows, "GLA 1b3")
+    assert table.columns == ("line", "loss", "step's time (90 %)", "gain over `compiled` (90 %)")
+    assert {line for line, *_ in table.rows} == {"GLA 1b3, model.chunk_size=128"}
+    cells = {loss: [str(cell).split(" (")[0] for cell in of_loss] for _, loss, *of_loss in table.rows}
+    assert cells == {"`compiled`": ["1.100", "-"], "`cce_kahan`": ["1.210", "**missed**: 0.909"]}
+    few = [replace(row, wall_ms=row.wall_ms[:4], host_ms=row.host_ms[:4]) for row in rows]
+    assert str(line_ratios(few, "GLA 1b3").rows[1][3]).startswith("**undecided**: 0.9"), "four rounds decide nothing"
+    with pytest.raises(ConfigError, match="no line has this name"):
+        line_ratios(rows, "GLA 350m")

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from matplotlib import pyplot
-from unpaired import ratio_of_means
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate, ratio_of_means
 from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.mixtures import read_origin
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -325,6 +324,18 @@ def test_tables_say_whose_clock_tokens_per_second_are_by_and_where_the_host_deci
     before = write_report([fast, slow], tmp_path, "g")[0].read_text()
     assert "| tokens/s, device time |" in before
     assert "to be measured again by wall clock" in before
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_a_report_says_whose_mean_step_differs_from_the_median(tmp_path: Path) -> None:
+    runs = [
+        run("compiled", wall_step_ms=1.31, host_step_ms=0.01),
+        run("cce_kahan", wall_step_ms=1.06, host_step_ms=0.01),
+        run("standard"),
+    ]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "gla-compiled-8-s0: the mean step takes 1.30 times the median step's 1.00 ms" in text
+    assert text.count("the mean step takes") == 1
 
 
 def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from linrnn.config.schema import BenchFirstStepConfig, BenchLossConfig, BenchModelsConfig, BenchStepsConfig
 from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.core.machine import slug
-from linrnn.runs.environment import describe_environment
+from linrnn.runs.environment import commit_in_words, describe_environment
 from linrnn.training.runtime import device_name, resolve_device
 
 BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig | BenchFirstStepConfig
@@ -90,6 +90,21 @@ def grouped(rows: Sequence[AnyRow], key: Callable[[AnyRow], Hashable]) -> list[l
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.values())
+
+
+def runs_section(runs: list[dict[str, Any]]) -> list[str]:
+    """The commands, commits, devices and versions behind a page."""
+    lines = ["## Runs", ""]
+    for number, run in enumerate(runs, start=1):
+        environment = run["environment"]
+        gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
+        packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
+        lines += [
+            f"{number}. `{run['command']}`: commit {commit_in_words(environment['git'])}, {gpus}, "
+            + (f"driver {environment['gpu_driver']}, " if environment["gpu_driver"] else "")
+            + f"Python {environment['python']}, {packages}",
+        ]
+    return [*lines, ""]
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:

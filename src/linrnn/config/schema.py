@@ -556,6 +556,7 @@ class BenchStepsConfig:
     settle: int = at_least(0)
     warmup: int = at_least(1)
     seed: int = at_least(0)
+    compare_with: str | None
     device: str = one_of("auto", "cpu", "cuda")
     results_dir: str = input_path()
     output_dir: str | None = output_path()

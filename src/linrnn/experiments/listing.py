@@ -109,7 +109,7 @@ def pending(points: Sequence[Point], retry: bool) -> list[Point]:
 
 
 def check_inputs(points: Sequence[Point]) -> list[str]:
-    """Lines that name the points whose data or weights are not on this machine.
+    """Lines that name the points whose data or weights are not on this machine, and which the hub did not give.
 
     Raises:
         DataError: no point has its data and weights here.

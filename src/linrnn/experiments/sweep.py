@@ -8,12 +8,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from linrnn.config.grids import sweep_points
 from linrnn.config.outputs import check_outputs
-from linrnn.config.schema import RunSweepConfig
-from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, UnsupportedError, first_line
+from linrnn.config.schema import HubDataConfig, RunSweepConfig
+from linrnn.core.errors import ConfigError, DataError, InterruptedRun, SweepFailure, UnsupportedError, first_line
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
@@ -49,7 +50,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
 
     Raises:
         ConfigError: an override is wrong, or there are too few GPUs for the jobs and their ranks.
-        DataError: no point that is left to run has its data and weights on this machine.
+        DataError: no point that is left to run has its data and weights on this machine, or can have them from the hub.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed, diverged or ran out of memory.
         UnsupportedError: no point can run here.
@@ -70,6 +71,8 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     for point in points:
         check_outputs(point.config)
     ahead = pending(points, config.retry)
+    if not launcher:
+        ahead = with_data_of_hub(ahead, say)
     for line in check_inputs(ahead):
         say(line)
     refused: dict[str, list[str]] = {}
@@ -250,6 +253,36 @@ def outcome(summary: dict[str, Any]) -> str:
     if summary.get("gpu_shared"):
         words.append("times not measured")
     return f"finished: {', '.join(word for word in words if word)}"
+
+
+def with_data_of_hub(points: Sequence[Point], say: Say) -> list[Point]:
+    """The points, after their data of the hub were prepared, once for all points that share them.
+
+    A point whose data the hub does not give gets the error as `missing`. Without this check each point would wait for
+    the hub anew, half a minute without a network.
+    """
+    errors: dict[str, DataError | None] = {}
+    found = []
+    for point in points:
+        data = point.config.data
+        if isinstance(data, HubDataConfig) and data.path in point.hub:
+            key = repr(data)
+            if key not in errors:
+                say(f"preparing data={data.name} ({data.path}) for all points that use it")
+                errors[key] = in_another_process(_error_of_preparing, data)
+            point = replace(point, missing=point.missing or errors[key])
+        found.append(point)
+    return found
+
+
+def _error_of_preparing(data: HubDataConfig) -> DataError | None:
+    from linrnn.data import ConsoleProgress, prepare
+
+    try:
+        prepare(data, progress=ConsoleProgress())
+    except DataError as error:
+        return error
+    return None
 
 
 def _look_ahead(points: Sequence[Sequence[str]], ranks: int) -> tuple[list[Point], list[str]]:

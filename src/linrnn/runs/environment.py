@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,20 @@ def _gpus() -> list[dict[str, Any]]:
     ]
 
 
+def commit_in_words(git: Mapping[str, Any] | None, digits: int | None = None) -> str:
+    """The commit of an environment, and what is known of changes to its files.
+
+    Args:
+        git: `git` of :func:`describe_environment`.
+        digits: of the commit; None: all.
+    """
+    if git is None or git["commit"] is None:
+        return "unknown"
+    known = {True: " with uncommitted changes", False: "", None: " (uncommitted changes: unknown)"}
+    changes = known[git.get("dirty")]
+    return f"{git['commit'][:digits]}{changes}"
+
+
 def _allocator() -> str | None:
     """The setting of PyTorch's CUDA allocator, if there is one. It affects which batch fits."""
     return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None)
@@ -210,9 +224,10 @@ def _cpu_model() -> str | None:
 
 
 def _git_state(file: Path) -> dict[str, Any] | None:
-    """The commit, and whether code or configurations differ from it; None if git does not track `file`.
+    """The commit, and whether code or configurations differ from it (`dirty`); None if git does not track `file`.
 
-    A copy of the tree without its history takes the commit from the variable LINRNN_COMMIT.
+    A copy of the tree without its history takes the commit from the variable LINRNN_COMMIT. `dirty` is then null,
+    which means unknown: nothing here can compare the copy with the commit.
     """
     if commit := os.environ.get("LINRNN_COMMIT"):
         return {"commit": commit, "dirty": None}

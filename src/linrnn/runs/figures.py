@@ -13,12 +13,14 @@ from linrnn.core.machine import GIB
 
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
 HOST_DECIDES = 0.02  # above this share of the wall-clock time between steps, a report says so
+UNEVEN = 0.10  # if the mean time of a step differs by more from the median, a report says so
 
 
 def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
     """The speed for a run's summary, from all of its `records`. Values are None without records.
 
-    * `tokens_per_second`: tokens of the measured steps / their wall-clock seconds. `wall_step_ms`: the same per step.
+    * `tokens_per_second`: tokens of the measured steps / their wall-clock seconds. `wall_step_ms`: their mean time. A
+      few slow steps lower the one and raise the other, and leave the median below as it is.
     * `step_time_ms_median`: median of the device's time of a step. A record of several steps (`trainer.log_every`)
       holds their mean, and counts that many times.
     * `host_step_ms`: mean of wall-clock time minus device's time of a step.
@@ -52,10 +54,24 @@ def host_decides(summary: Mapping[str, Any]) -> bool:
 def waits_between_steps(summary: Mapping[str, Any]) -> bool:
     """Whether more than 2 % of a run's wall-clock time passes between steps.
 
-    False for a row that lacks one of the two times, as all committed rows do.
+    False for a row that lacks one of the two times, as most committed rows do.
     """
     host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
     return host is not None and wall is not None and host > HOST_DECIDES * wall
+
+
+def uneven_steps(summary: Mapping[str, Any]) -> str | None:
+    """Why a run's tokens/s do not follow from its median step, in words; None if the two agree within 10 %.
+
+    The mean of the steps' own times is compared with their median. The time between steps counts for neither.
+    """
+    median, host, wall = (summary.get(key) for key in ("step_time_ms_median", "host_step_ms", "wall_step_ms"))
+    if not median or host is None or wall is None or abs((ratio := (wall - host) / median) - 1) <= UNEVEN:
+        return None
+    return (
+        f"the mean step takes {ratio:.2f} times the median step's {median:.2f} ms: tokens/s follow from the mean, and "
+        "hold the few steps that took long or short"
+    )
 
 
 def memory_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:

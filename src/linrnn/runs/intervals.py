@@ -58,6 +58,22 @@ def estimate(values: Sequence[float], *, ratios: bool) -> Estimate:
     return Estimate(len(scaled), median(values), low, high)
 
 
+def ratio_of_means(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Ratio of the geometric means of two sets of ratios that are not paired, with Welch's 90 % interval.
+
+    Two intervals that overlap do not show that two means are equal. This interval says whether they differ.
+
+    Args:
+        values, others: at least two positive numbers each.
+    """
+    from scipy import stats
+
+    logs, other_logs = ([math.log(value) for value in some] for some in (values, others))
+    found = stats.ttest_ind(logs, other_logs, equal_var=False).confidence_interval(CONFIDENCE)
+    ratio = math.exp(fmean(logs) - fmean(other_logs))
+    return Estimate(min(len(logs), len(other_logs)), ratio, math.exp(found.low), math.exp(found.high))
+
+
 def extent(values: Sequence[float]) -> Estimate:
     """Median and range of values that do not vary by chance, such as bytes."""
     several = len(values) > 1

@@ -15,7 +15,7 @@ from linrnn.core.dates import utc_now
 from linrnn.core.machine import GIB
 from linrnn.runs.directory import LOG, METRICS, SUMMARY
 from linrnn.runs.environment import typed_command
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
@@ -204,7 +204,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         "speed": NOT_MEASURED
         if summary["gpu_shared"]
         else show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
-        + (f", {summary['wall_step_ms']:.1f} ms from step to step" if summary["wall_step_ms"] else ""),
+        + (f", {summary['wall_step_ms']:.1f} ms from step to step (mean)" if summary["wall_step_ms"] else ""),
         "step time": show(
             summary["step_time_ms_median"], ".1f", f" ms{'' if on_cpu(summary) else ' on the device'} (median)"
         )
@@ -215,6 +215,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         "between steps": f"{summary['host_step_ms']:.1f} ms from step to step, for data, metrics and the console"
         if waits_between_steps(summary) and on_cpu(summary)
         else "-",
+        "uneven steps": uneven_steps(summary) or "-",
         "MFU": show(summary["mfu"], ".1%"),
         "MFU by 6N": show(summary["mfu_6n"], ".1%"),
         "peak memory": show(peak and peak / GIB, ".3f", f" GiB ({summary['peak_memory_is']})"),

@@ -5,8 +5,7 @@ from statistics import median
 from typing import Any
 
 from linrnn.bench.first_step.rows import Row, read_rows
-from linrnn.bench.loss.report import runs_section
-from linrnn.bench.records import grouped, read_runs
+from linrnn.bench.records import grouped, read_runs, runs_section
 from linrnn.core.files import write_text
 from linrnn.core.plot_style import COLOURS, GREY, legend_below, save, subplots
 from linrnn.core.tables import Table, show

@@ -22,6 +22,7 @@ from linrnn.bench.loss.problems import Shape, make_problem, relative_error
 from linrnn.core.errors import DataError, as_reason
 from linrnn.core.files import write_text
 from linrnn.core.tables import Table, show
+from linrnn.runs.environment import commit_in_words
 
 BOUND = 1.05  # the largest ratio to the bar that bf16 may have
 SAMPLED = 128  # rows of dE, and as many rows of dC
@@ -342,9 +343,7 @@ def describe(run: dict[str, Any]) -> str:
     """The run's command, commit, GPU and versions."""
     environment = run["environment"]
     versions = ", ".join(f"{name} {environment['packages'][name]}" for name in ("torch", "triton"))
-    git = environment["git"] or {"commit": "unknown", "dirty": True}
-    changes = ", with uncommitted changes" if git["dirty"] else ""
-    return f"`{run['command']}`: commit {git['commit']}{changes}, {run['device']}, {versions}"
+    return f"`{run['command']}`: commit {commit_in_words(environment['git'])}, {run['device']}, {versions}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

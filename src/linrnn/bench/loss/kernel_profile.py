@@ -24,6 +24,7 @@ from linrnn.bench.loss.sets import parse_loss
 from linrnn.core.files import write_text
 from linrnn.core.tables import Table
 from linrnn.losses import build_loss
+from linrnn.runs.environment import commit_in_words
 
 STEPS = 10  # of each loss, profiled and timed
 WARMUP = 3
@@ -121,5 +122,5 @@ def page(rows: Sequence[KernelRow], run: dict[str, Any], device: str) -> str:
         ]  # fmt: skip
     environment = run["environment"]
     versions = ", ".join(f"{name} {environment['packages'][name]}" for name in ("torch", "triton"))
-    commit = (environment["git"] or {"commit": "unknown"})["commit"]
+    commit = commit_in_words(environment["git"])
     return "\n".join([*lines, f"`{run['command']}`: commit {commit}, {versions}, {STEPS} steps each", ""])

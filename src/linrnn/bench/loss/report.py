@@ -17,6 +17,7 @@ from linrnn.bench.loss.plots import (
     tradeoff_plot,
 )
 from linrnn.bench.loss.rows import AGAIN, BAR, FLOOR, Row, crossovers, winners
+from linrnn.bench.records import runs_section
 from linrnn.core.errors import DataError
 from linrnn.core.files import write_text
 from linrnn.core.plot_style import save
@@ -245,20 +246,3 @@ def _crossing_text(sizes: list[int], ratios: list[float]) -> str:
     if not found:
         return f"{'faster' if ratios[0] <= 1 else 'slower'} at every size measured ({sizes[0]:,} to {sizes[-1]:,})"
     return "; ".join(f"{'faster' if x.faster_above else 'slower'} above {x.size:,.0f}" for x in found)
-
-
-def runs_section(runs: list[dict[str, Any]]) -> list[str]:
-    """The commands, commits, devices and versions behind a page."""
-    lines = ["## Runs", ""]
-    for number, run in enumerate(runs, start=1):
-        environment = run["environment"]
-        git = environment["git"] or {}
-        gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
-        packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
-        lines += [
-            f"{number}. `{run['command']}`: commit {git.get('commit')}"
-            f"{' with uncommitted changes' if git.get('dirty') else ''}, {gpus}, "
-            + (f"driver {environment['gpu_driver']}, " if environment["gpu_driver"] else "")
-            + f"Python {environment['python']}, {packages}",
-        ]
-    return [*lines, ""]

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from linrnn.bench.loss.report import runs_section
 from linrnn.bench.models.rows import Row, read_rows
-from linrnn.bench.records import grouped, read_runs
+from linrnn.bench.records import grouped, read_runs, runs_section
 from linrnn.core.files import write_text
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, save, subplots
 from linrnn.core.tables import Table, show

@@ -12,6 +12,7 @@ from linrnn.core.machine import GIB, slug
 from linrnn.core.plot_style import save
 from linrnn.core.tables import Table, show
 from linrnn.costs.utilisation import mfu_of_summary
+from linrnn.runs.environment import commit_in_words
 
 Row = TypeVar("Row", CollectiveRow, LossRow, StepRow)
 WORDS = ("model", "parallel", "scaling", "operation", "N × D × V", "column", "meaning")
@@ -48,10 +49,10 @@ def markdown(runs: list[Measured]) -> str:
     """The tables of all runs on one kind of device."""
     lines = [f"# Several GPUs against one: {runs[0].device}", ""]
     for number, run in enumerate(runs, start=1):
-        packages, git = run.environment["packages"], run.environment["git"] or {}
-        changed = " with uncommitted changes" if git.get("dirty") else ""
-        commit = f"commit {(git.get('commit') or 'unknown')[:12]}{changed}"
-        lines.append(f"{number}. `{run.command}`; {commit}, torch {packages['torch']}, Triton {packages['triton']}")
+        packages, commit = run.environment["packages"], commit_in_words(run.environment["git"], digits=12)
+        lines.append(
+            f"{number}. `{run.command}`; commit {commit}, torch {packages['torch']}, Triton {packages['triton']}"
+        )
     lines += ["", REPEATS]
     if collectives := _numbered([run.collectives for run in runs]):
         lines += _collectives(collectives)

@@ -1,8 +1,10 @@
 """A line of `models`: overrides of train.py, as far as they have a meaning without a run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from linrnn.bench.steps.rows import Row
 from linrnn.config import load_config
 from linrnn.config.schema import BenchStepsConfig, Config, MarkovDataConfig
 from linrnn.core.errors import ConfigError
@@ -73,6 +75,21 @@ def title_of(line: str, model: str, size: str, batch: int, seq: int, v: int) -> 
     ]
     head = f"{model} {size}, {batch} x {seq:,} tokens, V = {v:,}"
     return ", ".join([head, *(word.removeprefix("trainer.") for word in rest)])
+
+
+def titles_of(rows: Sequence[Row]) -> dict[str, str]:
+    """The lines of these rows as headings. Lines that would share a heading also have the words that tell them apart.
+
+    Such lines differ in their data, say.
+    """
+    titles = {row.line: title_of(row.line, row.model, row.size, row.batch, row.seq, row.v) for row in rows}
+    alike: dict[str, list[list[str]]] = {}
+    for line, title in titles.items():
+        alike.setdefault(title, []).append(line.split())
+    return {
+        line: ", ".join([title, *(word for word in line.split() if not all(word in words for words in alike[title]))])
+        for line, title in titles.items()
+    }
 
 
 def _check_word(word: str) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from linrnn.bench.loss.report import runs_section
-from linrnn.bench.records import grouped, read_runs
-from linrnn.bench.steps.lines import title_of
+from linrnn.bench.records import grouped, read_runs, runs_section
+from linrnn.bench.steps.lines import titles_of
 from linrnn.bench.steps.rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
 from linrnn.core.files import write_text
 from linrnn.core.plot_style import GREY, WIDTH, looks, save, subplots
@@ -64,10 +63,6 @@ def write_report(directory: Path) -> list[Path]:
     return paths
 
 
-def _title(row: Row) -> str:
-    return title_of(row.line, row.model, row.size, row.batch, row.seq, row.v)
-
-
 def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = False) -> str:
     """The page without its list of runs.
 
@@ -85,10 +80,11 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         "`rows.jsonl` holds the times of every round.", "",
         *Table(("name", "meaning"), _MEANINGS, words=("name", "meaning")).markdown(), "",
     ]  # fmt: skip
+    titles = titles_of(rows)
     for own in grouped(rows, key=lambda row: row.line):
         first = own[0]
         lines += [
-            f"## {_title(first)}", "",
+            f"## {titles[first.line]}", "",
             f"`{first.line}`: {_sizes(own)}{_start(first)}{'; '.join(_turns(own, runs))}.", "",
         ]  # fmt: skip
         eager = next((row for row in own if row.loss == EAGER), None)
@@ -154,10 +150,11 @@ def plot(rows: list[Row]) -> Any:
     figure, panel = subplots(figsize=(WIDTH, height))
     places: list[float] = []
     names: list[str] = []
+    titles = titles_of(rows)
     y = 0.0
     for own in groups:
         y -= 1.3
-        panel.text(0, y, _title(own[0]), transform=panel.get_yaxis_transform(), va="center", weight="bold", size=9)
+        panel.text(0, y, titles[own[0].line], transform=panel.get_yaxis_transform(), va="center", weight="bold", size=9)
         for row in own:
             y -= 1
             look = found[row.loss.replace(",", "")]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from linrnn.bench.steps.lines import title_of
+from linrnn.bench.steps.lines import titles_of
 from linrnn.bench.steps.rows import AGAIN, Row, ratio_of
 from linrnn.models.facts import model_in_words
 from linrnn.study.criteria import MEMORY, SPEED, Verdict, judge
@@ -101,11 +101,11 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
     for row in rows:
         vocabularies[row.size].add(row.v)
         tokens[row.size].add((row.batch, row.seq))
-    names = {}
+    names, titles = {}, titles_of(rows)
     for row in rows:
         several = [f"{row.batch} x {row.seq:,}"] if len(tokens[row.size]) > 1 else []
         several += [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
-        _, _, rest = title_of(row.line, row.model, row.size, row.batch, row.seq, row.v).partition(f"V = {row.v:,}")
+        _, _, rest = titles[row.line].partition(f"V = {row.v:,}")
         options = [word for word in rest.split(", ") if word]
         told = [
             f"{word.removeprefix(CHECKPOINTING)} checkpointing" for word in options if word.startswith(CHECKPOINTING)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.core.machine import GIB
-from linrnn.core.plot_style import LOSSES, OTHER, in_words, legend_below, loss_of, subplots
+from linrnn.core.plot_style import LOSSES, OTHER, close_bars, in_words, legend_below, loss_of, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import heading, measured, named
@@ -54,11 +54,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
         place += 1.0
     axes.set_yticks(ticks, labels)
     axes.set_ylim(place - 0.4, -1.1)
-    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("GiB while the loss layer runs")
-    figure.suptitle(title)
-    legend_below(figure, bars)
+    close_bars(figure, axes, bars, title, "GiB while the loss layer runs")
     return figure
 
 

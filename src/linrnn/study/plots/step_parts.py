@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from linrnn.core.plot_style import legend_below, subplots
+from linrnn.core.plot_style import close_bars, subplots
 
 # The drawn parts of a step: their words, the parts of a breakdown that they hold, and their colours.
 PARTS = {
@@ -41,9 +41,5 @@ def step_parts(steps: Mapping[str, Mapping[str, float]], title: str) -> Any:
         axes.text(1e3 * left, place, f"  {1e3 * step:.0f} ms", va="center", fontsize=8.5)
     axes.set_yticks(range(len(steps)), list(steps))
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("ms of a step, forward and backward pass together")
-    figure.suptitle(title)
-    legend_below(figure, bars)
+    close_bars(figure, axes, bars, title, "ms of a step, forward and backward pass together")
     return figure

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
+from linrnn.runs.environment import commit_in_words
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.step_parts import parts_of_step
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -74,7 +75,7 @@ def _on_speed(runs: Sequence[Run]) -> str:
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
-    """Remarks on single runs: failures, mixtures of origins, and time that passes between steps."""
+    """Remarks on single runs: failures, mixtures of origins, time that passes between steps, and uneven steps."""
     mixtures = [
         f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; it takes part in no verdict**"
         for run in runs
@@ -92,7 +93,8 @@ def on_runs(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if waits_between_steps(run.summary) and on_cpu(run.summary)
     ]
-    return [*_on_failures(runs), *mixtures, *slowed, *between, *_on_sharing(runs)]
+    uneven = [f"{run.name}: {words}" for run in runs if (words := uneven_steps(run.summary))]
+    return [*_on_failures(runs), *mixtures, *slowed, *between, *uneven, *_on_sharing(runs)]
 
 
 def _on_failures(runs: Sequence[Run]) -> list[str]:
@@ -127,13 +129,11 @@ def on_origin(runs: Sequence[Run]) -> list[str]:
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
-    git = environment.get("git") or {}
-    dirty = " with uncommitted changes" if git.get("dirty") else ""
     driver = f", driver {environment['gpu_driver']}" if environment.get("gpu_driver") else ""
     allocator = f", CUDA allocator {environment['cuda_allocator']}" if environment.get("cuda_allocator") else ""
     return [
         f"device: {gpus}{driver}{allocator}, Python {environment.get('python')}",
-        f"commit: {git.get('commit')}{dirty}",
+        f"commit: {commit_in_words(environment.get('git'))}",
         f"versions: {packages}",
         *_on_kernels(environment),
         *_on_gpus(runs),
