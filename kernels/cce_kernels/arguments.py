@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import refuse_device
+from .derivative import refuse_transforms
 from .options import Options
 from .runtime.devices import without_values
 
@@ -116,10 +117,11 @@ def check_inputs(
     CPU are checked each time, because their targets' values are, too.
 
     Raises:
-        TypeError, ValueError: as `linear_cross_entropy` says.
+        TypeError, ValueError, RuntimeError: as `linear_cross_entropy` says.
     """
     if torch.compiler.is_compiling():
         return _check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+    refuse_transforms()
     tensors, rest = (e, c, targets, bias, main_grad_c), (type(ignore_index), reduction, type(shift), shift)
     try:
         like = (*[None if x is None else _metadata(x) for x in tensors], *rest)
@@ -249,8 +251,7 @@ def check_option(name: str, x: Any) -> None:
     if type(x) in (float, int) and name not in FLAGS:  # the common case first, to save time on the host
         return
     if name in FLAGS:
-        if not isinstance(x, bool):
-            raise TypeError(f"{name}: must be True or False, got {_kind(x)}")
+        check_flags(**{name: x})
     elif name in NUMBERS and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name}: must be a number, got {_kind(x)}")
     elif name in NUMBERS_OR_NONE and x is not None and (isinstance(x, bool) or not isinstance(x, Real)):
@@ -258,13 +259,28 @@ def check_option(name: str, x: Any) -> None:
 
 
 def as_integer(name: str, x: Any) -> int:
-    """x as an int; raises a TypeError if x is no integer (None, True or 2.0, for example)."""
+    """x as an int.
+
+    Raises:
+        TypeError: x is no integer (None, True or 2.0, for example).
+        ValueError: x does not fit int64.
+    """
     try:
         if isinstance(x, bool):
             raise TypeError
-        return operator.index(x)
+        found = operator.index(x)
     except TypeError:
         raise TypeError(f"{name}: must be an integer, got {_kind(x)}") from None
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{name}: must fit 64 bits, got {found}")
+    return found
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise a TypeError if a value is neither True nor False."""
+    for name, x in flags.items():
+        if not isinstance(x, bool):
+            raise TypeError(f"{name}: must be True or False, got {_kind(x)}")
 
 
 def _kind(x: Any) -> str:

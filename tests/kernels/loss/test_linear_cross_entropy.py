@@ -23,7 +23,14 @@ from cases import (
     in_fp64,
     torch_path,
 )
-from cce_kernels import PRESETS, WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import (
+    PRESETS,
+    WorkspaceTooSmall,
+    linear_cross_entropy,
+    linear_log_probs,
+    predicted_tokens,
+    reference_linear_cross_entropy,
+)
 from cce_kernels.accumulator import Accumulator
 from cce_kernels.options import Options
 from hypothesis import given, settings
@@ -256,6 +263,26 @@ def test_a_second_derivative_is_refused(wanted):
     penalised = loss + grad.square().sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(penalised, {"e": e, "c": c, "bias": bias, "scale": scale}[wanted])
+
+
+def _batched_gradients(e, c, targets):
+    rows = linear_cross_entropy(e.requires_grad_(), c, targets, reduction="none")
+    return torch.autograd.grad(rows, e, torch.eye(len(rows)), is_grads_batched=True)
+
+
+TRANSFORMS = {
+    "vmap": lambda e, c, targets: torch.func.vmap(lambda x: linear_cross_entropy(x, c, targets))(torch.stack([e, e])),
+    "vmap of tokens": lambda e, c, _: torch.func.vmap(lambda x: predicted_tokens(x, c))(torch.stack([e, e])),
+    "grad": lambda e, c, targets: torch.func.grad(lambda x: linear_cross_entropy(x, c, targets))(e),
+    "jvp": lambda e, c, targets: torch.func.jvp(lambda x: linear_log_probs(x, c, targets), (e,), (e,)),
+    "batched gradients": _batched_gradients,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(transform):
+    with pytest.raises(RuntimeError, match=r"^cce_kernels: torch.func transforms .* are not supported; give all rows"):
+        TRANSFORMS[transform](E.clone(), C, T)
 
 
 def test_a_workspace_too_small_can_be_pickled():
