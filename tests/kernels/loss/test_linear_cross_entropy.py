@@ -372,6 +372,22 @@ def test_the_reference_passes_gradcheck():
     assert torch.autograd.gradcheck(loss, (e, c, bias))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"reduction": "average"}, ValueError, "reduction: must be one of mean, sum, none, got 'average'"),
+        ({"shift": -1}, ValueError, "shift: must lie in"),
+        ({"shift": 7}, ValueError, "shift: must lie in"),
+        ({"shift": 1.0}, TypeError, "shift: must be an integer"),
+    ],
+)
+def test_the_reference_refuses_what_the_loss_refuses(wrong, error, message):
+    """It took the mean for any other reduction, and other rows for a negative shift."""
+    for function in (linear_cross_entropy, reference_linear_cross_entropy):
+        with pytest.raises(error, match=f"^{message}"):
+            function(E, C, T, **wrong)
+
+
 E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
 REFUSED = {
     "e": {"e": E.double()},
