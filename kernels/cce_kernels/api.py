@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import PRESETS, check_inputs, gradients_wanted, make_options, product_dtype, shifted, weights_of_rows
+from .arguments import (
+    PRESETS,
+    check_flags,
+    check_inputs,
+    gradients_wanted,
+    make_options,
+    product_dtype,
+    shifted,
+    weights_of_rows,
+)
 from .filter_rule import FilterStats
 from .operators import cross_entropy
 from .parallel.dtensors import any_distributed, loss_of_dtensors
@@ -128,8 +137,10 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument must be a tensor, number, integer or bool, and is not. The message starts with its name.
         ValueError: an argument has the wrong shape, dtype, layout, device or value. The message starts with its name.
-        WorkspaceTooSmall: workspace_mib does not hold the narrowest chunk, and a gradient is wanted. `least_mib` says
-            what suffices.
+        WorkspaceTooSmall: workspace_mib does not hold the narrowest chunk, and a gradient is wanted or torch computes
+            the loss (on a CPU, for example). `least_mib` says what suffices.
+        RuntimeError: the call is inside a torch.func transform; or, in a backward pass, its gradients are batched, or
+            the derivative of a gradient is asked for.
     """
     numbers = {
         "softcap": softcap, "logit_scale": logit_scale, "label_smoothing": label_smoothing, "z_loss": z_loss,
@@ -144,6 +155,7 @@ def linear_cross_entropy(
             return_stats=return_stats, preset=preset, **numbers,
         )  # fmt: skip
     options = make_options(preset, numbers)
+    check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
     targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
     weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
 

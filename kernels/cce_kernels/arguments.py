@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import refuse_device
+from .derivative import refuse_transforms
 from .options import Options
 from .runtime.devices import without_values
 
@@ -116,10 +117,11 @@ def check_inputs(
     CPU are checked each time, because their targets' values are, too.
 
     Raises:
-        TypeError, ValueError: as `linear_cross_entropy` says.
+        TypeError, ValueError, RuntimeError: as `linear_cross_entropy` says.
     """
     if torch.compiler.is_compiling():
         return _check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+    refuse_transforms()
     tensors, rest = (e, c, targets, bias, main_grad_c), (type(ignore_index), reduction, type(shift), shift)
     try:
         like = (*[None if x is None else _metadata(x) for x in tensors], *rest)
@@ -187,11 +189,7 @@ def _check_inputs(
         fits = main_grad_c.shape == c.shape and main_grad_c.dtype == torch.float32 and main_grad_c.is_contiguous()
         if not fits or main_grad_c.device != c.device:
             raise ValueError(f"main_grad_c: must be contiguous fp32 {_sizes(c)} on {c.device}, like c")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
-        last = targets.shape[-1] if targets.dim() else 0
-        raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
+    check_reduction_and_shift(reduction, shift, targets)
     # Widened first, because a narrower dtype may not hold ignore_index.
     targets = targets.long()
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and not without_values(targets):
@@ -201,6 +199,15 @@ def _check_inputs(
             first = targets[outside][0].item()
             raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index")
     return targets, ignore_index
+
+
+def check_reduction_and_shift(reduction: Any, shift: int, targets: Tensor) -> None:
+    """Raise a ValueError if there is no such reduction, or if shift moves the targets (...) too far."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    last = targets.shape[-1] if targets.dim() else 0
+    if not 0 <= shift <= last:
+        raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
 
 
 def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
@@ -216,17 +223,22 @@ def weights_of_rows(token_weights: Tensor | None, targets: Tensor, shift: int) -
     """
     if token_weights is None:
         return None
-    check_tensor("token_weights", token_weights)
-    if token_weights.dtype not in DTYPES:
-        raise ValueError(f"token_weights: must be bfloat16, float16 or float32, got {token_weights.dtype}")
+    check_weights("token_weights", token_weights)
     if token_weights.shape != targets.shape:
         raise ValueError(f"token_weights: must be {_sizes(targets)} like targets, got {_sizes(token_weights)}")
     if token_weights.device != targets.device:
         raise ValueError(f"token_weights: is on {token_weights.device}, targets on {targets.device}")
-    if token_weights.requires_grad:
-        raise ValueError("token_weights: requires a gradient, but gets none; give token_weights.detach()")
     weights = token_weights.float()
     return (shifted(weights, shift, 0) if shift else weights).reshape(-1).contiguous()
+
+
+def check_weights(name: str, x: Any) -> None:
+    """Raise an error if x cannot be weights of rows or of classes: no tensor, of a wrong dtype, or with a gradient."""
+    check_tensor(name, x)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
+    if x.requires_grad:
+        raise ValueError(f"{name}: requires a gradient, but gets none; give {name}.detach()")
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:
@@ -249,8 +261,7 @@ def check_option(name: str, x: Any) -> None:
     if type(x) in (float, int) and name not in FLAGS:  # the common case first, to save time on the host
         return
     if name in FLAGS:
-        if not isinstance(x, bool):
-            raise TypeError(f"{name}: must be True or False, got {_kind(x)}")
+        check_flags(**{name: x})
     elif name in NUMBERS and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name}: must be a number, got {_kind(x)}")
     elif name in NUMBERS_OR_NONE and x is not None and (isinstance(x, bool) or not isinstance(x, Real)):
@@ -258,13 +269,28 @@ def check_option(name: str, x: Any) -> None:
 
 
 def as_integer(name: str, x: Any) -> int:
-    """x as an int; raises a TypeError if x is no integer (None, True or 2.0, for example)."""
+    """x as an int.
+
+    Raises:
+        TypeError: x is no integer (None, True or 2.0, for example).
+        ValueError: x does not fit int64.
+    """
     try:
         if isinstance(x, bool):
             raise TypeError
-        return operator.index(x)
+        found = operator.index(x)
     except TypeError:
         raise TypeError(f"{name}: must be an integer, got {_kind(x)}") from None
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{name}: must fit 64 bits, got {found}")
+    return found
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise a TypeError if a value is neither True nor False."""
+    for name, x in flags.items():
+        if not isinstance(x, bool):
+            raise TypeError(f"{name}: must be True or False, got {_kind(x)}")
 
 
 def _kind(x: Any) -> str:

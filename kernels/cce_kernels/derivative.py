@@ -16,7 +16,22 @@ from torch import Tensor
 from .runtime.devices import without_values
 
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
+NO_TRANSFORM = (
+    "cce_kernels: torch.func transforms (vmap, grad, jvp, …) and batched gradients (is_grads_batched) are not "
+    "supported; give all rows to one call, and take gradients with backward() or torch.autograd.grad"
+)
 BIAS, STATS, WEIGHTS = 3, 5, 6  # indices among the inputs
+
+
+def refuse_transforms(*gradients: Tensor | None) -> None:
+    """Raise a RuntimeError inside a transform of torch.func, and for batched gradients.
+
+    A kernel cannot read the memory of their tensors.
+    """
+    functorch = torch._C._functorch
+    batched = any(x is not None and functorch.is_legacy_batchedtensor(x) for x in gradients)
+    if batched or functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(NO_TRANSFORM)
 
 
 class Final(torch.autograd.Function):
@@ -107,6 +122,7 @@ def differentiable(
 
         @staticmethod
         def backward(ctx, *upstream):
+            refuse_transforms(*upstream)
             if not torch.is_grad_enabled():
                 return *backward(direct_gradients, ctx, upstream), None
             with torch.no_grad():  # create_graph=True

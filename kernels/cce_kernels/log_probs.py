@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_inputs, check_tensor, gradients_wanted, make_options, product_dtype, shifted
+from .arguments import check_flags, check_inputs, check_tensor, gradients_wanted, make_options, product_dtype, shifted
 from .operators import cross_entropy, cross_entropy_and_entropy
 from .options import MIB
 from .parallel.dtensors import any_distributed, log_probs_of_dtensors, plain_heads
@@ -53,7 +53,7 @@ def linear_log_probs(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or value. The message starts with its name.
-        WorkspaceTooSmall: as in `linear_cross_entropy`.
+        WorkspaceTooSmall, RuntimeError: as in `linear_cross_entropy`.
     """
     numbers = {
         "softcap": softcap, "logit_scale": logit_scale, "accumulate": accumulate, "workspace_mib": workspace_mib,
@@ -64,6 +64,7 @@ def linear_log_probs(
             temperature=temperature, return_entropy=return_entropy, **numbers,
         )  # fmt: skip
     o = make_options(None, numbers)
+    check_flags(return_entropy=return_entropy)
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature: must be a number, got {type(temperature).__name__}")
     if not 0 < temperature < inf:

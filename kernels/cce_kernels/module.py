@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import linear_cross_entropy, try_options
-from .arguments import as_integer
+from .arguments import as_integer, check_tensor, check_weights
 from .parallel.api import vocabulary_parallel_linear_cross_entropy
 
 # The keywords of linear_cross_entropy that are no tensors: what a module may store.
@@ -143,6 +143,8 @@ class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
 class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
     """In place of `liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss` (Liger 0.8): its options and order."""
 
+    ce_weight: Tensor | None
+
     def __init__(
         self,
         ce_weight: Tensor | None = None,
@@ -163,7 +165,9 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         Args:
             lse_square_scale: `z_loss`.
             accum_dtype: None for this package's compensated sums, torch.float32 for accumulate="fp32".
-            ce_weight: (V,) weights of the classes, not together with label_smoothing or lse_square_scale.
+            ce_weight: (V,) weights of the classes, bf16, fp16 or fp32, not together with label_smoothing or
+                lse_square_scale. A buffer that moves with the module, as in torch.nn.CrossEntropyLoss, but no part of
+                its state_dict, as in Liger's module. It gets no gradient.
             use_token_scaling and return_…: must be False.
             options: further options of `linear_cross_entropy`.
 
@@ -172,6 +176,8 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         Raises:
             TypeError, ValueError: as in `LinearCrossEntropyLoss`, or Liger's option is not supported here.
         """
+        if ce_weight is not None:
+            check_weights("ce_weight", ce_weight)
         if ce_weight is not None and (label_smoothing or lse_square_scale):
             raise ValueError("ce_weight: cannot combine with label_smoothing or lse_square_scale; keep Liger's loss")
         _refuse("use_token_scaling", use_token_scaling, False, "give linear_cross_entropy token_weights")
@@ -186,7 +192,7 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
             z_loss=lse_square_scale, **options,
         )  # fmt: skip
-        self.ce_weight = ce_weight
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
 
     def forward(  # type: ignore[override]  # Liger's order
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
@@ -200,6 +206,7 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
             return super().forward(_input, lin_weight, target, bias)
         if self.ce_weight.shape != lin_weight.shape[:1]:
             raise ValueError(f"ce_weight: must be (V,) = {(len(lin_weight),)}, got {tuple(self.ce_weight.shape)}")
+        check_tensor("target", target)
         kept = target.long().clamp(0, len(lin_weight) - 1)  # the loss itself refuses targets outside the vocabulary
         return super().forward(_input, lin_weight, target, bias, token_weights=self.ce_weight.to(target.device)[kept])
 

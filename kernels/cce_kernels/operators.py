@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import backend_of
+from .backends import backend_of, restored
 from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filter_rule import FilterStats
 from .options import Options, options_of
@@ -318,8 +318,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
         plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
         assert plan is not None
     options = plan.options(o).values()
-    e_as, c_as, counted = present(e_as), present(c_as), present(counted)
-    e, c = e if e_as is None else e_as, c if c_as is None else c_as
+    e, c, counted = restored(e, present(e_as), ctx.dtype), restored(c, present(c_as), ctx.dtype), present(counted)
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss
     if grad_loss is not None and counted is not None:
         grad_rows = backend_of(e).mean_gradient(grad_loss, counted) if direct else grad_loss / counted

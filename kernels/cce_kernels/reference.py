@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arguments import as_integer, check_reduction_and_shift
 from .filter_rule import Rule, mean_logits
 from .options import Options
 from .row_math import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
@@ -39,9 +40,14 @@ def reference_linear_cross_entropy(
         options: the fields of `Options`.
 
     Returns:
-        loss (a scalar, or (...) for reduction="none") and lse (...), both in `dtype`.
+        loss (a scalar, or (...) for reduction="none") and lse (...), both in `dtype`. With a shift, (...) is the shape
+        of targets[..., shift:].
+
+    Raises:
+        TypeError, ValueError: reduction, shift or an option has a wrong type or value.
     """
-    o = Options(**options)
+    o, shift = Options(**options), as_integer("shift", shift)
+    check_reduction_and_shift(reduction, shift, targets)
     if shift:
         e, targets = e[..., :-shift, :], targets[..., shift:]
         token_weights = None if token_weights is None else token_weights[..., shift:]

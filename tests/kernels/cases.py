@@ -529,3 +529,17 @@ def check_default_dtype(options: dict[str, Any], dtype: torch.dtype, device: str
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+def check_offloaded(function: Any, device: str, **options: Any) -> None:
+    """Hooks that offload saved tensors hand back contiguous copies, which changes no bit of loss and gradients."""
+    e, c, targets, _ = draw(Case("offloaded", shape=(40,), dim=12, vocab=70, dtype=BF16), device)
+
+    def results() -> list[Tensor]:
+        loss = function(e, c, targets, **options)
+        return [loss.detach(), *gradients(loss, (e, c))]
+
+    want = results()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.cpu().contiguous(), lambda x: x.to(device)):
+        got = results()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -46,6 +46,15 @@ def backend_of(x: Tensor) -> ModuleType:
     return _backend_on(x.device)
 
 
+def restored(x: Tensor, copy: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The operand that the forward pass has prepared from x: its copy, or x itself if there is none (None).
+
+    Hooks of saved tensors, such as those that offload activations, may return it with other strides. Then it is
+    prepared again.
+    """
+    return backend_of(x).prepare(x if copy is None else copy, dtype)
+
+
 @lru_cache
 def _backend_on(device: torch.device) -> ModuleType:
     reason = None if INTERPRETED else without_kernels(device)

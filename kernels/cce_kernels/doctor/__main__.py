@@ -73,7 +73,7 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"{first}; give a smaller batch or seq"
     if isinstance(error, RuntimeError):
-        return f"the model failed on this device: {first}; most models of FLA need a GPU"
+        return f"the model failed on this device: {first}; most models of FLA and Liger's loss need a GPU"
     return first
 
 

@@ -48,6 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..arguments import (
+    check_flags,
     check_inputs,
     check_tensor,
     gradients_wanted,
@@ -144,6 +145,7 @@ def vocabulary_parallel_linear_cross_entropy(
 
     def check() -> tuple[Options, Tensor, int, Tensor | None]:
         o = make_options(preset, options)
+        check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
         _check_place(shards, rows, group)
         found = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
         rank = dist.get_rank(group)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ..backends import backend_of
+from ..backends import backend_of, restored
 from ..derivative import differentiable, empty_gradient, stored_dtypes
 from ..filter_rule import FilterStats, Rule
 from ..operators import OPTIONS
@@ -358,8 +358,7 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
         plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
-    e_as, c_as = present(e_as), present(c_as)
-    e, c = e if e_as is None else e_as, c if c_as is None else c_as
+    e, c = restored(e, present(e_as), ctx.dtype), restored(c, present(c_as), ctx.dtype)
     grad_rows = torch.zeros_like(lse) if grad_rows is None else grad_rows
     if plan.rows and ctx.finished:  # a second backward pass recomputes the logits, without stand-ins for targets
         here = Spread.of(*ctx.place).columns(columns)

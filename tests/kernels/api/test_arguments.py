@@ -5,7 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from cce_kernels import linear_cross_entropy, patch
+from cce_kernels import linear_cross_entropy, linear_log_probs, patch
+from cce_kernels.arguments import FLAGS
 from patch_models import build_hf
 from torch import nn
 
@@ -28,7 +29,7 @@ WRONG_TYPES = [
     ),
     *(
         (name, value, "must be True or False")
-        for name in ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
+        for name in (*FLAGS, "return_lse", "return_metrics", "return_stats")
         for value in (None, 1, 0.5, "yes")
     ),
 ]
@@ -48,6 +49,17 @@ def test_a_wrong_type(name, value, message):
 def test_a_name_that_is_no_text(option, value):
     with pytest.raises(ValueError, match=f"^{option}: must be one of"):
         linear_cross_entropy(E, C, TARGETS, **{option: value})
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**70)])
+def test_an_ignore_index_beyond_64_bits(value):
+    with pytest.raises(ValueError, match=r"^ignore_index: must fit 64 bits, got"):
+        linear_cross_entropy(E, C, TARGETS, ignore_index=value)
+
+
+def test_entropies_are_asked_for_with_true_or_false():
+    with pytest.raises(TypeError, match=r"^return_entropy: must be True or False, got 'no'"):
+        linear_log_probs(E, C, TARGETS, return_entropy="no")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, on sparse and nested tensors

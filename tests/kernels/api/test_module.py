@@ -157,6 +157,28 @@ def test_class_weights_of_any_label():
         LigerFusedLinearCrossEntropyLoss(weights)(c, e, torch.full_like(targets, 90), bias)
     with pytest.raises(ValueError, match=r"^ce_weight: must be \(V,\) = \(90,\), got \(91,\)"):
         LigerFusedLinearCrossEntropyLoss(torch.ones(91))(c, e, targets, bias)
+    with pytest.raises(TypeError, match=r"^target: must be a tensor, got list"):
+        LigerFusedLinearCrossEntropyLoss(weights)(c, e, [1], bias)
+
+
+def test_class_weights_move_with_the_module_and_are_not_saved():
+    """A copy from the host at every call would wait for the device."""
+    module = LigerFusedLinearCrossEntropyLoss(torch.ones(9)).to("meta")
+    assert module.ce_weight.is_meta
+    assert not module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ([1.0], TypeError, "ce_weight: must be a tensor, got list"),
+        (torch.ones(9, dtype=torch.float64), ValueError, "ce_weight: must be bfloat16, float16 or float32"),
+        (torch.ones(9, requires_grad=True), ValueError, "ce_weight: requires a gradient, .* give ce_weight.detach"),
+    ],
+)
+def test_wrong_class_weights_fail_at_construction(weights, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        LigerFusedLinearCrossEntropyLoss(weights)
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -14,6 +14,7 @@ from cases import (
     STORED,
     Case,
     check,
+    check_offloaded,
     check_one_chunk,
     check_skipped_rows,
     check_small_workspace,
@@ -213,6 +214,10 @@ def test_more_logits_than_32_bits_count():
     for grad, want in zip(grads, (torch.cat(grad_e), c32.grad), strict=True):
         rounding = error(want.to(BF16), want)
         assert error(grad, want) <= 2 * rounding  # of the entries of dz, of the result
+
+
+def test_saved_tensors_may_be_offloaded():
+    check_offloaded(linear_cross_entropy, "cuda")
 
 
 def test_a_target_outside_the_vocabulary_makes_the_loss_nan():

@@ -348,7 +348,7 @@ def test_without_transformers_the_line_says_what_to_install(capsys, monkeypatch)
         (torch.OutOfMemoryError("no memory\nhere"), "error: no memory; give a smaller batch or seq\n"),
         (
             RuntimeError("no driver"),
-            "error: the model failed on this device: no driver; most models of FLA need a GPU\n",
+            "error: the model failed on this device: no driver; most models of FLA and Liger's loss need a GPU\n",
         ),
     ],
 )

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from cases import BF16, CASES, DEFAULTED, Case, check, check_default_dtype, draw, gradients
-from cce_kernels import linear_cross_entropy
+from cases import BF16, CASES, DEFAULTED, Case, check, check_default_dtype, check_offloaded, draw, gradients
+from cce_kernels import linear_cross_entropy, vocabulary_parallel_linear_cross_entropy
 from cce_kernels.options import Options
 from hypothesis import given, settings
 from random_cases import random_cases
+from torch import distributed as dist
 from triton_interpreter import MARKS
 
 pytestmark = MARKS
@@ -65,6 +66,22 @@ def test_a_bias_of_minus_infinity_masks_whole_tiles():
     torch.testing.assert_close(loss, want)
     for grad, wanted in zip(gradients(loss, (e, c)), gradients(want, (e, c)), strict=True):
         torch.testing.assert_close(grad, wanted)
+
+
+OFFLOADED = [{}, {"reduction": "none"}, {"filter_eps": 0.01, "filter_unbiased": True}]
+
+
+@pytest.mark.parametrize("options", OFFLOADED, ids=str)
+def test_saved_tensors_may_be_offloaded(options):
+    check_offloaded(linear_cross_entropy, "cpu", **options)
+
+
+def test_saved_tensors_may_be_offloaded_with_the_vocabulary_over_ranks():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        check_offloaded(vocabulary_parallel_linear_cross_entropy, "cpu", shards=[70])
+    finally:
+        dist.destroy_process_group()
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -23,7 +23,14 @@ from cases import (
     in_fp64,
     torch_path,
 )
-from cce_kernels import PRESETS, WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import (
+    PRESETS,
+    WorkspaceTooSmall,
+    linear_cross_entropy,
+    linear_log_probs,
+    predicted_tokens,
+    reference_linear_cross_entropy,
+)
 from cce_kernels.accumulator import Accumulator
 from cce_kernels.options import Options
 from hypothesis import given, settings
@@ -258,6 +265,26 @@ def test_a_second_derivative_is_refused(wanted):
         torch.autograd.grad(penalised, {"e": e, "c": c, "bias": bias, "scale": scale}[wanted])
 
 
+def _batched_gradients(e, c, targets):
+    rows = linear_cross_entropy(e.requires_grad_(), c, targets, reduction="none")
+    return torch.autograd.grad(rows, e, torch.eye(len(rows)), is_grads_batched=True)
+
+
+TRANSFORMS = {
+    "vmap": lambda e, c, targets: torch.func.vmap(lambda x: linear_cross_entropy(x, c, targets))(torch.stack([e, e])),
+    "vmap of tokens": lambda e, c, _: torch.func.vmap(lambda x: predicted_tokens(x, c))(torch.stack([e, e])),
+    "grad": lambda e, c, targets: torch.func.grad(lambda x: linear_cross_entropy(x, c, targets))(e),
+    "jvp": lambda e, c, targets: torch.func.jvp(lambda x: linear_log_probs(x, c, targets), (e,), (e,)),
+    "batched gradients": _batched_gradients,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(transform):
+    with pytest.raises(RuntimeError, match=r"^cce_kernels: torch.func transforms .* are not supported; give all rows"):
+        TRANSFORMS[transform](E.clone(), C, T)
+
+
 def test_a_workspace_too_small_can_be_pickled():
     """Processes pickle the errors that they send each other."""
     error = WorkspaceTooSmall(0.5, 3)
@@ -343,6 +370,22 @@ def test_the_reference_passes_gradcheck():
         return reference_linear_cross_entropy(e, c, targets.long(), bias=bias, **options)
 
     assert torch.autograd.gradcheck(loss, (e, c, bias))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"reduction": "average"}, ValueError, "reduction: must be one of mean, sum, none, got 'average'"),
+        ({"shift": -1}, ValueError, "shift: must lie in"),
+        ({"shift": 7}, ValueError, "shift: must lie in"),
+        ({"shift": 1.0}, TypeError, "shift: must be an integer"),
+    ],
+)
+def test_the_reference_refuses_what_the_loss_refuses(wrong, error, message):
+    """It took the mean for any other reduction, and other rows for a negative shift."""
+    for function in (linear_cross_entropy, reference_linear_cross_entropy):
+        with pytest.raises(error, match=f"^{message}"):
+            function(E, C, T, **wrong)
 
 
 E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
