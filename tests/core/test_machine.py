@@ -173,7 +173,7 @@ def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: 
 
 
 def test_text_is_compared_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text("words and more words\n" * 1000, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("words and more words\n\n" * 1000, encoding="utf-8")
     text = load_config(["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]).data
     text = replace(text, tokenizer_vocab_size=257)
     monkeypatch.setattr("linrnn.data.cache.free_disk", lambda path: 1000)

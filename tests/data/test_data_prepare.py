@@ -353,6 +353,7 @@ def test_damaged_shards_are_found_and_named(
     ("texts", "changes", "error", "cause"),
     [
         (["only one"], {}, DataError, "a single document"),
+        (["only one"], {"tokenizer": None, "tokenizer_vocab_size": 300}, DataError, "a single document"),
         (["", ""], {}, DataError, "0 train tokens"),
         (["a", "b"], {"valid_fraction": 0.0}, ConfigError, "data.valid_fraction is 0"),
         (["a", "b"], {"text_field": "body"}, DataError, "no field 'body'"),

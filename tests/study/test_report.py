@@ -16,10 +16,10 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.study.criteria import MEMORY, OPEN, judge
 from linrnn.study.report import make_report, verdict_table, write
 from linrnn.study.report.page import Pictures, inline, to_html
-from linrnn.study.report.remarks import ON_DROPPED, on_runs
+from linrnn.study.report.remarks import ON_DROPPED, on_figures, on_origin, on_runs
 from linrnn.study.report.sections import sections
 from linrnn.study.report.settings import changes_of_loss
-from linrnn.study.report.tables import of_verdicts
+from linrnn.study.report.tables import of_runs, of_verdicts
 from linrnn.study.results import BREAKDOWNS, MAX_BATCHES, Run, read_committed, read_list
 from linrnn.study.verdicts import CONTROL, verdicts
 
@@ -284,6 +284,28 @@ def test_a_remark_on_a_failure_names_the_run_where_model_loss_and_batch_are_thos
     lines = [line.partition(": diverged")[0] for line in on_runs([*seeds, other]) if "diverged" in line]
     kind = lines[2].removesuffix("B = 7")
     assert lines == [f"{kind}B = {diverged['batch_size']}, a-s{seed}" for seed in (0, 1)] + [f"{kind}B = 7"]
+
+
+def test_the_speed_of_runs_that_did_not_finish_is_labelled_by_their_own_clock() -> None:
+    first, *_ = read_committed(REPORT)
+    nothing = dict.fromkeys(("tokens_per_second", "tokens_per_second_is", "step_time_ms_median", "device"))
+    failed = Run({**first.summary, **nothing, "status": "failed", "run_name": "a-s0"}, {})
+    on_cpu = {"tokens_per_second": 948.0, "tokens_per_second_is": "wall clock", "device": "cpu"}
+    interrupted = Run({**first.summary, **on_cpu, "status": "interrupted", "run_name": "b-s0"}, {})
+    for runs, speed, sentence in (
+        ([failed], "tokens/s, not measured", "Tokens/s are not measured"),
+        ([failed, interrupted], "tokens/s, wall clock", "Tokens/s are by wall clock"),
+    ):
+        columns = of_runs(runs).columns
+        assert (speed in columns, "step, ms" in columns, sentence in on_figures(runs)) == (True, True, True)
+        assert "device time" not in on_figures(runs)
+
+
+def test_a_report_of_runs_that_never_started_says_so_and_prints_no_none() -> None:
+    first, *_ = read_committed(REPORT)
+    failed = Run({**first.summary, "status": "failed"}, {})
+    assert on_origin([failed])[0] == "device, commit and versions are not recorded, because no run started"
+    assert "None" not in " ".join(on_origin([failed]))
 
 
 def test_text_of_a_run_cannot_become_part_of_the_page() -> None:

@@ -18,6 +18,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.inference.load import Reading, open_reading
+from linrnn.losses import check_vocabulary_parallel
 from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import final_lines
@@ -119,6 +120,10 @@ def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small, mo
         [line] = [line for line in lines if "another loss" in line]
         assert f"{starter}train.py 'data.path=a b' seed=1 results_dir=/tmp/a loss=standard  # another loss" in line
     assert any("evaluate.py" in line for line in lines)
+    for own, other in (("cce_kahan", "cce_filter"), ("cce_filter", "cce_kahan")):  # vocab refuses all other losses
+        shared = load_config(small("parallel=vocab", f"loss={own}"))
+        check_vocabulary_parallel(load_config([f"loss={other}"]).loss)
+        assert any(f" loss={other}  # another loss" in x for x in final_lines(shared, run.directory.path, summary))
     without = load_config(small("trainer.checkpoint_every=0"))
     shown = final_lines(without, run.directory.path, {**summary})
     assert not any("checkpoints/" in line or "checkpoint=" in line for line in shown)

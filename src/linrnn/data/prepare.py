@@ -33,7 +33,7 @@ from linrnn.data.shards import (
     write_json,
 )
 from linrnn.data.sources import Source, make_source
-from linrnn.data.tokenise import Tokenisation, split_of
+from linrnn.data.tokenise import Tokenisation, single_document, split_of
 from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
 TOKENIZER_SAMPLE_BYTES = 16 << 20  # a tokenizer trained here learns from this many first bytes of the training text
@@ -204,13 +204,15 @@ def _tokenizer_trained_here(
 
 
 def _sample(source: Source, period: int | None) -> Iterator[str]:
-    n_bytes = 0
+    n_bytes, number = 0, -1
     for number, document in enumerate(source.documents("train")):
         if split_of("train", number, period) == "train":
             yield document.text
             n_bytes += len(document.text.encode())
             if n_bytes >= TOKENIZER_SAMPLE_BYTES:
                 return
+    if number == 0 and period is not None:
+        raise single_document(source)
 
 
 # -------------------------------------------------------------------------------------------------- generated

@@ -34,6 +34,14 @@ def split_of(phase: str, document: int, period: int | None) -> str:
     return "valid" if document % period == 0 else "train"
 
 
+def single_document(source: Source) -> DataError:
+    """The error for text of one document: held out for validation, it leaves nothing to train on."""
+    return DataError(
+        f"{source.description} is a single document, so none can be held out for validation",
+        "give data.valid_path, or text in more than one document (in .txt a blank line ends one)",
+    )
+
+
 class Tokenisation:
     """One attempt at writing the shards of both splits.
 
@@ -139,10 +147,7 @@ class Tokenisation:
 
     def _check_not_empty(self) -> None:
         if self._count("documents") == 1 and self._period is not None:
-            raise DataError(
-                f"{self._source.description} is a single document, so none can be held out for validation",
-                "give data.valid_path, or text in more than one document (in .txt a blank line ends one)",
-            )
+            raise single_document(self._source)
         for split, writer in self._writers.items():
             if writer.tokens < 2:
                 raise DataError(f"{self._source.description} gives {writer.tokens} {split} tokens", "give more text")

@@ -9,7 +9,7 @@ from typing import Any
 
 from linrnn.config import overrides_of
 from linrnn.config.naming import HORIZON, defaults_of
-from linrnn.config.schema import Config
+from linrnn.config.schema import Config, VocabConfig
 from linrnn.config.steps import horizon
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import GIB
@@ -19,7 +19,7 @@ from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
-
+_NEXT_LOSS_BY_VOCABULARY = {"cce_kahan": "cce_filter"}  # parallel=vocab refuses all other losses
 
 # Keys that every summary has in addition to those that name the run. They are null if the run did not get that far.
 MEASURED = (
@@ -225,7 +225,8 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
 def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[str]:
     here = Path(sys.executable)
     python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
-    other = _NEXT_LOSS.get(config.loss.name, "cce_kahan")
+    by_vocabulary = isinstance(config.parallel, VocabConfig)
+    other = (_NEXT_LOSS_BY_VOCABULARY if by_vocabulary else _NEXT_LOSS).get(config.loss.name, "cce_kahan")
     cache = config.data.cache_dir
     kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
     evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])

@@ -19,6 +19,7 @@ from linrnn.study.plots.scaling import (
 )
 from linrnn.study.plots.select import (
     DEVICE_TIME,
+    NO_SPEED,
     baseline_of,
     clock_of,
     crossover_lines,
@@ -30,6 +31,7 @@ from linrnn.study.plots.step_parts import step_parts
 __all__ = [
     "AXES",
     "DEVICE_TIME",
+    "NO_SPEED",
     "Row",
     "baseline_of",
     "batch_rows",

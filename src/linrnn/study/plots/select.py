@@ -14,16 +14,17 @@ from linrnn.study.results import SETTING, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES
 
 DEVICE_TIME = "device time"  # earlier tokens/s come from the device time of a step
+NO_SPEED = "not measured"  # no run came past its warm-up
 
 
 def clock_of(runs: Sequence[Run]) -> str:
-    """How the runs' tokens/s were measured, in words."""
-    kinds = {by_wall_clock(run.summary) for run in measured(runs)}
-    if not kinds and any(run.gpu_shared for run in runs):
-        return NOT_MEASURED
+    """How the runs' tokens/s were measured, in words. Runs that did not finish count: tables show their speeds, too."""
+    kinds = {by_wall_clock(run.summary) for run in runs if run.summary["tokens_per_second"]}
+    if not kinds:
+        return NOT_MEASURED if any(run.gpu_shared for run in runs) else NO_SPEED
     if kinds == {True}:
         return WALL_CLOCK
-    return DEVICE_TIME if kinds <= {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"
+    return DEVICE_TIME if kinds == {False} else f"{WALL_CLOCK} or {DEVICE_TIME}"
 
 
 def speeds_rank(runs: Sequence[Run]) -> bool:

@@ -64,6 +64,8 @@ def _on_speed(runs: Sequence[Run]) -> str:
         return "Tokens/s are by wall clock, over all steps after the warm-up."
     if clock == NOT_MEASURED:
         return "Tokens/s, step times and MFU are not measured, because the runs shared their GPUs."
+    if clock == plots.NO_SPEED:
+        return "Tokens/s are not measured: no run came past its warm-up."
     device = (
         "come from a step's median device time. They leave out what the host does between steps and are to be measured "
         "again by wall clock."
@@ -127,6 +129,8 @@ def _on_sharing(runs: Sequence[Run]) -> list[str]:
 def on_origin(runs: Sequence[Run]) -> list[str]:
     """Device, commit, versions and clocks of the runs."""
     environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    if not environment:
+        return ["device, commit and versions are not recorded, because no run started"]
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
     driver = f", driver {environment['gpu_driver']}" if environment.get("gpu_driver") else ""

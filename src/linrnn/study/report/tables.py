@@ -143,7 +143,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
         *(
             f"tokens/s, {plots.clock_of(runs).split(':')[0]}",
             "ratio",
-            "step, ms" if all(on_cpu(run.summary) for run in runs) else "step, device ms",
+            "step, ms" if all(on_cpu(run.summary) for run in runs if run.summary.get("device")) else "step, device ms",
             "of it loss",
             "MFU",
             "MFU by 6N",
