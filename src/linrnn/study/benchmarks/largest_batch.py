@@ -22,6 +22,8 @@ SEARCHES = (
     "largest_h100_full",
     "largest_h100_kda",
     "largest_h100_gated_deltanet",
+    "largest_h100_rest",
+    "largest_h100_rest_gated_deltanet",
 )
 ALIKE = ("size", "seq_len", "vocab_size", "memory_budget_gib", "device", "precision", "world_size")
 Key = tuple[str, str, str]  # model, kind of activation checkpointing, loss
