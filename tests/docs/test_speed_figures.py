@@ -132,6 +132,13 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
     )
     slowest = max(max(row.wall_ms) / row.step_ms for one in (small, large) for row in one.values())
     assert f"took up to {slowest:.2f} times the median" in page
+    sizes = {size: chunks[f"Gated DeltaNet 1b3, model.chunk_size={size}"] for size in (16, 32, 64)}
+    (compiled_32, compiled_16), (ours_32, ours_16) = (
+        [with_interval(ratio_of_means(sizes[size][loss].wall_ms, sizes[64][loss].wall_ms)) for size in (32, 16)]
+        for loss in ("compiled", "cce_kahan")
+    )
+    assert f"With 32 the step takes {compiled_32} of that with 64, and with 16 it takes {compiled_16} (compiled)" in page
+    assert f"`cce_kahan` gives {ours_32} and {ours_16}." in page
 
 
 def test_liger_peaks_lower_than_ours_without_checkpointing() -> None:
