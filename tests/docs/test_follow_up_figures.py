@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections import Counter
+from typing import Any
 
 import pytest
 from blocks import ROOT
@@ -11,12 +12,12 @@ from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_in
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.core.files import read_object
 from linrnn.runs.intervals import ratio_of_means
-from linrnn.runs.step_parts import parts_of_step
+from linrnn.runs.step_parts import parts_of_step, shares_of_step
 from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference
-from linrnn.study.figures import BREAKDOWNS
+from linrnn.study.figures import BREAKDOWNS, BREAKDOWNS_350M
 from linrnn.study.plots.step_parts import PARTS
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import read_committed
@@ -73,56 +74,95 @@ def test_the_table_of_the_follow_ups_models_compares_their_rounds() -> None:
     assert table_of("h7_follow_ups.md", "model line") == expected
 
 
-def test_the_table_of_a_steps_parts_holds_the_breakdowns() -> None:
-    page = " ".join((ROOT / "docs/study/h7_follow_ups.md").read_text(encoding="utf-8").split())
-    fourth = " ".join((ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8").split())
-    expected, hosts, scans, slow = [], [], [], []
-    ms: dict[str, dict[str, float]] = {}
-    for words, name in BREAKDOWNS.items():
-        breakdown = read_object(ROOT / "results" / "summaries" / "breakdown" / f"{name}.json", ("time", "flops"))
-        seconds = parts_of_step(breakdown)
-        step = sum(seconds.values())
-        ms[words] = {part: 1e3 * value for part, value in seconds.items()} | {"step": 1e3 * step}
-        drawn = [sum(seconds[part] for part in held) / step for held, _ in PARTS.values()]
-        flops = {part: sum(passes.values()) for part, passes in breakdown["flops"].items()}
-        of_parts = zip(
-            ("mixer_projections", "mixer_scan", "mlp", "vocabulary"),
-            ("mixer/projections", "mixer/scan", "mlp", "loss"),
-            strict=True,
-        )
-        rates = [flops[computed] / seconds[part] / 1e12 for computed, part in of_parts]
-        expected.append([words, f"{1e3 * step:.1f}", *map(percent, drawn), *(f"{rate:.0f}" for rate in rates)])
-        hosts.append(breakdown["time"]["host"]["total"] / step)
-        if "Transformer" not in words:
-            scans.append(flops["mixer_scan"] / (sum(flops.values()) - flops["optimizer"]))
-            slow.append(rates[1])
-            order = sorted(drawn[:5], reverse=True)
-            assert order.index(drawn[3]) == 3, "the loss layer comes fourth"
-    assert table_of("h7_follow_ups.md", "H100, 1.3B, `cce_kahan`: of a step") == expected
-    assert f"It does {100 * min(scans):.0f} to {100 * max(scans):.0f} % of a linear RNN's FLOPs" in page
+def breakdown_of(name: str) -> dict[str, Any]:
+    return read_object(ROOT / "results" / "summaries" / "breakdown" / f"{name}.json", ("time", "flops", "steps"))
+
+
+@pytest.mark.parametrize(
+    ("head", "breakdowns"),
+    [
+        ("H100, 1.3B, `cce_kahan`: of a step", BREAKDOWNS),
+        ("H100, 350M, V = 131,072, 16 x 2048 tokens, `cce_kahan`: of a step", BREAKDOWNS_350M),
+    ],
+)
+def test_the_tables_of_a_steps_parts_hold_the_breakdowns(head: str, breakdowns: dict[str, str]) -> None:
+    expected = []
+    for words, name in breakdowns.items():
+        breakdown = breakdown_of(name)
+        seconds, step = parts_of_step(breakdown), breakdown["time"]["step"]["total"]
+        scan = shares_of_step(breakdown)["mixer/scan"]
+        assert (scan.n, len(breakdown["steps"])) == (9, 9)
+        shares = [percent(sum(seconds[part] for part in held) / step) for held, _ in PARTS.values()]
+        shares[1] += f" ({100 * (scan.low or 0):.1f} to {100 * (scan.high or 0):.1f})"
+        rates = [f"{rate:.0f}" for rate in rates_of(breakdown)]
+        expected.append([words, f"{1e3 * step:.1f}", *shares, *rates])
+        assert (scan.high or 1) < 0.5, "the scan takes less than half of every step"
+    assert table_of("h7_follow_ups.md", head) == expected
+
+
+def rates_of(breakdown: dict[str, Any]) -> list[float]:
+    """TFLOP/s of projections, scan, MLP and loss layer."""
+    seconds = parts_of_step(breakdown)
+    computed = {
+        "mixer/projections": "mixer_projections",
+        "mixer/scan": "mixer_scan",
+        "mlp": "mlp",
+        "loss": "vocabulary",
+    }
+    return [sum(breakdown["flops"][name].values()) / seconds[part] / 1e12 for part, name in computed.items()]
+
+
+def test_what_the_pages_say_of_a_steps_parts_holds_the_breakdowns() -> None:
+    pages = {
+        name: " ".join((ROOT / "docs/study" / name).read_text(encoding="utf-8").split())
+        for name in ("h7_follow_ups.md", "h4_linear_rnn_or_transformer.md", "index.md")
+    }
+    page = pages["h7_follow_ups.md"]
+    found = {words: breakdown_of(name) for words, name in BREAKDOWNS.items()}
+    parts = {words: parts_of_step(breakdown) for words, breakdown in found.items()}
+    steps = {words: breakdown["time"]["step"]["total"] for words, breakdown in found.items()}
+    linear = [words for words in found if "Transformer" not in words]
+    for words in linear:
+        drawn = [sum(parts[words][part] for part in held) for held, _ in PARTS.values()]
+        assert sorted(drawn[:5], reverse=True).index(drawn[3]) == 3, "the loss layer comes fourth"
+        largest = sorted(parts[words], key=lambda part: parts[words][part])[-2:]
+        assert largest[::-1].index("mixer/scan") == (1 if "GLA" in words else 0)
+    scan_flops = []
+    for words in linear:
+        flops = {part: sum(passes.values()) for part, passes in found[words]["flops"].items()}
+        scan_flops.append(flops["mixer_scan"] / (sum(flops.values()) - flops["optimizer"]))
+    slow = [rates_of(found[words])[1] for words in linear]
+    assert f"it does {100 * min(scan_flops):.0f} to {100 * max(scan_flops):.0f} % of a linear RNN's FLOPs" in page
     assert f"at {min(slow):.0f} to {max(slow):.0f} TFLOP/s. The H100's peak is 989." in page
-    assert f"after {100 * min(hosts):.0f} to {100 * max(hosts):.0f} % of a step" in page
-    models = [(ms[name], ms[f"{name}, shared projection"]) for name in ("GLA", "Transformer")]
-    off = [plain["mixer/projections"] - shared["mixer/projections"] for plain, shared in models]
-    back = [shared["mlp"] - plain["mlp"] for plain, shared in models]
-    assert "takes {:.0f} ms off GLA's projections and {:.0f} ms off the Transformer's".format(*off) in page
+    models = [(parts[name], parts[f"{name}, shared projection"]) for name in ("GLA", "Transformer")]
+    off = [1e3 * (plain["mixer/projections"] - shared["mixer/projections"]) for plain, shared in models]
+    back = [1e3 * (shared["mlp"] - plain["mlp"]) for plain, shared in models]
+    assert "takes {:.0f} ms off GLA's projections at 1.3B and {:.0f} ms off the Transformer's".format(*off) in page
     assert "takes {:.0f} and {:.0f} ms of it back".format(*back) in page
-    lines = PLAIN.format("GLA"), RANKS[1].format("GLA")
-    whole = [row[name]["cce_kahan"].step_ms for row, name in zip(2 * [follow_ups()], lines, strict=True)]
-    taken = [ms[name]["step"] / one for name, one in zip(("GLA", "GLA, shared projection"), whole, strict=True)]
+    slowest = max(step["step"] / steps[words] for words in found for step in found[words]["steps"])
+    assert f"Single steps took up to {slowest:.2f} times the median" in page
+    whole = [follow_ups()[line.format("GLA")]["cce_kahan"].step_ms for line in (PLAIN, RANKS[1])]
+    taken = [1e3 * steps[name] / one for name, one in zip(("GLA", "GLA, shared projection"), whole, strict=True)]
     assert "GLA's two steps take {:.2f} and {:.2f} times those of the next section".format(*taken) in page
-    shared = ms["GLA, shared projection"]
-    shares = [f"{shared[part] / shared['step']:.0%}" for part in ("mlp", "mixer/scan", "mixer/projections")]
-    words = "the MLP takes {}, the scan with its convolutions and gates {}, and the projections still {}"
-    assert words.format(*shares).replace("%", " %") in page
-    scan = [one["mixer/scan"] / one["step"] for name, one in ms.items() if "Transformer" not in name]
-    index = " ".join((ROOT / "docs/study/index.md").read_text(encoding="utf-8").split())
-    assert f"the scan takes {100 * min(scan):.0f} to {100 * max(scan):.0f} % of a linear RNN's step" in index
-    mixers = {name: (one["mixer/projections"] + one["mixer/scan"]) / one["step"] for name, one in ms.items()}
-    told = [f"{mixers[name]:.0%}".replace("%", " %") for name in ("GLA", "KDA", "Gated DeltaNet", "Transformer")]
-    assert (
-        "GLA's takes {} of a step, KDA's {} and Gated DeltaNet's {}, where attention's takes {}".format(*told) in fourth
-    )
+    for breakdown, words in (
+        (found["GLA, shared projection"], "it takes {} of GLA's step at 1.3B"),
+        (breakdown_of(BREAKDOWNS_350M["GLA, shared projection"]), "and {} at 350M"),
+    ):
+        scan = shares_of_step(breakdown)["mixer/scan"]
+        low, high = scan.low or 0, scan.high or 0
+        assert words.format(f"{100 * scan.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})") in page
+    older = ROOT / "results/superseded/breakdown_medians/gla-1b3-cce_kahan-r1024-steps11-t2048-s0.json"
+    seconds = parts_of_step(read_object(older, ("time",)))
+    assert f"had the scan at {100 * seconds['mixer/scan'] / sum(seconds.values()):.1f} %" in page
+    scans = [parts[words]["mixer/scan"] / steps[words] for words in linear]
+    told = f"the scan takes {100 * min(scans):.0f} to {100 * max(scans):.0f} % of a linear RNN's step"
+    assert told in pages["index.md"]
+    mixers = [
+        (parts[name]["mixer/projections"] + parts[name]["mixer/scan"]) / steps[name]
+        for name in ("GLA", "KDA", "Gated DeltaNet", "Transformer")
+    ]
+    told = "GLA's takes {} of a step, KDA's {} and Gated DeltaNet's {}, where attention's takes {}"
+    assert told.format(*(f"{one:.0%}".replace("%", " %") for one in mixers)) in pages["h4_linear_rnn_or_transformer.md"]
 
 
 def test_the_follow_ups_sentences_hold_the_rows() -> None:

@@ -137,7 +137,9 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
         [with_interval(ratio_of_means(sizes[size][loss].wall_ms, sizes[64][loss].wall_ms)) for size in (32, 16)]
         for loss in ("compiled", "cce_kahan")
     )
-    assert f"With 32 the step takes {compiled_32} of that with 64, and with 16 it takes {compiled_16} (compiled)" in page
+    assert (
+        f"With 32 the step takes {compiled_32} of that with 64, and with 16 it takes {compiled_16} (compiled)" in page
+    )
     assert f"`cce_kahan` gives {ours_32} and {ours_16}." in page
 
 

@@ -165,10 +165,10 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small) -> None:
     assert "| host |" in text
     assert [step.keys() == breakdown.steps[0].keys() for step in breakdown.steps] == [True, True]
     share = shares_of_step(to_json(breakdown))["mlp"]
-    assert f" ({share.low:.1%} to {share.high:.1%}) |" in next(
+    assert f"| {share.value:.1%} ({share.low:.1%} to {share.high:.1%}) |" in next(
         line for line in text.splitlines() if line.startswith("| mlp |")
     )
-    assert "In brackets: 90 % intervals over 2 steps of one process." in text
+    assert "the median over 2 steps of one process" in text
 
 
 @pytest.mark.parametrize("override", ["trainer.cuda_graph=true", "trainer.compile=blocks", "trainer.compile=model"])

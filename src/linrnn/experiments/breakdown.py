@@ -300,9 +300,7 @@ def _time_lines(b: Breakdown) -> list[str]:
         totals["host"] = b.time["host"]["total"]
     for name, spent in totals.items():
         share = spent / step if step and spent is not None else None
-        rows.append(
-            (name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {show(share, '.1%')}{_interval(shares, name)}", "", "")
-        )
+        rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {_share(shares, name, share)}", "", ""))
     columns = (
         *("time", "forward, ms", "backward, ms", "recomputed, ms", "share of the step", "TFLOP/s"),
         "share of the peak rate",
@@ -314,7 +312,12 @@ def _time_lines(b: Breakdown) -> list[str]:
         f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
         "A part's time is the device's between entering and leaving it, gaps included; what the host "
         "does between steps is in none of these times."
-        + (f" In brackets: 90 % intervals over {len(b.steps)} steps of one process." if len(b.steps) > 1 else ""),
+        + (
+            f" Shares with an interval: the median over {len(b.steps)} steps of one process, and Student's 90 % "
+            "interval of the mean, which one slow step widens."
+            if len(b.steps) > 1
+            else ""
+        ),
         *_remarks_on_time(b),
         "",
     ]
@@ -332,10 +335,12 @@ def _remarks_on_time(b: Breakdown) -> list[str]:
     ]
 
 
-def _interval(shares: dict[str, Estimate], part: str) -> str:
-    """The 90 % interval of a part's share over the timed steps, if there is one."""
+def _share(shares: dict[str, Estimate], part: str, otherwise: float | None) -> str:
+    """A part's share of the step with its 90 % interval over the timed steps, or another figure without one."""
     share = shares.get(part)
-    return "" if share is None or share.low is None else f" ({share.low:.1%} to {share.high:.1%})"
+    if share is None or share.low is None:
+        return show(otherwise, ".1%")
+    return f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%})"
 
 
 def _time_cells(b: Breakdown, part: str, title: str, shares: dict[str, Estimate]) -> tuple[str, ...]:
@@ -345,7 +350,7 @@ def _time_cells(b: Breakdown, part: str, title: str, shares: dict[str, Estimate]
     rate = _rate(b, part, total)
     cells = [show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
     cells += [
-        show(total / step if step else None, ".1%") + _interval(shares, part),
+        _share(shares, part, total / step if step else None),
         "-" if rate is None else _digits(rate / 1e12),
     ]
     cells.append(show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))

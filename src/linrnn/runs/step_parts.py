@@ -11,9 +11,12 @@ REST = "the rest"
 def parts_of_step(breakdown: dict[str, Any]) -> dict[str, float]:
     """Seconds of a step by part, all passes together. The parts do not overlap, and the last is what no part holds.
 
-    Where a breakdown divides the mixers, their projections and their scan stand in place of the mixers.
+    A part has its share of the median step (:func:`shares_of_step`). Where a breakdown divides the mixers, their
+    projections and their scan stand in place of the mixers.
     """
-    return _parts({name: sum(value or 0 for value in passes.values()) for name, passes in breakdown["time"].items()})
+    step = _all_medians(breakdown)[STEP]
+    parts = {part: share.value * step for part, share in shares_of_step(breakdown).items() if part != REST}
+    return {**parts, REST: step - sum(parts.values())}
 
 
 def shares_of_step(breakdown: dict[str, Any]) -> dict[str, Estimate]:
@@ -21,12 +24,17 @@ def shares_of_step(breakdown: dict[str, Any]) -> dict[str, Estimate]:
 
     All steps are of one process. A breakdown that kept the medians alone gives shares without an interval.
     """
-    steps = [_parts(_all_passes(seconds)) for seconds in breakdown.get("steps") or ()] or [parts_of_step(breakdown)]
-    totals = [sum(parts.values()) for parts in steps]
+    timed = [_all_passes(seconds) for seconds in breakdown.get("steps") or ()] or [_all_medians(breakdown)]
+    steps = [_parts(seconds) for seconds in timed]
     return {
-        part: estimate([parts[part] / total for parts, total in zip(steps, totals, strict=True)], ratios=False)
+        part: estimate([parts[part] / seconds[STEP] for parts, seconds in zip(steps, timed, strict=True)], ratios=False)
         for part in steps[0]
     }
+
+
+def _all_medians(breakdown: dict[str, Any]) -> dict[str, float]:
+    """Seconds by part, from the medians by part and pass."""
+    return {name: sum(value or 0 for value in passes.values()) for name, passes in breakdown["time"].items()}
 
 
 def _all_passes(seconds: dict[str, float]) -> dict[str, float]:
