@@ -1,5 +1,6 @@
 """Memory and time by part, compared with the sum of the tensors."""
 
+import gc
 import json
 import weakref
 from collections import Counter
@@ -149,8 +150,13 @@ def test_nothing_of_the_clock_stays_behind(small: Small) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
 
 
-def test_a_breakdown_stands_measured_beside_formula(small: Small) -> None:
-    breakdown = measure(trainer(small, "model=gla"), "a name", warmup_steps=1, steps=2)
+def test_a_breakdown_stands_measured_beside_formula(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, collects = trainer(small, "model=gla"), []
+    step = run.train_step
+    monkeypatch.setattr(run, "train_step", lambda: (collects.append(gc.isenabled()), step())[1])
+    breakdown = measure(run, "a name", warmup_steps=1, steps=2)
+    assert collects == [False] * 6, "a collection of all garbage would lengthen a step by some 0.2 s"
+    assert gc.isenabled()
     assert breakdown.memory["parameters"]["measured"] == breakdown.memory["parameters"]["formula"] == 4 * 461_696
     assert breakdown.memory["gradients"]["measured"] == 4 * 461_696
     assert breakdown.mfu is None, "a CPU's peak is not known"

@@ -1,5 +1,6 @@
 """Break a training step's memory and time down by component: measured figures beside formulas."""
 
+import contextlib
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from torch import Tensor
 from linrnn import costs
 from linrnn.config.schema import TrainerConfig
 from linrnn.core.errors import ConfigError
+from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
@@ -81,29 +83,34 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
         name: the run's name.
     """
-    plan, arch = trainer.plan, trainer.architecture
-    for _ in range(warmup_steps):
-        trainer.train_step()
-    trainer.measurements.memory.start()
-    trainer.train_step()
-    measured = trainer.measurements.memory.report()
     memory_observer = trainer.measurements.memory
     saved = SavedActivations(trainer.model)
-    with saved.watch():
-        trainer.train_step()
     times = []
-    for _ in range(steps):
-        clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
-        trainer.measurements.memory = clock
-        with clock.watch():
-            trainer.train_step()
-        times.append(clock.seconds())
-    trainer.measurements.memory = memory_observer
-    trainer.loss = sum_of_inputs  # this step makes the weights meaningless, so it comes last
-    trainer.measurements.memory.start()
-    trainer.train_step()
-    measured["without_loss_layer"] = trainer.measurements.memory.report().get("peak")
-    return assemble(plan, arch, name, measured, dict(saved.bytes), times)
+    with collected_at_known_points():
+        for _ in range(warmup_steps):
+            _step(trainer)
+        memory_observer.start()
+        _step(trainer)
+        measured = memory_observer.report()
+        _step(trainer, saved.watch())
+        for _ in range(steps):
+            clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
+            trainer.measurements.memory = clock
+            _step(trainer, clock.watch())
+            times.append(clock.seconds())
+        trainer.measurements.memory = memory_observer
+        trainer.loss = sum_of_inputs  # this step makes the weights meaningless, so it comes last
+        memory_observer.start()
+        _step(trainer)
+        measured["without_loss_layer"] = memory_observer.report().get("peak")
+    return assemble(trainer.plan, trainer.architecture, name, measured, dict(saved.bytes), times)
+
+
+def _step(trainer: Any, watched: contextlib.AbstractContextManager[None] | None = None) -> None:
+    """A training step, with Python's garbage collected after it, as in a run."""
+    with watched or contextlib.nullcontext():
+        trainer.train_step()
+    collect_after(trainer.state.steps_here)
 
 
 def check_parts(config: TrainerConfig) -> None:
