@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, the truth of its problems, its files, and whole runs at tiny shapes."""
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -447,6 +448,23 @@ def test_the_floor_gives_every_table_a_column_and_older_rows_none(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
+def test_no_timing_holds_a_collection_of_garbage(tmp_path, eager_baseline, monkeypatch):
+    """A full collection takes some 0.2 s."""
+    enabled = []
+    times_ms = timing._times_ms
+
+    def timed(actions, device):
+        return times_ms(
+            [lambda action=action: (enabled.append(gc.isenabled()), action()) for action in actions], device
+        )
+
+    monkeypatch.setattr(timing, "_times_ms", timed)
+    run_benchmark(configure("backends=[cce_kahan]", tmp_path=tmp_path), "the command", str)
+    assert len(enabled) >= 9, "three rounds of a forward pass, a forward and a backward pass"
+    assert not any(enabled)
+    assert gc.isenabled()
+
+
 def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eager_baseline):
     backends = ["liger", "cce_kahan accumulate=fp32 workspace_mib=7", "paper/cce_exact"]
     config = configure("backends=[" + ",".join(f"'{text}'" for text in backends) + "]", tmp_path=tmp_path)

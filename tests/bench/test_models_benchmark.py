@@ -1,6 +1,8 @@
 """scripts/bench_models.py on tiny models: losses agree, models stay as they were, rows become a page."""
 
+import gc
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from linrnn.bench.loss import timing
 from linrnn.bench.models import report, run
 from linrnn.bench.models.rows import Row, read_rows
 from linrnn.bench.records import append_rows
@@ -53,6 +56,20 @@ def test_the_losses_agree_and_rows_become_a_page(tmp_path: Path) -> None:
     assert text.count("\n## ") == 3
     assert "* `liger`: unsupported. " in text
     assert "1. `python scripts/bench_models.py`: commit" in text
+
+
+def test_no_timed_step_holds_a_collection_of_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection takes some 0.2 s."""
+    enabled: list[bool] = []
+    time_ms = timing.time_ms
+
+    def timed(action: Callable[[], object], device: torch.device) -> float:
+        return time_ms(lambda: (enabled.append(gc.isenabled()), action()), device)
+
+    monkeypatch.setattr(timing, "time_ms", timed)
+    measured(tmp_path, "losses=[cce_kahan]", models=f'["{LLAMA}"]')
+    assert enabled == [False] * 6, "three rounds of two losses"
+    assert gc.isenabled()
 
 
 def test_a_step_that_cannot_fit_on_a_cpu_is_refused_before_the_first_row(

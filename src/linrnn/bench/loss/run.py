@@ -39,6 +39,7 @@ from linrnn.bench.loss.trained import read_trained
 from linrnn.bench.records import begin_run, read_runs, results_directory, status_and_reason
 from linrnn.config.schema import BenchLossConfig, LossConfig
 from linrnn.core.errors import first_line
+from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
@@ -259,7 +260,10 @@ class Bench:
         return [problem, *(self.setting.problem(self.kind, self.device, seed) for seed in seeds)]
 
     def _run_rounds(self, problems: list[Problem], floor: Row) -> None:
-        """Once a round, in shuffled order: every entry's forward pass, step and graph, the product and the floor."""
+        """Once a round, in shuffled order: every entry's forward pass, step and graph, the product and the floor.
+
+        Python's garbage is collected between them.
+        """
         shuffle = random.Random(self.config.seed).shuffle
         product = [timing.one_product(problem) for problem in problems]
         try:
@@ -272,35 +276,37 @@ class Bench:
         three_ms: list[float] = []
         clocks: list[dict[str, Any]] = []
         begin = time.perf_counter()
-        for index in range(self.config.rounds):
-            turn = index % len(problems)
-            problem = problems[turn]
-            jobs = [self._job(one_ms, product[turn])]
-            if three_products:
-                jobs.append(self._job(three_ms, three_products[turn]))
-            for entry in self.entries:
-                jobs.append(self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
-                jobs.append(partial(self._time_step, entry, problem))
-                if graphs[id(entry)]:
-                    jobs.append(self._job(entry.graph_ms, graphs[id(entry)][turn].replay))
-            shuffle(jobs)
-            for job in jobs:
-                job()
-                problem.clear_gradients()
-            if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
-                if reading := gpu_state(self.device):
-                    clocks.append(reading)
-                baseline, eager = self._entry(BASELINE), self._entry(EAGER)
-                yardsticks = np.array(one_ms), np.array(three_ms)
-                if three_ms:
-                    record_total(floor, yardsticks[1], baseline, *yardsticks, self.config.seed)
-                    _record_clocks(floor, clocks)
+        with collected_at_known_points():
+            for index in range(self.config.rounds):
+                turn = index % len(problems)
+                problem = problems[turn]
+                jobs = [self._job(one_ms, product[turn])]
+                if three_products:
+                    jobs.append(self._job(three_ms, three_products[turn]))
                 for entry in self.entries:
-                    record_times(entry, baseline, eager, *yardsticks, self.config.seed)
-                    _record_clocks(entry.row, clocks)
-                self._save()
-                left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
-                self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+                    jobs.append(self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
+                    jobs.append(partial(self._time_step, entry, problem))
+                    if graphs[id(entry)]:
+                        jobs.append(self._job(entry.graph_ms, graphs[id(entry)][turn].replay))
+                shuffle(jobs)
+                for job in jobs:
+                    job()
+                    problem.clear_gradients()
+                    collect_after(1)
+                if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
+                    if reading := gpu_state(self.device):
+                        clocks.append(reading)
+                    baseline, eager = self._entry(BASELINE), self._entry(EAGER)
+                    yardsticks = np.array(one_ms), np.array(three_ms)
+                    if three_ms:
+                        record_total(floor, yardsticks[1], baseline, *yardsticks, self.config.seed)
+                        _record_clocks(floor, clocks)
+                    for entry in self.entries:
+                        record_times(entry, baseline, eager, *yardsticks, self.config.seed)
+                        _record_clocks(entry.row, clocks)
+                    self._save()
+                    left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
+                    self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
 
     def _job(self, times: list[float], action: Callable[[], object]) -> Callable[[], None]:
         return lambda: times.append(timing.time_ms(action, self.device))

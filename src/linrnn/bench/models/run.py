@@ -22,6 +22,7 @@ from linrnn.bench.models.rows import Row
 from linrnn.bench.records import append_rows, begin_run, results_directory, status_and_reason
 from linrnn.config.schema import BenchModelsConfig, LossConfig
 from linrnn.core.errors import ConfigError
+from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.losses.hugging_face import build_published, model_loss
 from linrnn.models import tuning
@@ -132,12 +133,14 @@ class Bench:
         running = [text for text, row in rows.items() if row.status == "ok"]
         times: dict[str, list[float]] = {text: [] for text in running}
         shuffle = random.Random(self.config.seed).shuffle
-        for _ in range(self.config.rounds):
-            order = list(running)
-            shuffle(order)
-            for text in order:
-                with model_loss(self.model, losses[text], self.device):
-                    times[text].append(timing.time_ms(self.step, self.device))
+        with collected_at_known_points():
+            for _ in range(self.config.rounds):
+                order = list(running)
+                shuffle(order)
+                for text in order:
+                    with model_loss(self.model, losses[text], self.device):
+                        times[text].append(timing.time_ms(self.step, self.device))
+                    collect_after(1)
         for text in running:
             _record_times(rows[text], np.array(times[text]), times.get(OWN), self.config.seed)
         return list(rows.values())
