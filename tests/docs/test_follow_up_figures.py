@@ -140,7 +140,20 @@ def test_what_the_pages_say_of_a_steps_parts_holds_the_breakdowns() -> None:
     assert "takes {:.0f} ms off GLA's projections at 1.3B and {:.0f} ms off the Transformer's".format(*off) in page
     assert "takes {:.0f} and {:.0f} ms of it back".format(*back) in page
     slowest = max(step["step"] / steps[words] for words in found for step in found[words]["steps"])
-    assert f"Single steps took up to {slowest:.2f} times the median" in page
+    assert f"Single steps took up to {slowest:.2f} times the median, and up to" in page
+    smaller = [breakdown_of(name) for name in BREAKDOWNS_350M.values()]
+    slowest = max(step["step"] / one["time"]["step"]["total"] for one in smaller for step in one["steps"])
+    assert f"and up to {slowest:.2f} times at 350M." in page
+    longer = steps["GLA, shared projection"] / steps["GLA"]
+    assert f"makes GLA's step {longer:.2f} times as long" in page
+    shared = [
+        breakdown_of(names[f"{model}, shared projection"])
+        for names in (BREAKDOWNS, BREAKDOWNS_350M)
+        for model in ("GLA", "Transformer")
+    ]
+    taken_by_loss = [f"{100 * parts_of_step(one)['loss'] / one['time']['step']['total']:.1f}" for one in shared]
+    told = "it takes {} and {} % at 1.3B, and {} and {} % at 350M."
+    assert told.format(*taken_by_loss) in page
     whole = [follow_ups()[line.format("GLA")]["cce_kahan"].step_ms for line in (PLAIN, RANKS[1])]
     taken = [1e3 * steps[name] / one for name, one in zip(("GLA", "GLA, shared projection"), whole, strict=True)]
     assert "GLA's two steps take {:.2f} and {:.2f} times those of the next section".format(*taken) in page

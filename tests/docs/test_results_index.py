@@ -1,5 +1,6 @@
 """results/README.md lists every committed folder, superseded/README.md every superseded one."""
 
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,20 @@ def targets(page: Path) -> list[Path]:
 def test_every_committed_folder_is_listed(page: Path, folders: list[Path]) -> None:
     named = targets(page)
     assert [path.name for path in folders if not any(target.is_relative_to(path) for target in named)] == []
+
+
+def test_every_summary_is_listed_with_its_runs_and_seeds() -> None:
+    row = re.compile(r"\(summaries/(\w+)/report\.md\) \|[^|]*\| (\d+) \((\d+) seeds?\) \|")
+    told = {
+        folder: (int(runs), int(seeds)) for folder, runs, seeds in row.findall(PAGES[0].read_text(encoding="utf-8"))
+    }
+    found = {}
+    for folder in told:
+        rows = json.loads((RESULTS / "summaries" / folder / "runs.json").read_text(encoding="utf-8"))
+        rows = rows["runs"] if isinstance(rows, dict) else rows
+        found[folder] = (len(rows), len({one["seed"] for one in rows}))
+    assert len(told) > 40
+    assert told == found
 
 
 @pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)

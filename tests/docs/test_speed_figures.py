@@ -16,6 +16,7 @@ from figures import (
     with_interval,
 )
 
+from linrnn.bench.records import read_runs
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.files import read_object
 from linrnn.core.machine import GIB
@@ -53,6 +54,78 @@ def test_the_tables_of_step_speeds_hold_the_h100_s_rows_and_verdicts(
         cells.append(with_interval(judged[name, AGAIN, "compiled"]))
         expected.append([*cells, f"{host_share(row['cce_kahan']):.0%}".replace("%", " %")])
     assert sorted(table_of(page, head)) == sorted(expected)
+
+
+# Later processes of 8 x 2048 tokens without checkpointing: the line's name, its model, and the folder of its rows.
+LATER = (
+    ("Gated DeltaNet 1b3, model.chunk_size=64", "Gated DeltaNet 1b3", "_chunks"),
+    ("KDA 1b3, model.chunk_size=64", "KDA 1b3", "_chunks"),
+    ("GLA 1b3", "GLA 1b3", "_followups"),
+    ("GLA 1b3", "GLA 1b3", "_gla_graphs"),
+    ("GLA 1b3, model.chunk_size=64", "GLA 1b3", "_chunks"),
+    ("GLA 1b3, 8 x 2,048", "GLA 1b3", "_lengths"),
+    ("Transformer 1b3", "Transformer 1b3", "_followups"),
+    ("Transformer 1b3, 8 x 2,048", "Transformer 1b3", "_lengths"),
+)
+
+
+def test_the_later_processes_of_a_setting_are_all_told() -> None:
+    expected, values = [], []
+    for line, model, folder in LATER:
+        found = read_rows(steps(folder))
+        judged = {(one.verdict.setting, one.row.loss, one.verdict.against): one for one in step_speeds(found)}
+        ours = judged[line, "cce_kahan", "compiled"]
+        assert (ours.row.batch, ours.row.seq, ours.verdict.n) == (8, 2048, 6)
+        values.append(ours.verdict.value or 0)
+        [commit] = {
+            run["environment"]["git"]["commit"][:7]
+            for name, run in read_runs(steps(folder)).items()
+            if name == ours.row.run
+        }
+        control = with_interval(judged[line, AGAIN, "compiled"].verdict)
+        expected.append([model, answer_of(ours.verdict), control, commit])
+    table = table_of("h1b_step_speed.md", "H100, later processes, 8 x 2048 tokens a step")
+    assert [cells[:4] for cells in table] == expected
+    assert [steps(folder).name in cells[4] for cells, (*_, folder) in zip(table, LATER, strict=True)] == [True] * 8
+    ends = f"{min(values):.3f} to {max(values):.3f}"
+    page = " ".join((ROOT / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8").split())
+    assert f"Eight [later processes](#measured-again) give {ends}." in page
+    index = (ROOT / "docs/study/index.md").read_text(encoding="utf-8")
+    assert f"in eight settings of four models, {ends} in later processes;" in index
+    without_graphs = [
+        one.verdict
+        for one in step_speeds(read_rows(STEPS))
+        if "350m" in one.verdict.setting and (one.row.loss, one.verdict.against) == ("cce_kahan", "compiled")
+    ]
+    assert {verdict.verdict for verdict in without_graphs} == {"undecided"}
+    points = [verdict.value or 0 for verdict in without_graphs]
+    assert f"at 350M **undecided** without CUDA graphs: {min(points):.3f} to {max(points):.3f};" in index
+
+
+def test_the_gains_of_later_processes_are_divided_by_the_transformer_s() -> None:
+    gains = {
+        (one.verdict.setting, one.verdict.against): one.ratios
+        for folder in ("", "_gated_deltanet", "_kda", "_chunks")
+        for one in step_speeds(read_rows(steps(folder)))
+        if one.row.loss == "cce_kahan"
+    }
+    words, page = {False: "missed", True: "met", None: "undecided"}, "h4_linear_rnn_or_transformer.md"
+    table = table_of(page, "T = 2048, gain of a later process divided by the Transformer's")
+    plain, full = "{} 1b3", "{} 1b3, full checkpointing"
+    deltanet, kda = "Gated DeltaNet", "KDA"
+    chunks = "{} 1b3, model.chunk_size=64"
+    told = [plain.format(deltanet), full.format(deltanet), plain.format(kda), chunks.format(deltanet)]
+    assert [name for name, *_ in table] == [*told, chunks.format(kda)]
+    for name, *cells in table:
+        base = (full if name.endswith("checkpointing") else plain).format("Transformer")
+        for against, cell in zip(("compiled", "standard"), cells, strict=True):
+            if cell == "not measured":
+                assert (name, against) not in gains
+                continue
+            one = ratio_of_means(gains[name, against], gains[base, against])
+            assert one.low is not None
+            assert one.high is not None
+            assert cell == f"**{words[answer(one.low, one.high, AT_LEAST, 1.0)]}**: {with_interval(one)}"
 
 
 def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
@@ -141,6 +214,22 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
         f"With 32 the step takes {compiled_32} of that with 64, and with 16 it takes {compiled_16} (compiled)" in page
     )
     assert f"`cce_kahan` gives {ours_32} and {ours_16}." in page
+    asked = {  # the smaller chunk's step takes at least 1.05 times that of the larger
+        (model, smaller, larger, loss): answer(one.low or 0, one.high or 0, AT_LEAST, 1.05)
+        for model, smaller, larger in (
+            ("GLA", 64, 128),
+            ("KDA", 32, 64),
+            ("Gated DeltaNet", 32, 64),
+            ("Gated DeltaNet", 16, 64),
+        )
+        for loss in ("compiled", "cce_kahan")
+        for pair in [[chunks[f"{model} 1b3, model.chunk_size={size}"][loss].wall_ms for size in (smaller, larger)]]
+        for one in [ratio_of_means(*pair)]
+    }
+    assert list(asked.values()) == [False, False, False, None, False, False, True, True]
+    assert "**GLA, 128 tokens instead of 64: missed.**" in page
+    assert "**KDA, 64 tokens instead of 32: missed** with compiled, **undecided** with `cce_kahan`." in page
+    assert "**Gated DeltaNet, 64 tokens instead of 32: missed; instead of 16: met.**" in page
 
 
 def test_liger_peaks_lower_than_ours_without_checkpointing() -> None:

@@ -27,12 +27,17 @@ class FilterSpeed:
         return f"{self.row.n:,} x {self.row.d:,} x {self.row.v:,}"
 
 
-def filter_speeds(directory: Path) -> Iterator[FilterSpeed]:
-    """A verdict for every row of the grid that the filter filters, by N, D and V. directory: of one GPU's rows."""
+def filter_speeds(directory: Path, *, filtered: bool = True) -> Iterator[FilterSpeed]:
+    """A verdict for every row of the grid that the filter filters, by N, D and V.
+
+    Args:
+        directory: of one GPU's rows.
+        filtered: False for the other rows, in which the planner made the loss exact.
+    """
     rows = [row for path in directory.glob("*.json") for row in read_rows(path) if row.set == SET]
     bases = {row.problem: row for row in rows if row.backend == BASELINE}
     for row in sorted(rows, key=lambda row: (row.n, row.d, row.v, row.logits)):
-        if row.backend == FILTER and (row.de_err_ratio or 0) > FILTERED:
+        if row.backend == FILTER and ((row.de_err_ratio or 0) > FILTERED) == filtered:
             values = [base / own for base, own in zip(_added(bases[row.problem]), _added(row), strict=True)]
             yield FilterSpeed(judge(BACKWARD, "-", FILTER, BASELINE, values, setting=row.logits), row)
 
