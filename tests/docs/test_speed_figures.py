@@ -9,6 +9,7 @@ from figures import (
     STEPS,
     answer_of,
     by_name,
+    index_lines,
     percent,
     steps,
     table_of,
@@ -279,6 +280,27 @@ def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:
             ratios = ["-" if peak is None else f"{ours / peak:.3f}" for peak in reversed(peaks)]
             expected.append([name, *cells, f"{ours:.2f}", *ratios])
     assert sorted(table_of("h2_loss_memory.md", "H100, peak of a step, GiB")) == sorted(expected)
+
+
+def test_the_index_tells_the_peaks_of_all_models_on_the_h100() -> None:
+    ratios: dict[tuple[str, bool], list[float]] = {}
+    for folder in ("", "_kda", "_gated_deltanet"):
+        for name, row in by_name(read_rows(steps(folder))).items():
+            for base in ("compiled", "standard"):
+                if "1b3" in name and row[base].status == "ok":
+                    ratio = (row["cce_kahan"].peak_gib or 0) / (row[base].peak_gib or 0)
+                    ratios.setdefault((base, "full" in name), []).append(ratio)
+    compiled = ratios["compiled", False] + ratios["compiled", True]
+    assert (len(compiled), min(compiled) > 0.6) == (8, True)
+    [plain], full = ratios["standard", False], ratios["standard", True]
+    assert plain > 0.6 > max(full)
+    [line] = [one for one in index_lines() if one.startswith("| [The loss layer takes")]
+    assert f"at most 0.6 asked: **missed**, {min(compiled):.3f} to {max(compiled):.3f} |" in line
+    words = "peak **missed** without checkpointing, {:.3f}, **met** with it, {:.3f} to {:.3f} |"
+    assert words.format(plain, min(full), max(full)) in line
+    page = (ROOT / "docs/study/h2_loss_memory.md").read_text(encoding="utf-8")
+    [(low, high)] = re.findall(r"kernels it takes\s+([\d.]+) to ([\d.]+) % at 1.3B without checkpointing", page)
+    assert f"ours takes {low} to {high} % with today's kernels (H100)" in line
 
 
 def test_the_tables_of_peaks_without_a_loss_layer_hold_the_breakdowns() -> None:
