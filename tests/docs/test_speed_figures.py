@@ -25,6 +25,7 @@ from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
 from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.figures import BREAKDOWNS
+from linrnn.study.results import read_committed
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,31 @@ def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
     assert "**GLA, 128 tokens instead of 64: missed.**" in page
     assert "**KDA, 64 tokens instead of 32: missed** with compiled, **undecided** with `cce_kahan`." in page
     assert "**Gated DeltaNet, 64 tokens instead of 32: missed; instead of 16: met.**" in page
+
+
+def test_the_mve_s_points_are_those_of_all_its_folders() -> None:
+    page = " ".join((ROOT / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8").split())
+
+    def ratio(folder: str, model: str, batch: int, against: str) -> str:
+        rows = [run.summary for run in read_committed(ROOT / "results" / "summaries" / folder)]
+        speeds = {
+            row["loss"]: row["tokens_per_second"]
+            for row in rows
+            if (row["model"], row["batch_size"]) == (model, batch)
+            and (row.get("loss_options") or {}).get("accumulate", "kahan") == "kahan"
+        }
+        return f"{speeds['cce_kahan'] / speeds[against]:.3f}"
+
+    for words, folder, batch in (("B = 32", "mve_batches", 32), ("B = 128", "mve_batches", 128)):
+        both = [ratio(folder, "gla", batch, against) for against in ("compiled", "standard")]
+        assert f"| MVE, {words} | {both[0]} | {both[1]} |" in page
+    assert f"| MVE, B = 64 | {ratio('mve_batches', 'gla', 64, 'compiled')} | not measured |" in page
+    both = [ratio("mve_batch64", "gla", 64, against) for against in ("compiled", "standard")]
+    assert f"| MVE, B = 64, a later commit | {both[0]} | {both[1]} |" in page
+    models = [ratio("mve_models", model, 8, "compiled") for model in ("gla", "gated_deltanet", "transformer")]
+    assert "GLA {}, Gated DeltaNet {}, Transformer {}".format(*models) in page
+    assert f"undecided: {min(models)} to {max(models)}, below the target" in page
+    assert f"undecided: {ratio('mve_batches', 'gla', 8, 'compiled')}, below the target" in page
 
 
 def test_liger_peaks_lower_than_ours_without_checkpointing() -> None:
