@@ -456,7 +456,10 @@ def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None
         f"For the layer alone met on trained logits**, {ends}, H100, one process, n = 14" in pages["study/h3_filter.md"]
     )
     [index] = [one for one in index_lines() if one.startswith("| [A filter makes")]
-    assert f"the layer alone, on one trained GLA of 350M **met**: {with_interval(speed_up, 2)}; on flat and peaked" in index
+    assert (
+        f"the layer alone, on one trained GLA of 350M **met**: {with_interval(speed_up, 2)}; on flat and peaked"
+        in index
+    )
     of_exact = np.median(np.array(sampled.rounds_ms) / np.array(exact.rounds_ms))
     assert f"takes {of_exact:.2f} of the exact loss's time" in pages["kernel_filter.md"]
     errors = f"{sampled.de_err:.2e}, {sampled.dc_err:.1e}".replace("e-0", "e-")
