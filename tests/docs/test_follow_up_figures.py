@@ -329,7 +329,7 @@ def test_what_the_pages_say_of_the_losses_of_448_m_parameters_follows_from_the_r
     assert f"Float8 raises GLA's final loss by {float8:.3f} nats" in page
     assert f"| 448 M | **missed**: {float8:+.3f} nats after 128 steps |" in pages["training.md"]
     assert f"the Transformer by {-transformer:.2f} nats and GLA by {-gla:.2f}." in page
-    assert f"[{-transformer:.2f} nats lower]" in pages["models.md"]
+    assert f"| 448 M, 128 steps | [{-transformer:.2f} lower]" in pages["models.md"]
     assert f"Rounding alone moves GLA by {values['gla, compile=blocks']:.4f} nats." in page
     control = found["gla, compile=blocks"].high
     assert control is not None
@@ -391,7 +391,9 @@ def test_what_the_page_says_of_the_losses_of_1_75_b_parameters_follows_from_the_
         f"ends {small:.2f} nats higher at 10 M parameters, {-middle:.2f} lower at 448 M, and {large:.2f} higher here"
     )
     assert words in own
-    assert f"[{large:.2f} higher]" in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    models_page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"| 10 M | {small:.2f} higher |" in models_page
+    assert f"| 1.75 B, 128 steps | [{large:.2f} higher]" in models_page
     judged = {
         (v.model, v.criterion): v.value for v in verdicts(runs) if v.against == "compiled" and v.value is not None
     }
