@@ -152,7 +152,7 @@ def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:
     assert line.endswith(" | " + " | ".join(cells) + " |")
     text = " ".join(lines_of("multi_gpu.md"))
     alone, fsdp = run.steps[0].times_ms, run.steps[1].efficiencies
-    assert f"one GPU alone took {min(alone):.0f} to {max(alone):.0f} ms in that row" in text
+    assert f"one GPU alone took {min(alone):.0f} to {max(alone):.0f} ms in the last row" in text
     assert f"reach {min(fsdp[:3]):.2f} to {max(fsdp[:3]):.2f}, and the last two {fsdp[3]:.2f} and {fsdp[4]:.2f}" in (
         text.replace("`fsdp` the first three repeats ", "")
     )
