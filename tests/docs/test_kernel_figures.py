@@ -196,8 +196,11 @@ def test_the_tables_of_undecided_cases_hold_every_case_that_no_interval_decides(
 def test_the_floor_in_256_mib_is_four_of_cublas_s_products() -> None:
     text = " ".join((ROOT / "docs" / "kernel_figures.md").read_text(encoding="utf-8").split())
     for names, form in (
-        (("4096x7168x129280", "4096x8192x128256"), "alone would take {} to {}, and the loss takes {} to {}."),
-        (("3001x2880x201088",), "they would take {} to {}, and the loss takes {} to {}:"),
+        (
+            ("4096x7168x129280", "4096x8192x128256"),
+            "| 4096 x 7168 x 129280, 4096 x 8192 x 128256 | {} to {} | {} to {} |",
+        ),
+        (("3001x2880x201088",), "| 3001 x 2880 x 201088 | {} to {} | {} to {} |"),
     ):
         floors, taken = [], []
         for gpu in (H100, H100.parent / "nvidia_h200"):

@@ -69,7 +69,7 @@ class Fla(LossBackend):
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         from linrnn.models.fla_import import import_fla
 
-        require_cuda(device, "loss=fla", "choose loss=cce_kahan, which is leaner and has a CPU path")
+        require_cuda(device, "loss=fla", "choose loss=cce_kahan, which has a CPU path")
         require_triton("loss=fla")
         require_package(
             "fla.modules", "flash-linear-attention", "loss=fla", "flash-linear-attention==0.6.0", import_fla

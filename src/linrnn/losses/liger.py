@@ -77,7 +77,7 @@ class Liger(LossBackend):
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
-        require_cuda(device, "loss=liger", "choose loss=cce_kahan, which is as lean and has a CPU path")
+        require_cuda(device, "loss=liger", "choose loss=cce_kahan, which has a CPU path")
         require_triton("loss=liger")
         require_package("liger_kernel.transformers", "liger-kernel", "loss=liger", "liger-kernel==0.8.5")
 
