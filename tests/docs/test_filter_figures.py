@@ -463,7 +463,7 @@ def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None
     of_exact = np.median(np.array(sampled.rounds_ms) / np.array(exact.rounds_ms))
     assert f"takes {of_exact:.2f} of the exact loss's time" in pages["kernel_filter.md"]
     errors = f"{sampled.de_err:.2e}, {sampled.dc_err:.1e}".replace("e-0", "e-")
-    assert "dE errs by {} and dC by {}".format(*errors.split(", ")) in pages["kernel_filter.md"]
+    assert "| {} | {} |".format(*errors.split(", ")) in pages["kernel_filter.md"]
     assert "{} and {}".format(*errors.split(", ")) in pages["study/h3_filter.md"]
     plain = rows["cce_filter filter_if_faster=false filter_unbiased=false", None]
     for row in (plain, rows["cce_apple", None]):
