@@ -1,8 +1,10 @@
 """A trained model is exported as a Hugging Face directory with equal logits, and both generate text."""
 
+import io
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from forked import run_script, start
 from linrnn.config import load_config
 from linrnn.config.schema import GenerateConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError
+from linrnn.data.tokenizer import train_tokenizer
 from linrnn.inference.export import export
 from linrnn.inference.generate import prompt_of, readable, samples
 from linrnn.inference.load import load_trained
@@ -24,6 +27,7 @@ from linrnn.training.trainer import Trainer
 Small = Callable[..., list[str]]
 NOT_PERMITTED = 77
 CPU = torch.device("cpu")
+TWO = torch.tensor([2])
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 
 
@@ -169,6 +173,40 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_pa
     assert "it/s]" not in (tmp_path / "log").read_text(), "transformers shows a bar for each file"
     weights = (directory / "model.safetensors" for directory in (tmp_path / "out", tmp_path / "again"))
     assert len({path.read_bytes() for path in weights}) == 1
+
+
+def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: Path) -> None:
+    """FLA's models say by default that token 2 ends a text."""
+    made = train_tokenizer([f"the cat number {i} sat on mat number {i}" for i in range(400)], 300)
+    content = json.loads(made.json)
+    content["model"]["vocab"]["no end"] = content["model"]["vocab"].pop(made.eos_token)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": []}))
+    trainer = trained([*text, f"data.tokenizer={tmp_path}/tokenizer.json"])
+    run = load_trained(str(trainer.directory.path), CPU)
+    assert run.eos_id is None
+    exported = tmp_path / "out"
+    for place in (trainer.directory.path, exported):
+        model = load_trained(str(place), CPU)
+        model.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, TWO, 1e4))
+        [(_, tokens)] = samples(model, options(prompt_tokens=[5, 6], temperature=0.0, max_new_tokens=8))
+        assert tokens == [2] * 8
+        if not exported.exists():
+            export(run, exported)
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_trained(str(trained(text).directory.path), CPU)
+    with pytest.raises(ConfigError, match="prompt is not UTF-8 text"):
+        prompt_of(run, options(prompt=os.fsdecode(b"caf\xe9")))
+    for given, encoding in (("café".encode(), "ascii"), (b"caf\xe9", "latin-1")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding, "surrogateescape"))
+        if encoding == "ascii":
+            assert prompt_of(run, options(prompt_file="-")) == prompt_of(run, options(prompt="café"))
+        else:
+            with pytest.raises(DataError, match="cannot be read as text"):
+                prompt_of(run, options(prompt_file="-"))
 
 
 def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_path: Path) -> None:

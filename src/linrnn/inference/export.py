@@ -72,10 +72,7 @@ def check_output(output: Path) -> None:
 def _write(trained: Trained, directory: Path) -> None:
     assert trained.config is not None
     model = trained.model.float()
-    settings = {"use_cache": True, "bos_token_id": None, "eos_token_id": trained.eos_id, "pad_token_id": trained.eos_id}
-    for target in (model.config, model.generation_config):
-        for name, value in settings.items():
-            setattr(target, name, value)
+    model.config.use_cache = model.generation_config.use_cache = True
     model.save_pretrained(directory)
     for name, text in (trained.tokenizer.files() if trained.tokenizer else {}).items():
         (directory / name).write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Generate samples from a trained model, with transformers' `generate` and FLA's recurrent state."""
 
 import inspect
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
     """For each sample, the token ids of the prompt and of its continuation.
 
     Raises:
-        ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
+        ConfigError: text without a tokenizer, text that is not UTF-8, two prompts, or token ids outside the vocabulary.
         DataError: `prompt_file` cannot be read.
         UnsupportedError: the state is asked for, and this version of transformers does not hand it to FLA's models.
     """
@@ -94,6 +95,8 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
         tokens = list(config.prompt_tokens or [])
     elif trained.tokenizer is None:
         raise ConfigError(f"{given[0]}: {trained.source} has no tokenizer", "give token ids: prompt_tokens=[1,2,3]")
+    elif not _is_unicode(text):
+        raise ConfigError(f"{given[0]} is not UTF-8 text", "convert it to UTF-8, or give a UTF-8 file: prompt_file=…")
     else:
         tokens = trained.tokenizer.encode(text)
     if not tokens and trained.eos_id is None:
@@ -103,7 +106,18 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
     return tokens or [trained.eos_id or 0]
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode `text`. Python keeps a wrong byte of a command line as half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _read(path: str) -> str:
+    if path == "-" and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the terminal's encoding
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -64,6 +64,8 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
     tokenizer = _tokenizer_in(directory.parent.parent)
     generated = isinstance(config.data, MarkovDataConfig)
     eos_id = END if generated else tokenizer.eos_id if tokenizer else None
+    for settings in (model.hf.config, model.hf.generation_config):  # FLA's defaults: 1 begins a text, and 2 ends it
+        settings.bos_token_id, settings.eos_token_id, settings.pad_token_id = None, eos_id, eos_id
     return Trained(model.hf.eval(), tokenizer, eos_id, config, directory)
 
 
