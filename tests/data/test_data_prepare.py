@@ -16,6 +16,7 @@ import pytest
 from data_helpers import directory_bytes, sentences, shared_data, text_config, write_jsonl, write_tokenizer
 from forked import start
 
+import linrnn.data.cache
 import linrnn.data.shards
 import linrnn.data.tokenise
 from linrnn.config.schema import StdlibDataConfig
@@ -144,15 +145,18 @@ def test_finished_data_is_opened_not_made_again(tmp_path: Path, corpus: Path) ->
     assert {path: path.stat().st_mtime_ns for path in first.directory.iterdir()} == before
 
 
+@pytest.mark.parametrize("its_own", [False, True])
 def test_finished_data_can_be_read_where_nothing_may_be_written(
-    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    its_own: bool, tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
+    """Also with a tokenizer that was trained on the data (`its_own`)."""
+    config = text_config(tmp_path / "cache", corpus, tokenizer=None if its_own else tokenizer)
     fingerprint = prepare(config).fingerprint
 
     def refuse(*arguments: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
+    monkeypatch.setattr(linrnn.data.cache, "_open", refuse)  # a lock's file
     for name in ("replace", "fsync", "rename"):
         monkeypatch.setattr(os, name, refuse)
     assert prepare(config).fingerprint == fingerprint

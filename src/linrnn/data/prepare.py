@@ -191,13 +191,15 @@ def _tokenizer_trained_here(
     """A BPE trained on the first part of the training text. It is stored in the cache directory."""
     key = key_of([source.identity, period, config.tokenizer_vocab_size, TOKENIZER_SAMPLE_BYTES])
     path = Path(config.cache_dir).expanduser() / f"tokenizer-{config.tokenizer_vocab_size}-{key}.json"
-    with locked(path, progress):
-        if not path.is_file():
-            if progress:
-                progress(Progress(f"training a tokenizer of {config.tokenizer_vocab_size:,} entries", finished=True))
-            tokenizer = train_tokenizer(_sample(source, period), config.tokenizer_vocab_size)
-            with storage_errors(path):
-                write_json(path, json.loads(tokenizer.json))
+    if not path.is_file():
+        with locked(path, progress):
+            if not path.is_file():  # nobody else has trained it meanwhile
+                if progress:
+                    entries = f"{config.tokenizer_vocab_size:,} entries"
+                    progress(Progress(f"training a tokenizer of {entries}", finished=True))
+                tokenizer = train_tokenizer(_sample(source, period), config.tokenizer_vocab_size)
+                with storage_errors(path):
+                    write_json(path, json.loads(tokenizer.json))
     tokenizer = load_tokenizer(str(path))
     tokenizer.name = f"byte-level BPE of {tokenizer.vocab_size:,} entries trained on it"
     return tokenizer
