@@ -157,6 +157,21 @@ def test_a_hangup_that_is_ignored_already_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
+def test_a_handler_that_a_library_installed_before_python_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python knows such a handler as None, and cannot install it again."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler, set_=signal.signal: set_(number, handler) and None)
+    before = {number: signal.getsignal(number) for number in heeded()}
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.signal_number == signal.SIGUSR1
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_DFL}
+    finally:
+        monkeypatch.undo()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_second_signal_ends_at_once() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGHUP)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,21 @@ def heeded() -> list[signal.Signals]:
     return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
+def install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Let `handler` answer the heeded signals. Returns the handlers of before, for :func:`restore`."""
+    return {number: signal.signal(number, handler) for number in heeded()}
+
+
+def restore(previous: dict[signal.Signals, Any]) -> None:
+    """Put back the handlers of before.
+
+    Python cannot put back a handler that a library had installed before Python started (`LD_PRELOAD`, a profiler). It
+    knows this handler as None. The system's default takes its place.
+    """
+    for number, handler in previous.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 class StopRequest:
     """A context in which the first of the :data:`SIGNALS` sets `signal_number` and does not kill the process.
 
@@ -30,17 +46,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in heeded():
-                self._previous[number] = signal.signal(number, self._handle)
+            self._previous = install(self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore(self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_number is not None:

@@ -1,7 +1,6 @@
 """How the processes of a run find each other, and how they end."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from linrnn.config.schema import DistributedConfig, ParallelConfig
 from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, UnsupportedError, described
-from linrnn.core.interrupts import heeded
+from linrnn.core.interrupts import install, restore
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.ranks import DistributedRanks, Ranks, make_ranks
@@ -89,12 +88,11 @@ def _signals(watch: Watch) -> Iterator[None]:
     def interrupted(number: int) -> InterruptedRun:
         return InterruptedRun("interrupted before the first step", "run the same command again", number)
 
-    previous = {number: signal.signal(number, handle) for number in heeded()}
+    previous = install(handle)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore(previous)
 
 
 def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error: BaseException) -> BaseException:
