@@ -2,12 +2,16 @@
 
 import os
 import queue
+import socket
+import subprocess
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import linrnn.distributed.watch
 from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
@@ -74,6 +78,29 @@ def test_signs_are_given_ten_times_in_the_patience(signs: Callable[[int], SignsO
         clock.seconds += PATIENCE / 1000
     other.still()
     assert 10 <= int(rank._store.get("alive/0")) <= 11
+
+
+def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each of two machines is called localhost, and their namespaces have one number."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    store, watches = dist.HashStore(), []
+    for rank, process in enumerate((os.getpid(), gone.pid)):
+        (tmp_path / str(rank)).write_text(f"boot {rank}\n")
+        monkeypatch.setattr(linrnn.distributed.watch, "_BOOT", tmp_path / str(rank))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda process=process: process)
+            watches.append(Watch(Launch(rank, world_size=2), store, timedelta(seconds=PATIENCE)))
+    first, second = watches
+    try:
+        assert first.wait_for_failure(4 * patience.POLL_SECONDS) is None
+        assert first.dead() == []
+    finally:
+        second.end()
+        first.end()
 
 
 def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(

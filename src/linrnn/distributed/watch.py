@@ -7,6 +7,7 @@ Every rank also counts up a number in the store as a sign of life. A rank whose 
 `parallel.timeout_seconds` stands still: its process was stopped, or its machine has vanished. The other ranks then end.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 
 _FAILURE, _PROCESS, _ALIVE = "failure", "process", "alive"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SIGNS = 10  # signs of life that a rank gives within parallel.timeout_seconds
 
 
@@ -164,9 +166,16 @@ class SignsOfLife:
 
 
 def _machine() -> str:
-    """A name for this machine. Processes with the same name see each other's process ids."""
+    """A name for this machine. Processes with the same name see each other's process ids.
+
+    Machines may share a host's name (`localhost`), and the number of a namespace is the same on many machines. So the
+    name holds the id that Linux draws at each start of a machine.
+    """
     namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+    words = [socket.gethostname(), os.readlink(namespace) if namespace.exists() else ""]
+    with contextlib.suppress(OSError):
+        words.append(_BOOT.read_text(encoding="utf-8").strip())
+    return " ".join(words)
 
 
 def _alive(process: int) -> bool:
