@@ -41,6 +41,7 @@ from linrnn.core.output import drop_output, open_streams, output_error, say
 from linrnn.core.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_NO_HOME = "Could not determine home directory."  # what Path.expanduser says
 _HELP_FLAGS = {"--help", "-h"}
 KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or one report's rows
 
@@ -224,12 +225,18 @@ def _check_working_directory() -> None:
 
 
 def _known(error: Exception) -> LinrnnError | None:
-    """The error for a limit of the machine (output, storage or memory) behind an exception; None if it is a bug."""
+    """The error for a limit of the machine (output, storage, paths or memory) behind an exception; None for a bug."""
     if isinstance(error, OSError) and output_error(error):
         return StorageError(f"standard output cannot be written ({error.strerror})", "free space or send it elsewhere")
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
         return StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError(
+            f"the path {str(error.filename)[:60]}… is too long for the file system", "give a shorter one"
+        )
+    if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
+        return ConfigError("a path begins with ~, and this user has no home directory", "set HOME, or write it out")
     if ran_out_of_memory(error):
         return out_of_memory(
             f"out of memory: {first_line(error)}", "use a smaller batch, a smaller model or fewer tokens"
