@@ -8,7 +8,7 @@ import pytest
 from data_helpers import sentences, shared_data, write_tokenizer
 
 from linrnn.core.errors import DataError
-from linrnn.data.tokenizer import load_tokenizer, train_tokenizer
+from linrnn.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 
 def test_any_text_comes_back_from_a_tokenizer_trained_here() -> None:
@@ -21,6 +21,15 @@ def test_any_text_comes_back_from_a_tokenizer_trained_here() -> None:
 
 def test_training_twice_gives_the_same_tokenizer() -> None:
     assert train_tokenizer(sentences(300), 400).json == train_tokenizer(sentences(300), 400).json
+
+
+def test_dropout_leaves_no_token_to_chance() -> None:
+    """A tokenizer's file may ask for it. Every preparation of a text would then give other tokens."""
+    plain = train_tokenizer(sentences(300), 400)
+    content = json.loads(plain.json)
+    content["model"]["dropout"] = 0.5
+    texts = sentences(50, seed=1)
+    assert Tokenizer(json.dumps(content), "with dropout").encode_batch(texts) == plain.encode_batch(texts)
 
 
 def test_a_special_token_written_in_the_text_stays_text() -> None:

@@ -1,7 +1,8 @@
 """Tokenizers: a Hugging Face `tokenizers` JSON (also .json.xz), a directory, a hub name, or a BPE trained here.
 
 Text is always encoded as plain text. A special token written out in a document ("<|endoftext|>" in a web page) becomes
-ordinary tokens. Nothing is added, truncated or padded, whatever the tokenizer's file says.
+ordinary tokens. Nothing is added, truncated, padded or left to chance (BPE dropout), whatever the tokenizer's file
+says.
 """
 
 import hashlib
@@ -63,6 +64,8 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if isinstance(self._tokenizer.model, models.BPE):
+            self._tokenizer.model.dropout = None
         self.json = json_text
         self.name = name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
