@@ -1,9 +1,13 @@
-"""What a benchmark's row says of a loss that failed."""
+"""What a benchmark's row says of a loss that failed, and rows that were cut off."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
-from linrnn.bench.records import status_and_reason
+from linrnn.bench.records import append_rows, last_rows, status_and_reason
 from linrnn.core.errors import OutOfMemoryError, UnsupportedError
 
 
@@ -23,3 +27,23 @@ def test_a_failure_has_one_status_in_all_benchmarks(error: Exception, status: st
     assert found == status
     assert reason
     assert "\n" not in reason
+
+
+@dataclass
+class _Row:
+    number: int
+
+
+@pytest.mark.parametrize(("missing", "kept"), [(1, [1, 2]), (4, [1]), (14, [1])])
+def test_a_row_that_was_cut_off_swallows_no_later_row(missing: int, kept: list[int], tmp_path: Path) -> None:
+    """A full disk or a kill cuts it off. A row that lacks its line end alone is whole."""
+    append_rows(tmp_path, [_Row(1), _Row(2)])
+    file = tmp_path / "rows.jsonl"
+    os.truncate(file, file.stat().st_size - missing)
+
+    def numbers() -> list[int]:
+        return [row.number for row in last_rows(tmp_path, _Row, lambda row: row.number)]
+
+    assert numbers() == kept
+    append_rows(tmp_path, [_Row(3)])
+    assert numbers() == [*kept, 3]

@@ -52,9 +52,8 @@ def begin_run(directory: Path, command: str, config: BenchConfig) -> dict[str, A
 def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
     """The runs of runs.jsonl by id."""
     path = directory / "runs.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     try:
-        return {run["id"]: run for run in map(json.loads, lines)}
+        return {run["id"]: run for run in map(json.loads, _lines(path))}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
             f"{path} has a line that is no run ({error})", "mend the line, or move the file away"
@@ -76,7 +75,7 @@ def last_rows(directory: Path, row_type: type[AnyRow], key: Callable[[AnyRow], H
     if not path.exists():
         raise DataError(f"no rows under {directory}", "measure them first: measure=true")
     try:
-        rows = [row_type(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [row_type(**json.loads(line)) for line in _lines(path)]
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{path} has a line that is no row ({error})", "mend the line, or move the file away"
@@ -107,7 +106,29 @@ def runs_section(runs: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; none where it does not exist. A last line that was cut off is left out."""
+    return _whole(path.read_bytes()).decode().splitlines() if path.exists() else []
+
+
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Add records. A last line that was cut off (by a full disk or a kill) would swallow the first, so it goes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    with path.open("a+b") as file:
+        file.seek(0)
+        before = file.read()
+        whole = _whole(before)
+        file.truncate(len(whole))
+        if whole and not whole.endswith(b"\n"):
+            file.write(b"\n")
+        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def _whole(text: bytes) -> bytes:
+    """`text` without a last line that was cut off. A whole one may lack its line end, as some editors leave it."""
+    lines, end, last = text.rpartition(b"\n")
+    try:
+        json.loads(last)
+    except ValueError:
+        return lines + end
+    return text
