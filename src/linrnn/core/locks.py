@@ -38,7 +38,7 @@ class DirectoryLock:
             undo.callback(os.close, owner)
             if not _locked(lambda: fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)):
                 return False
-            sign = os.open(self._directory / SIGN, os.O_RDWR | os.O_CREAT, 0o644)
+            sign = os.open(self._directory / SIGN, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask
             undo.callback(os.close, sign)
             if not _locked(lambda: os.lockf(sign, os.F_TLOCK, 0)):
                 return False

@@ -133,7 +133,7 @@ class JsonlWriter:
     def _open(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
         except OSError as error:
             raise _not_written(self.path, error) from error
 
