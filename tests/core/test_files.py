@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import start
 
 from linrnn.core.files import read_json, write_json, write_text
 
@@ -41,6 +42,21 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
     write(path, "new")
     assert [file.name for file in tmp_path.iterdir()] == ["runs.json"]
     assert "new" in path.read_text()
+
+
+def _write_often(path: Path, letter: str) -> None:
+    for length in range(1, 200):
+        write_text(path, letter * 100 * length)
+        assert len(set(path.read_text())) == 1
+
+
+def test_two_processes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "report.md"
+    writers = [start(_write_often, path, letter) for letter in "ab"]
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert path.read_text() in ("a" * 19900, "b" * 19900)
 
 
 def test_json_comes_back(tmp_path: Path) -> None:

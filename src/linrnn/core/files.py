@@ -24,8 +24,8 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """As :func:`write_text`: write beside the file, flush, then rename."""
-    beside = path.with_name(f".{path.name}.tmp")
+    """As :func:`write_text`: write beside the file, flush, then rename. Of two processes the later one wins."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(beside, "wb") as file:
             file.write(content)
