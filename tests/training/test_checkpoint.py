@@ -1,8 +1,10 @@
 """Checkpoints: complete or absent, without pickle, readable by every model that they fit."""
 
+import errno
 import itertools
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -193,6 +195,21 @@ def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(
     saver.save(progress(4), model, optimizer, "")
     saver.wait()
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000004"
+
+
+def test_a_file_system_that_cannot_flush_a_directory_takes_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = os.fsync
+
+    def refuses(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    saved(tmp_path, 1)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000001"
 
 
 def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:

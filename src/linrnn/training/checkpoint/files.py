@@ -1,5 +1,6 @@
 """Checkpoint directories: find them, and check their files."""
 
+import errno
 import hashlib
 import json
 import os
@@ -133,9 +134,15 @@ def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a directory, so that the next rename never precedes the data on disk."""
+    """Flush a file or a directory, so that the next rename never precedes the data on disk.
+
+    Some file systems cannot flush a directory (EINVAL, as FUSE and SMB may say) and order renames themselves.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
