@@ -70,7 +70,7 @@ def uneven_steps(summary: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"the mean step takes {ratio:.2f} times the median step's {median:.2f} ms: tokens/s follow from the mean, and "
-        "hold the few steps that took long or short"
+        "a few steps took much longer or shorter"
     )
 
 

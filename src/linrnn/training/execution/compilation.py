@@ -22,7 +22,7 @@ def let_llvm_install_its_handlers() -> None:
     """Let LLVM, which compiles for Triton, install its signal handlers now. It does so once in a process.
 
     A process that installs its own handlers afterwards keeps them. Otherwise the first compilation takes them away, and
-    LLVM ignores SIGUSR1. It hands SIGTERM and the like on.
+    LLVM ignores SIGUSR1. LLVM hands SIGINT, SIGTERM, SIGHUP and SIGQUIT on to the handlers of before.
 
     Source: `RegisterHandlers` and `InfoSigs` in llvm/lib/Support/Unix/Signals.inc.
     """
