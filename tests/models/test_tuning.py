@@ -253,10 +253,31 @@ def test_autotuners_of_fla_look_into_the_table(module: str, name: str) -> None:
     assert found.cache.kernel == f"{module}:{name}"
 
 
+def left_out(kernel: Any, **sizes: object) -> set[tuple[int | None, int]]:
+    """The tile size, if a kernel has several, and the warps of the configurations that are not tuned."""
+    kernel.nargs = sizes
+    return {(config.kwargs.get("B"), config.num_warps) for config in {*kernel.configs} - {*kernel.prune_configs({})}}
+
+
 def test_activations_are_not_tuned_with_many_elements_in_a_thread() -> None:
     kernel = import_fla("fla.modules.activations.ops").swiglu_fwdbwd_kernel.fn
-    left_out = {(config.kwargs["B"], config.num_warps) for config in {*kernel.configs} - {*kernel.prune_configs({})}}
-    assert left_out == {(2048, 1), (4096, 1), (4096, 2), (8192, 1), (8192, 2), (8192, 4)}
+    assert left_out(kernel) == {(2048, 1), (4096, 1), (4096, 2), (8192, 1), (8192, 2), (8192, 4)}
+
+
+@pytest.mark.parametrize(("capability", "width", "expected"), [(9, 16, {4}), (9, 32, {4}), (9, 64, set()), (8, 32, set())])
+def test_what_triton_compiles_wrongly_for_hopper_is_left_out(
+    capability: int, width: int, expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither tuned nor taken from a table."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(choices, "gpu_name", lambda: "a GPU")
+    kernel = import_fla("fla.ops.common.chunk_o").chunk_bwd_kernel_dqkwg.fn
+    assert {warps for _, warps in left_out(kernel, BK=width)} - {8} == expected
+    key = tuple(width if name == "BK" else 64 for name in kernel.keys)
+    stored = {kernel.cache.kernel: {choices.key_text(kernel, key): "num_warps=4 num_stages=2"}}
+    tuning.use("stored", Table("a GPU", VERSIONS, stored))
+    assert (key in kernel.cache) is not bool(expected)
 
 
 def test_a_key_whose_arguments_are_not_all_given_is_still_a_key() -> None:

@@ -19,12 +19,10 @@ from typing import Any
 import torch
 
 from linrnn.core.errors import UnsupportedError
+from linrnn.models.tuning.exclusions import without_excluded
 from linrnn.models.tuning.progress import during
 from linrnn.models.tuning.table import Table, read_tables
 
-# FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas compiles them slowly, and the last
-# for minutes.
-ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
 STORED, NEAR, TUNED = "stored", "near", "tuned"
 
 
@@ -76,10 +74,11 @@ class Choices(dict[tuple[Any, ...], Any]):
         if _process.mode == "tune":
             return False
         text, near = key_text(self.tuner, key), _process.mode != "exact"
+        usable = without_excluded(self.kernel, named_sizes(self.tuner, key), self.tuner.configs)
         for table in stored_tables() if _process.tables is None else _process.tables:
             if (found := table.find(self.kernel, text, near=near)) is None:
                 continue
-            config = {config_text(config): config for config in self.tuner.configs}.get(found[1])
+            config = {config_text(config): config for config in usable}.get(found[1])
             if config is not None:
                 self._take(key, config, STORED if found[0] == text else NEAR)
                 _process.made_with |= _other_makers(table)
@@ -175,12 +174,18 @@ def gpu_name() -> str | None:
 # ------------------------------------------------------------------------------------------------------ as texts
 def key_text(tuner: Any, key: tuple[Any, ...]) -> str:
     """A tuning key as words: `D=1024 NB=8 bfloat16 float32`."""
-    dtypes = [str(value).removeprefix("torch.") for value in key if str(value).startswith("torch.")]
-    values = key[: len(key) - len(dtypes)]
+    sizes = named_sizes(tuner, key)
+    dtypes = [str(value).removeprefix("torch.") for value in key[len(sizes) :]]
+    return " ".join([*(f"{name}={value}" for name, value in sizes.items()), *dtypes])
+
+
+def named_sizes(tuner: Any, key: tuple[Any, ...]) -> dict[str, Any]:
+    """A tuning key without its dtypes, which come last: argument → value."""
+    values = [value for value in key if not str(value).startswith("torch.")]
     names = [name for name in tuner.keys if name in tuner.arg_names]
     if len(names) != len(values):  # a call left out an argument that has a default
         names = [f"key{number}" for number in range(len(values))]
-    return " ".join([*(f"{name}={value}" for name, value in zip(names, values, strict=True)), *dtypes])
+    return dict(zip(names, values, strict=True))
 
 
 def config_text(config: Any) -> str:
@@ -192,11 +197,6 @@ def config_text(config: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ inside Triton
-def without_slow_activations(configs: Sequence[Any]) -> list[Any]:
-    """The configurations of an activation's kernel in which no thread has many elements."""
-    return [config for config in configs if config.kwargs["B"] <= MOST_ELEMENTS_OF_A_THREAD * 32 * config.num_warps]
-
-
 @functools.cache
 def install() -> None:
     """Give every autotuner that is made from now on :class:`Choices`, and show what it tunes and compiles."""
@@ -223,11 +223,10 @@ def _with_choices(original: Callable[..., None]) -> Callable[..., None]:
 
 def _pruned(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def prune_configs(self: Any, *args: Any) -> Any:
-        pruned = original(self, *args)
-        if self.base_fn.__module__ == ACTIVATIONS:
-            pruned = without_slow_activations(pruned)
+    def prune_configs(self: Any, kwargs: dict[str, Any]) -> Any:
+        pruned = original(self, kwargs)
         if isinstance(self.cache, Choices):
+            pruned = without_excluded(self.cache.kernel, {**self.nargs, **kwargs}, pruned)
             self.cache.candidates, self.cache.tried = len(pruned), 0
         return pruned
 

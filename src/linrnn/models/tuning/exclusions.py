@@ -1,0 +1,32 @@
+"""Configurations of FLA's kernels that are never used: too slow to compile, or compiled wrongly by Triton."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+# FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas compiles them slowly, and the last
+# for minutes.
+ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
+# On Hopper, four warps multiply with wgmma instructions. Triton 3.6 to 3.7.1 compiles those of this kernel wrongly for
+# tiles of 32 columns: some launches end with an illegal memory access (triton-lang/triton, issue 11366).
+GRADIENTS_OF_QK, WARPS_OF_WGMMA, NARROW = "fla.ops.common.chunk_o:chunk_bwd_kernel_dqkwg", 4, 32
+
+
+def without_excluded(kernel: str, sizes: Mapping[str, Any], configs: Sequence[Any]) -> list[Any]:
+    """The configurations that may be used.
+
+    Args:
+        kernel: its module and function, `module:function`.
+        sizes: the arguments of the call that the kernel is tuned for, by name.
+        configs: of the kernel's autotuner.
+    """
+    if kernel.startswith(f"{ACTIVATIONS}:"):
+        return [config for config in configs if config.kwargs["B"] <= MOST_ELEMENTS_OF_A_THREAD * 32 * config.num_warps]
+    if kernel == GRADIENTS_OF_QK and sizes["BK"] <= NARROW and _on_hopper():
+        return [config for config in configs if config.num_warps < WARPS_OF_WGMMA]
+    return list(configs)
+
+
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
