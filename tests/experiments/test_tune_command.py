@@ -62,6 +62,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
     monkeypatch.setattr(tune_kernels, "gpu_capability", lambda: "9.0")
     monkeypatch.setattr(tune_kernels, "compile_all", lambda *_: None)
     monkeypatch.setattr(tune_kernels, "call_kernels", call_kernels)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return called
 
 
@@ -91,6 +92,26 @@ def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: P
     called.tiles.clear()
     tune_kernels.tune(config(*options, "models=[gla]", "again=true"), [], lines.append)
     assert len(called.tiles) == 6, "again measures all"
+
+
+def test_a_kernel_that_makes_the_gpu_unusable_ends_the_command(
+    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later models would fail for no reason of their own."""
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(UnsupportedError) as refusal:
+        tune_kernels.tune(config(*OPTIONS, "models=[gla,kda]", f"output_dir={tmp_path}"), [], print)
+    assert refusal.value.cause == (
+        "kda smoke, B = 4 made the GPU unusable for this process (CUDA error: an illegal memory access was "
+        "encountered); not tuned: kda smoke, B = 8"
+    )
+    stored = read_table("a GPU", version("triton"), tmp_path)
+    assert stored is not None
+    assert len(stored.kernels) == 1, "what came before is kept"
 
 
 @pytest.mark.parametrize(("again", "mode"), [("false", "exact"), ("true", "tune")])

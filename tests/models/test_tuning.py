@@ -264,7 +264,9 @@ def test_activations_are_not_tuned_with_many_elements_in_a_thread() -> None:
     assert left_out(kernel) == {(2048, 1), (4096, 1), (4096, 2), (8192, 1), (8192, 2), (8192, 4)}
 
 
-@pytest.mark.parametrize(("capability", "width", "expected"), [(9, 16, {4}), (9, 32, {4}), (9, 64, set()), (8, 32, set())])
+@pytest.mark.parametrize(
+    ("capability", "width", "expected"), [(9, 16, {4}), (9, 32, {4}), (9, 64, set()), (8, 32, set())]
+)
 def test_what_triton_compiles_wrongly_for_hopper_is_left_out(
     capability: int, width: int, expected: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
