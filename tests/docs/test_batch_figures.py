@@ -6,8 +6,9 @@ import re
 from blocks import ROOT
 from figures import index_lines, table_of
 
-from linrnn.study.benchmarks.largest_batch import SEARCHES, Search, batch_verdicts, searches_on_the_h100
+from linrnn.study.benchmarks.largest_batch import SEARCHES, Search, batch_verdicts, searches, searches_on_the_h100
 from linrnn.study.criteria import Verdict
+from linrnn.study.results import read_committed
 
 # The study's tables of largest batches on an H100: columns, and the folders of the searches.
 SEARCHED = {"eager": "standard", "compiled": "compiled", "Liger": "liger", "`cce_kahan`": "cce_kahan"}
@@ -85,6 +86,23 @@ def test_the_verdicts_on_largest_batches_are_those_of_the_searches() -> None:
         assert f"{names[model]} {verdict.value:.2f}" in page
     for model, verdict in ratios["compiled", "none"].items():
         assert f"{names[model]} {verdict.value:.2f}" in page
+
+
+def test_the_searches_with_selective_checkpointing_are_those_of_the_page() -> None:
+    found = searches(read_committed(ROOT / "results" / "summaries" / "largest_h100_selective"))
+    gla, transformer = table_of("h1a_larger_batches.md", "selective checkpointing, sequences on an H100")
+    ours, base = (found["gla", "selective", loss] for loss in ("cce_kahan", "compiled"))
+    [(_, verdict)] = batch_verdicts(found)
+    speeds = [speed_of(search) or 0 for search in (base, ours)]
+    assert gla == [
+        *("GLA", in_words(base), in_words(ours), f"**{verdict.verdict}**: {verdict.value:.2f}"),
+        *(f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{speeds[1] / speeds[0]:.3f}, undecided"),
+    ]
+    [(batch, row)] = found["transformer", "selective", "cce_kahan"].probes.items()
+    assert transformer[2] == f"{batch} or more"
+    assert transformer[5] == f"{row['tokens_per_second']:,.0f} at {batch}"
+    log = " ".join((ROOT / "results" / "log" / "2026-11-28.md").read_text(encoding="utf-8").split())
+    assert f"{ours.batch} sequences of GLA fit with `cce_kahan`, and {base.batch} with torch.compile" in log
 
 
 def test_what_liger_fits_is_what_both_pages_say() -> None:

@@ -158,6 +158,45 @@ def test_the_repeated_efficiencies_are_those_of_the_rows() -> None:
     )
 
 
+def test_the_first_steps_of_the_h200_are_those_of_its_rows() -> None:
+    rows = read_first_steps(ROOT / "results" / "bench_first_step" / "nvidia_h200")
+    stored = {(row.model, row.size): row.seconds for row in rows if row.tuned == 0}
+    [tuned] = [row for row in rows if row.tuned]
+    assert len(stored) == len(rows) - 1 == 12
+    page = lines_of("first_step.md")
+    for model in ("gla", "kda", "transformer"):
+        cells = [f"{stored[model, size]:.1f}" for size in ("smoke", "mve", "350m", "1b3")]
+        assert f"| {model_in_words(model)} | {' | '.join(cells)} |" in page
+    own = stored[tuned.model, tuned.size]
+    assert f"the Transformer of `{tuned.size}` took {tuned.seconds:.1f} s in place of {own:.1f}" in " ".join(page)
+    log = " ".join((ROOT / "results" / "log" / "2026-11-28.md").read_text(encoding="utf-8").split())
+    assert f"ended after {min(stored.values()):.1f} to {max(stored.values()):.1f} s" in log
+
+
+def test_errors_of_a_wrongly_compiled_kernel_are_those_of_the_rows() -> None:
+    rows = (ROOT / "results/log/2026-11-28/chunk_bwd_dqkwg_78689c0.txt").read_text(encoding="utf-8").splitlines()[5:]
+    found: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        key, _, result = row.partition(" | ")
+        keys, values, chunk, warps, _, decay = key.split()
+        if "fit" not in result:
+            found.setdefault((keys, values, chunk, decay, warps), set()).add(result)
+    assert all(results == {"error 0.00e+00"} for key, results in found.items() if key[-1] == "2")
+    four = {key[:4]: results for key, results in found.items() if key[-1] == "4"}
+    log = (ROOT / "results/log/2026-11-28.md").read_text(encoding="utf-8")
+    for row in log.splitlines():
+        if not (cells := re.fullmatch(r"\| (\d+), (\d+), (\d+)(, without decay)? \| reference \| (.+) \|", row)):
+            continue
+        *shape, without, said = cells.groups()
+        [result] = four.pop((*shape, "0" if without else "1"))
+        error = result.removeprefix("error ")
+        digits = len(said.partition(".")[2])
+        assert said == (result if "illegal" in result else f"error {float(error):.{digits}f}"), row
+    rest = sorted(float(result.removeprefix("error ")) for results in four.values() for result in results)
+    assert {keys for keys, *_ in four} == {"64"}
+    assert f"| 64, 32 to 128, 64 | reference | error {rest[0]:.3f} to {rest[-1]:.3f} |" in log
+
+
 def test_the_choices_that_two_gpus_share_are_as_many_as_the_page_says() -> None:
     page = " ".join(lines_of("first_step.md"))
     tables = {
@@ -172,8 +211,8 @@ def test_the_choices_that_two_gpus_share_are_as_many_as_the_page_says() -> None:
     }
     own, other = (choices[gpu, "3.6.0"] for gpu in ("H200", "H100 80GB HBM3"))
     equal = sum(other.get(key) == choice for key, choice in own.items())
-    assert f"Of the H200's {len(own)} choices with Triton 3.6.0, {equal} are the H100's, too" in page
+    assert f"With Triton 3.6.0 both tables hold {len(own.keys() & other.keys())} keys, and {equal} of these" in page
     own, other = (choices[gpu, "3.7.1"] for gpu in ("H200", "H100 80GB HBM3"))
     both = own.keys() & other.keys()
     equal = sum(own[key] == other[key] for key in both)
-    assert f"both tables hold {len(both)} kernels of Gated DeltaNet 1b3, and {equal} choices are equal" in page
+    assert f"With 3.7.1 both hold {len(both)} keys,   and {equal} choices are equal." in page

@@ -162,7 +162,7 @@ def check_gpu(target: Target, rest: Sequence[Target]) -> None:
     """After a failure of `target`, make sure that the GPU still works for this process.
 
     Raises:
-        UnsupportedError: a kernel has ended with an error that every later call meets, such as an illegal memory access.
+        UnsupportedError: a kernel has ended with an error that every later call meets: an illegal memory access.
     """
     try:
         torch.cuda.synchronize()
