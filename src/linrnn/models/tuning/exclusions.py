@@ -8,8 +8,8 @@ import torch
 # FLA's activations are tried with up to 256 elements in a thread. From 64 on ptxas compiles them slowly, and the last
 # for minutes.
 ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
-# On Hopper, four warps multiply with wgmma instructions. Triton 3.6 to 3.7.1 compiles those of this kernel wrongly for
-# tiles of 32 columns: some launches end with an illegal memory access (triton-lang/triton, issue 11366).
+# On Hopper four warps multiply with wgmma instructions. For tiles of 32 columns Triton 3.7.1 compiles this kernel
+# wrongly: the gradients are wrong, or the GPU reports an illegal memory access (triton-lang/triton, issue 11366).
 GRADIENTS_OF_QK, WARPS_OF_WGMMA, NARROW = "fla.ops.common.chunk_o:chunk_bwd_kernel_dqkwg", 4, 32
 
 
