@@ -43,8 +43,18 @@ def table_of(page: str, head: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in block.strip().splitlines()[2:]]
 
 
-def index_lines() -> list[str]:
-    return (ROOT / "docs/study/index.md").read_text(encoding="utf-8").splitlines()
+def index_rows(heading: str, head: str = "setting") -> list[list[str]]:
+    """The rows of a table of the study's index: below a heading, the only table whose head begins so."""
+    text = (ROOT / "docs/study/index.md").read_text(encoding="utf-8")
+    [section] = [part for part in re.split(r"\n##+ ", text) if part.startswith(f"[{heading}](")]
+    [block] = [block for block in section.split("\n\n") if block.startswith(f"| {head} |")]
+    return [line.strip("| ").split(" | ") for line in block.strip().splitlines()[2:]]
+
+
+def span(values: list[float], digits: int = 3) -> str:
+    """The least and the largest of some figures, or the figure that both are."""
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def by_name(found: list[Row]) -> dict[str, dict[str, Row]]:

@@ -4,7 +4,7 @@ import json
 import re
 
 from blocks import ROOT
-from figures import index_lines, table_of
+from figures import index_rows, span, table_of
 
 from linrnn.study.benchmarks.largest_batch import SEARCHES, Search, batch_verdicts, searches, searches_on_the_h100
 from linrnn.study.criteria import Verdict
@@ -67,25 +67,36 @@ def test_the_verdicts_on_largest_batches_are_those_of_the_searches() -> None:
                 words |= {LINES[model]: (answer, ratio) for ratio, model in re.findall(r"(\d\.\d\d) \(([^)]+)\)", rest)}
             own = ratios[against[base], checkpointing]
             assert words == {model: (v.verdict, f"{v.value:.2f}") for model, v in own.items()}
-    [line] = [one for one in index_lines() if one.startswith("| [1.3 to 2 times")]
-    compiled, eager = line.split(" | ")[1:3]
-    for checkpointing in ("none", "full"):
-        assert width(ratios["compiled", checkpointing]) in compiled
-        assert width(ratios["standard", checkpointing]) in eager
+    index = index_rows("Larger batches")
+    of_index = {(setting, against): (asked, told, answer) for setting, against, asked, told, answer, _ in index}
+    deltanet, others = "Gated DeltaNet, without checkpointing", "the three others, without checkpointing"
+    plain = ratios["standard", "none"]
+    for setting, against, some in (
+        ("without checkpointing", "torch.compile", ratios["compiled", "none"]),
+        ("full checkpointing", "torch.compile", ratios["compiled", "full"]),
+        ("full checkpointing", "eager", ratios["standard", "full"]),
+        (deltanet, "eager", {"gated_deltanet": plain.pop("gated_deltanet")}),
+        (others, "eager", plain),
+    ):
+        [answer] = {verdict.verdict for verdict in some.values()}
+        assert of_index[setting, against] == ("1.5", width(some), f"**{answer}**")
     found = searches_on_the_h100(ROOT / "results")
     speeds = [(speed_of(found[*key, "cce_kahan"]), speed_of(found[*key, "compiled"])) for key in {k[:2] for k in found}]
     of_compiled = [ours / base for ours, base in speeds if ours and base]
     assert len(of_compiled) == 8
-    at_batches = f"speed at these batches **undecided**: {min(of_compiled):.3f} to {max(of_compiled):.3f}, 1.15 asked"
-    assert at_batches in compiled
-    [row] = [one for one in index_lines() if one.startswith("| [Linear RNNs gain more")]
+    at_batches = "tokens/s at these batches, without and with full checkpointing", "torch.compile"
+    assert of_index[at_batches] == ("1.15", span(of_compiled), "**undecided**")
+    gains = {row[0]: row for row in index_rows("Linear RNN or Transformer")}
     page = " ".join((ROOT / "docs/study/h4_linear_rnn_or_transformer.md").read_text(encoding="utf-8").split())
     names = {model: name for name, model in LINES.items()}
-    for model, verdict in ratios["compiled", "full"].items():
-        assert f"{names[model]} {verdict.value:.2f}" in row
-        assert f"{names[model]} {verdict.value:.2f}" in page
-    for model, verdict in ratios["compiled", "none"].items():
-        assert f"{names[model]} {verdict.value:.2f}" in page
+    for checkpointing, words in (("full", "full checkpointing"), ("none", "without checkpointing")):
+        some = ratios["compiled", checkpointing]
+        transformer = f"{some.pop('transformer').value:.2f}"
+        assert f"Transformer {transformer}" in page
+        told = [f"{names[model]} {v.value:.2f}" for model, v in sorted(some.items(), key=lambda one: one[1].value or 0)]
+        assert all(one in page for one in told)
+        row = gains[f"larger batches, {words}"]
+        assert row == [row[0], "torch.compile", ", ".join(told), transformer, "**missed**", "1"]
 
 
 def test_the_searches_with_selective_checkpointing_are_those_of_the_page() -> None:
@@ -101,6 +112,15 @@ def test_the_searches_with_selective_checkpointing_are_those_of_the_page() -> No
     [(batch, row)] = found["transformer", "selective", "cce_kahan"].probes.items()
     assert transformer[2] == f"{batch} or more"
     assert transformer[5] == f"{row['tokens_per_second']:,.0f} at {batch}"
+    told = [
+        "GLA, selective checkpointing",
+        "torch.compile",
+        "1.5",
+        f"{verdict.value:.2f}",
+        f"**{verdict.verdict}**",
+        "1",
+    ]
+    assert told in index_rows("Larger batches")
     log = " ".join((ROOT / "results" / "log" / "2026-11-28.md").read_text(encoding="utf-8").split())
     assert f"{ours.batch} sequences of GLA fit with `cce_kahan`, and {base.batch} with torch.compile" in log
 
@@ -127,8 +147,8 @@ def test_what_liger_fits_is_what_both_pages_say() -> None:
     assert len(ahead) == 5
     ends = f"{100 * min(ahead):.1f} to {100 * max(ahead):.1f} %"
     assert f"Liger's tokens/s lie above ours in five of the eight rows, by {ends}, and below in three." in liger_page
-    [index] = [one for one in index_lines() if one.startswith("| [Liger has")]
-    assert "Liger's point lies above ours in five of eight rows" in index
+    told = ["tokens/s at the largest batches, eight rows", "`cce_kahan`", "above in five", "-", "**undecided**", "1"]
+    assert told in index_rows("Liger")
     row = found["gated_deltanet", "none", "cce_kahan"].probes[10]
     share = max(row["memory_bytes"][name] for name in ("loss_forward", "loss_backward")) / row["peak_memory_bytes"]
     share_page = (ROOT / "docs/study/h2_loss_memory.md").read_text(encoding="utf-8")
@@ -136,8 +156,7 @@ def test_what_liger_fits_is_what_both_pages_say() -> None:
 
 
 def width(found: dict[str, Verdict]) -> str:
-    values = sorted(verdict.value or 0 for verdict in found.values())
-    return f"{values[0]:.2f} to {values[-1]:.2f}"
+    return span([verdict.value or 0 for verdict in found.values()], digits=2)
 
 
 def test_the_forecasts_that_were_too_high_are_those_of_the_h100_s_searches() -> None:

@@ -14,7 +14,7 @@ from figures import (
     above,
     by_name,
     cell_of,
-    index_lines,
+    index_rows,
     table_of,
     tokens_per_second,
     with_interval,
@@ -78,22 +78,17 @@ def test_the_table_of_fine_tuning_holds_the_verdicts_of_five_seeds() -> None:
     }
     for words, model in (("final loss, difference in nats", "GLA"), ("Transformer of 447 M, the same", "Transformer")):
         assert f"{words} | - | {' to '.join(first[model][1:])} | nats | 5 seeds |" in FIRST_SCREEN
-    [row] = [one for one in index_lines() if one.startswith("| [A filter makes")]
-    for name, words in (
-        ("GLA, `cce_apple` (drops entries)", "GLA "),
-        ("KDA, `cce_apple` (drops entries)", "KDA "),
-        ("Gated DeltaNet, `cce_apple` (drops entries)", "Gated DeltaNet "),
-        ("Transformer, `cce_apple variant=cce` (drops entries)", "Transformer "),
-        (
-            "Transformer, `cce_apple variant=cce_kahan_full_c` (drops entries of dE alone)",
-            "drops less **missed**: Transformer ",
-        ),
-        ("Transformer, `cce_apple variant=cce_exact` (drops nothing)", "drops nothing **met**: Transformer "),
-    ):
-        assert words + cell[name].partition(": ")[2] in row
-    for model in losses_of:
-        _, _, figures = cell[f"{model}, `cce_filter` (samples)"].partition(": ")
-        assert figures.replace(" (", " nats (", 1) in row
+    models = ("GLA", "Transformer", "KDA", "Gated DeltaNet")
+    default = {m: f"{m}, `cce_apple{' variant=cce' * (m == 'Transformer')}` (drops entries)" for m in models}
+    alone = {"full_c": "Transformer, `cce_apple variant=cce_kahan_full_c` (drops entries of dE alone)"}
+    alone["exact"] = "Transformer, `cce_apple variant=cce_exact` (drops nothing)"
+    one = {name: ["not measured", cell[words], "not measured", "not measured"] for name, words in alone.items()}
+    assert index_rows("A filter in fine-tuning", "loss") == [
+        ["`cce_apple`, default, drops entries", *(cell[default[model]] for model in models)],
+        ["`cce_apple variant=cce_kahan_full_c`, drops entries of dE alone", *one["full_c"]],
+        ["`cce_apple variant=cce_exact`, drops nothing", *one["exact"]],
+        ["`cce_filter`, samples", *(cell[f"{model}, `cce_filter` (samples)"] for model in models)],
+    ]
     page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
     for model in losses_of:
         folder = FINE_TUNED[model]
@@ -128,7 +123,8 @@ def test_the_repeated_runs_of_kda_are_those_of_the_page() -> None:
 
 def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
     page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
-    [index] = [one for one in index_lines() if one.startswith("| [A filter makes")]
+    index = {row[0]: row[1:] for row in index_rows("A filter in fine-tuning")}
+    names = {"GLA": "fine-tuning steps as CUDA graphs, GLA, H200"}
     expected, shares = [], []
     found = step_rows(ROOT / "results" / "bench_steps" / "nvidia_h200_fine_tuning")
     for name, row in by_name([one for one in found if "trainer.cuda_graph=true" in one.line]).items():
@@ -140,7 +136,8 @@ def test_the_speed_of_fine_tuning_is_that_of_the_rounds() -> None:
         answers = [f"**{'met' if one.low > 1 else 'undecided'}**: {with_interval(one)}" for one in speeds]
         control = with_interval(speed_of(row[AGAIN], row["compiled"]))
         expected.append([model, *map(tokens_per_second, losses), *answers, control])
-        assert f"{model} {with_interval(speeds[0])}" in index
+        told = index[names.get(model, f"the same, {model}")]
+        assert told == ["the exact loss", "1", with_interval(speeds[0]), "**met**", "6"]
         assert re.search(rf"faster fine-tuning, {model} 350M[^|]*\| {re.escape(answers[0])} \| 6 rounds", page)
     head = "H200, 350M after 512 steps, V = 131,072, 8 x 2048 tokens, one CUDA graph a step"
     assert table_of("h3_filter.md", head) == expected
@@ -214,14 +211,16 @@ def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
     page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', MVE_LOSS)} | 12 |" in page
     assert f"{cell_of(folder, 'cce_filter', 'cce_kahan', CURVES, '.4f')}, near step 40 | 12 |" in page
-    index = (ROOT / "docs" / "study" / "index.md").read_text(encoding="utf-8")
+    index = {setting: (told, answer) for setting, _, told, answer, _ in index_rows("A filter in pretraining")}
     for group, loss, criterion, words in (
-        (folder, "cce_filter", MVE_LOSS, "at 10 M parameters for a filter that samples"),
-        ("apple", DROPPED, MVE_LOSS, "for a rule that drops entries"),
-        ("apple", "cce_apple", MVE_LOSS, "in training"),
-        ("apple", "cce_apple", VALID_LOSS, "in validation on WikiText-103"),
+        (folder, "cce_filter", MVE_LOSS, "a filter that samples"),
+        ("apple", DROPPED, MVE_LOSS, "a rule that drops entries"),
+        ("apple", "cce_apple", MVE_LOSS, "Apple's kernels"),
+        ("apple", "cce_apple", VALID_LOSS, "Apple's kernels, validation loss on WikiText-103"),
     ):
-        assert cell_of(group, loss, "compiled", criterion).replace(": ", f" {words}: ") in index
+        answer, _, told = cell_of(group, loss, "compiled", criterion).partition(": ")
+        assert index[f"10 M parameters, {words}"][0] == told
+        assert index[f"10 M parameters, {words}"][1].startswith(answer)
     [row] = [line for line in FIRST_SCREEN.split("|") if "to +0.0038" in line]
     assert row.strip() in cell_of(folder, "cce_filter", "compiled", MVE_LOSS)
 
@@ -418,15 +417,16 @@ def test_the_filter_s_speed_up_on_the_grid_is_that_of_the_rows() -> None:
         ("h3_filter.md", f"**missed** in {left['missed']} of {len(exact)} cases, {others}: {ends_of_others} |"),
         ("h3_filter.md", f"{len(exact)} cases reach {ends_of_others}, **missed** in {left['missed']} and {others}."),
         ("h3_filter.md", f"have {least:,} entries or more: {ends_of_large}, all **missed**."),
-        ("index.md", f"where it filters: **met** {met}, **missed** {rest} ({ends})"),
-        (
-            "index.md",
-            f"grid's {len(exact)} other cases, where the planner makes it exact: **missed** in {left['missed']}",
-        ),
-        ("index.md", f"{others} ({ends_of_others})"),
     ):
         page = " ".join((ROOT / "docs" / "study" / name).read_text(encoding="utf-8").split())
         assert words in page
+    layer, index = "the layer's gradients", index_rows("A filter in fine-tuning")
+    told = f"**met** in {count['met']}, **missed** {rest}"
+    named = f"{layer} where it filters, flat and peaked logits, {len(by_case)} cases"
+    assert [named, "torch.compile", "1.5", ends, told, "10"] in index
+    told = f"**missed** in {left['missed']}, {others}"
+    named = f"{layer} where the planner makes the filter exact, {len(exact)} cases"
+    assert [named, "torch.compile", "1.5", ends_of_others, told, "10"] in index
 
 
 def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None:
@@ -455,10 +455,9 @@ def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None
     assert (
         f"For the layer alone met on trained logits**, {ends}, H100, one process, n = 14" in pages["study/h3_filter.md"]
     )
-    [index] = [one for one in index_lines() if one.startswith("| [A filter makes")]
-    assert (
-        f"the layer alone, on one trained GLA of 350M **met**: {with_interval(speed_up, 2)}; on flat and peaked"
-        in index
+    told = ["torch.compile", "1.5", with_interval(speed_up, 2), "**met**", "14"]
+    assert ["the layer's gradients on logits of one trained GLA of 350M", *told] in index_rows(
+        "A filter in fine-tuning"
     )
     of_exact = np.median(np.array(sampled.rounds_ms) / np.array(exact.rounds_ms))
     assert f"takes {of_exact:.2f} of the exact loss's time" in pages["kernel_filter.md"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from blocks import ROOT
-from figures import STEPS, answer_of, by_name, percent, steps, table_of, with_interval
+from figures import STEPS, answer_of, by_name, index_rows, percent, steps, table_of, with_interval
 
 from linrnn.bench.steps.rows import AGAIN, Row, read_rows
 from linrnn.core.files import read_object
@@ -115,7 +115,7 @@ def rates_of(breakdown: dict[str, Any]) -> list[float]:
 def test_what_the_pages_say_of_a_steps_parts_holds_the_breakdowns() -> None:
     pages = {
         name: " ".join((ROOT / "docs/study" / name).read_text(encoding="utf-8").split())
-        for name in ("h7_follow_ups.md", "h4_linear_rnn_or_transformer.md", "index.md")
+        for name in ("h7_follow_ups.md", "h4_linear_rnn_or_transformer.md")
     }
     page = pages["h7_follow_ups.md"]
     found = {words: breakdown_of(name) for words, name in BREAKDOWNS.items()}
@@ -168,8 +168,10 @@ def test_what_the_pages_say_of_a_steps_parts_holds_the_breakdowns() -> None:
     seconds = parts_of_step(read_object(older, ("time",)))
     assert f"had the scan at {100 * seconds['mixer/scan'] / sum(seconds.values()):.1f} %" in page
     scans = [parts[words]["mixer/scan"] / steps[words] for words in linear]
-    told = f"the scan takes {100 * min(scans):.0f} to {100 * max(scans):.0f} % of a linear RNN's step"
-    assert told in pages["index.md"]
+    told = f"{100 * min(scans):.0f} to {100 * max(scans):.0f} %"
+    assert ["the scan's share of a linear RNN's step", "-", "50 %", told, "**missed**", "9 steps"] in index_rows(
+        "Follow-ups"
+    )
     mixers = [
         (parts[name]["mixer/projections"] + parts[name]["mixer/scan"]) / steps[name]
         for name in ("GLA", "KDA", "Gated DeltaNet", "Transformer")
@@ -183,7 +185,7 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
     found = follow_ups()
     pages = {
         name: " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
-        for name in ("study/h7_follow_ups.md", "study/index.md", "study/h1b_step_speed.md", "models.md", "training.md")
+        for name in ("study/h7_follow_ups.md", "study/h1b_step_speed.md", "models.md", "training.md")
     }
     page = pages["study/h7_follow_ups.md"]
     gains = {name: cells for name, other, *cells in table_of("h7_follow_ups.md", "model line") if "compile" in other}
@@ -249,7 +251,9 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
     beside = {v.setting for v in controls if v.low is not None and v.high is not None and not v.low <= 1 <= v.high}
     assert beside == {BLOCKS.format("GLA"), RANKS[0].format("Transformer")}
     with_float8, with_blocks = (judged[name].verdict for name in (float8, blocks))
-    assert f"with float8 {with_interval(with_float8)}, without {with_interval(with_blocks)}" in pages["study/index.md"]
+    index = {setting: told for setting, _, _, told, _, _ in index_rows("Follow-ups")}
+    assert index["speed with float8 blocks, Transformer"] == with_interval(with_float8)
+    assert index["speed without float8, Transformer"] == with_interval(with_blocks)
     for model in ("GLA", "Transformer"):
         again = judged[PLAIN.format(model)].verdict
         assert with_interval(again) in pages["study/h1b_step_speed.md"].partition("Measured again")[2]

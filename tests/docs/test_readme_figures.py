@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from blocks import ROOT
-from figures import FIRST_SCREEN, MEASURED, README, STEPS, UNITS, linked, steps
+from figures import FIRST_SCREEN, MEASURED, README, STEPS, UNITS, index_rows, linked, span, steps
 
 from linrnn.bench.steps.rows import read_rows
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
@@ -74,15 +74,17 @@ def test_the_sizes_of_the_models() -> None:
 
 
 def test_the_study_s_index_holds_the_h100_s_rows() -> None:
-    lines = (ROOT / "docs/study/index.md").read_text(encoding="utf-8").splitlines()
     speeds = speeds_at_1b3()
-    for loss, start in (("cce_kahan", "| [8 % faster"), ("liger", "| [Liger has")):
-        values = [v.value for v in speeds if v.backend == loss and v.against == "compiled" and v.value is not None]
-        [line] = [line for line in lines if line.startswith(start)]
-        assert f"{min(values):.3f} to {max(values):.3f}" in line
-    [line] = [line for line in lines if line.startswith("| [Training reaches")]
+    ours, liger = (
+        span([v.value for v in speeds if v.backend == loss and v.against == "compiled" and v.value is not None])
+        for loss in ("cce_kahan", "liger")
+    )
+    told = ["1.3B, eight settings of four models", "torch.compile", "1.08", ours, "**missed**", "6 or 8"]
+    assert told in index_rows("Faster steps")
+    told = ["speed of 1.3B steps, 8 sequences", "torch.compile", liger, ours, "**no**", "6 or 8"]
+    assert told in index_rows("Liger")
     found = verdicts(read_committed(ROOT / "results" / "summaries" / "same_loss"))
-    for against, cell in zip(("compiled", "standard"), line.split(" | ")[1:], strict=False):
+    for against, name in (("compiled", "torch.compile"), ("standard", "eager")):
         [v] = [v for v in found if (v.backend, v.criterion, v.against) == ("cce_kahan", MVE_LOSS, against)]
-        assert f"{v.value:+.4f} nats ({v.low:+.4f} to {v.high:+.4f})" in cell
-        assert f"**{v.verdict}**" in cell
+        told = [f"{v.value:+.4f} ({v.low:+.4f} to {v.high:+.4f})", f"**{v.verdict}**", f"{v.n}"]
+        assert ["final loss", name, "±0.01", *told] in index_rows("The same loss")

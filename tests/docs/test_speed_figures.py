@@ -9,8 +9,9 @@ from figures import (
     STEPS,
     answer_of,
     by_name,
-    index_lines,
+    index_rows,
     percent,
+    span,
     steps,
     table_of,
     tokens_per_second,
@@ -92,8 +93,8 @@ def test_the_later_processes_of_a_setting_are_all_told() -> None:
     ends = f"{min(values):.3f} to {max(values):.3f}"
     page = " ".join((ROOT / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8").split())
     assert f"Eight [later processes](#measured-again) give {ends}." in page
-    index = (ROOT / "docs/study/index.md").read_text(encoding="utf-8")
-    assert f"in eight settings of four models, {ends} in later processes;" in index
+    index = index_rows("Faster steps")
+    assert ["the same in later processes", "torch.compile", "1.08", ends, "**missed**", "6"] in index
     without_graphs = [
         one.verdict
         for one in step_speeds(read_rows(STEPS))
@@ -101,7 +102,8 @@ def test_the_later_processes_of_a_setting_are_all_told() -> None:
     ]
     assert {verdict.verdict for verdict in without_graphs} == {"undecided"}
     points = [verdict.value or 0 for verdict in without_graphs]
-    assert f"at 350M **undecided** without CUDA graphs: {min(points):.3f} to {max(points):.3f};" in index
+    told = f"{min(points):.3f} to {max(points):.3f}"
+    assert ["350M without CUDA graphs", "torch.compile", "1.08", told, "**undecided**", "8"] in index
 
 
 def test_the_gains_of_later_processes_are_divided_by_the_transformer_s() -> None:
@@ -134,13 +136,12 @@ def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
     """The sentences around the tables of 350M, with and without CUDA graphs."""
     found = step_speeds(read_rows(steps("_350m_graphs")))
     ours = {(v.setting, v.against): v for one in found if (v := one.verdict).backend == "cce_kahan"}
-    page, index = (" ".join((ROOT / "docs/study" / name).read_text(encoding="utf-8").split()) for name in (
-        "h1b_step_speed.md", "index.md",
-    ))  # fmt: skip
+    page = " ".join((ROOT / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8").split())
+    index = index_rows("Faster steps")
     compiled = [v.value for v in ours.values() if v.against == "compiled"]
     ends = f"{min(compiled):.3f} to {max(compiled):.3f}"
     assert f"missed against torch.compile**, {ends}." in page
-    assert f"**missed** at 350M as CUDA graphs: {ends} |" in index
+    assert ["350M as CUDA graphs", "torch.compile", "1.08", ends, "**missed**", "8"] in index
     assert f"V = 32,000 to 262,144: speed | - | {ends} | ratio | 8 rounds |" in FIRST_SCREEN
     eager = [v for v in ours.values() if v.against == "standard"]
     met = [v.value for v in eager if v.verdict == "met"]
@@ -148,6 +149,10 @@ def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
     assert {v.setting.split(", ")[1] for v in eager if v.verdict == "missed"} == {"V = 32,000"}
     missed = sorted(v.value for v in eager if v.verdict == "missed")
     assert "**missed** at 32,000 ({:.3f} and {:.3f})".format(*missed) in page
+    for vocabularies, some, word in (("32,000", missed, "missed"), ("65,536 and 131,072", met, "met")):
+        told = ["eager", "1.08", f"{min(some):.3f} to {max(some):.3f}", f"**{word}**", "8"]
+        assert [f"350M as CUDA graphs, V = {vocabularies}", *told] in index
+    assert {v.setting.split(", ")[1] for v in eager if v.verdict == "met"} == {"V = 65,536", "V = 131,072"}
     widest = max(own["compiled"].peak_gib for own in by_name(read_rows(steps("_350m_graphs"))).values())
     assert f"GLA {widest:.2f} GiB with compiled" in page
 
@@ -320,13 +325,16 @@ def test_the_index_tells_the_peaks_of_all_models_on_the_h100() -> None:
     assert (len(compiled), min(compiled) > 0.6) == (8, True)
     [plain], full = ratios["standard", False], ratios["standard", True]
     assert plain > 0.6 > max(full)
-    [line] = [one for one in index_lines() if one.startswith("| [The loss layer takes")]
-    assert f"at most 0.6 asked: **missed**, {min(compiled):.3f} to {max(compiled):.3f} |" in line
-    words = "peak **missed** without checkpointing, {:.3f}, **met** with it, {:.3f} to {:.3f} |"
-    assert words.format(plain, min(full), max(full)) in line
+    index = [row[:5] for row in index_rows("Memory of the loss layer")]
+    for where, base, some, word in (
+        ("1.3B", "torch.compile", compiled, "missed"),
+        ("1.3B without checkpointing", "eager", [plain], "missed"),
+        ("1.3B with checkpointing", "eager", full, "met"),
+    ):
+        assert [f"peak, as a multiple, {where}", base, "0.6", span(some), f"**{word}**"] in index
     page = (ROOT / "docs/study/h2_loss_memory.md").read_text(encoding="utf-8")
     [(low, high)] = re.findall(r"kernels it takes\s+([\d.]+) to ([\d.]+) % at 1.3B without checkpointing", page)
-    assert f"ours takes {low} to {high} % with today's kernels (H100)" in line
+    assert ["the same, 1.3B without checkpointing, H100", "-", "1 %", f"{low} to {high} %", "**missed**"] in index
 
 
 def test_the_tables_of_peaks_without_a_loss_layer_hold_the_breakdowns() -> None:
