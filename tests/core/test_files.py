@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked import start
 
-from linrnn.core.files import read_json, write_json, write_text
+from linrnn.core.files import read_json, whole_lines, write_json, write_text
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
 # These write into directories of which nobody reads anything before they are renamed.
@@ -64,6 +64,23 @@ def test_json_comes_back(tmp_path: Path) -> None:
     write_json(path, {"device": "übergroß", "rows": [1.5, None]})
     assert read_json(path) == {"device": "übergroß", "rows": [1.5, None]}
     assert path.read_text().endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"", b""),
+        (b"[1]\n[2]\n", b"[1]\n[2]\n"),
+        (b"[1]\n[2", b"[1]\n"),
+        (b"[1]\n[2]", b"[1]\n[2]\n"),
+        (b"[1]\n" + b"\0" * 9, b"[1]\n"),
+        (b"[1]\n" + b"[" * 100000, b"[1]\n"),
+        (b"[1\n[2]\nno\n", b"[1\n[2]\nno\n"),
+    ],
+    ids=["empty", "whole", "cut off", "without its end", "zeros", "nested deeply", "no JSON, but not cut off"],
+)
+def test_only_a_last_line_that_was_cut_off_is_left_out(content: bytes, kept: bytes) -> None:
+    assert whole_lines(content) == kept
 
 
 def test_no_module_writes_a_file_in_place() -> None:

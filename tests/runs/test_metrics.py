@@ -77,7 +77,7 @@ def test_reopening_appends(tmp_path):
     assert steps_in(path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b'{"step": 3, "train/loss_nats": 1.0}', b"\0" * 40])
+@pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b'{"step": 3, "train/loss_nats": 1.0', b"\0" * 40])
 def test_a_torn_last_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2)
@@ -88,6 +88,21 @@ def test_a_torn_last_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn
     assert steps_in(path) == [1, 2, 3]
 
 
+def test_a_last_record_without_its_line_end_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert steps_in(path) == [1, 2]
+    write(path, 3)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_last_line_with_its_end_was_not_cut_off_and_must_be_a_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste": 2}\n')
+    with pytest.raises(DataError, match="line 2 is not a record of metrics"):
+        read_jsonl(path)
+
+
 def test_every_possible_cut_of_the_file_leaves_a_prefix_of_its_records(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 3)
@@ -95,7 +110,7 @@ def test_every_possible_cut_of_the_file_leaves_a_prefix_of_its_records(tmp_path)
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         write(path, 9)
-        assert steps_in(path) == [*range(1, whole[:cut].count(b"\n") + 1), 9]
+        assert steps_in(path) == [*range(1, whole[:cut].count(b"}") + 1), 9]
 
 
 def test_truncating_after_a_step_leaves_no_step_twice_when_the_run_repeats_them(tmp_path):

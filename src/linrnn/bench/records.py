@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from linrnn.config.schema import BenchFirstStepConfig, BenchLossConfig, BenchModelsConfig, BenchStepsConfig
 from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
+from linrnn.core.files import whole_lines
 from linrnn.core.machine import slug
 from linrnn.runs.environment import commit_in_words, describe_environment
 from linrnn.training.runtime import device_name, resolve_device
@@ -108,7 +109,7 @@ def runs_section(runs: list[dict[str, Any]]) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     """The lines of a file; none where it does not exist. A last line that was cut off is left out."""
-    return _whole(path.read_bytes()).decode().splitlines() if path.exists() else []
+    return whole_lines(path.read_bytes()).decode().splitlines() if path.exists() else []
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
@@ -117,18 +118,8 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
     with path.open("a+b") as file:
         file.seek(0)
         before = file.read()
-        whole = _whole(before)
-        file.truncate(len(whole))
-        if whole and not whole.endswith(b"\n"):
-            file.write(b"\n")
+        whole = whole_lines(before)
+        if len(whole) < len(before):
+            file.truncate(len(whole))
+        file.write(whole[len(before) :])  # the end that a last line lacks
         file.write("".join(json.dumps(record) + "\n" for record in records).encode())
-
-
-def _whole(text: bytes) -> bytes:
-    """`text` without a last line that was cut off. A whole one may lack its line end, as some editors leave it."""
-    lines, end, last = text.rpartition(b"\n")
-    try:
-        json.loads(last)
-    except ValueError:
-        return lines + end
-    return text

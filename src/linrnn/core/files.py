@@ -64,6 +64,20 @@ def read_object(path: Path, keys: tuple[str, ...] = (), remedy: str = "move the 
     return content
 
 
+def whole_lines(content: bytes) -> bytes:
+    """A file's lines of JSON, without a last line that was cut off (by a kill or a full disk). Each line has its end.
+
+    A last line without its end is whole if it is JSON, because some editors leave the end out. A line that has its end
+    stays, whatever it holds: only the caller knows what belongs there.
+    """
+    lines, end, last = content.rpartition(b"\n")
+    try:
+        json.loads(last)
+    except (ValueError, RecursionError):
+        return lines + end
+    return content + b"\n"
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"

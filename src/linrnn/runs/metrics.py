@@ -9,7 +9,7 @@ from typing import Any
 
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import DataError, StorageError
-from linrnn.core.files import write_bytes
+from linrnn.core.files import whole_lines, write_bytes
 
 # Every metric with its description and unit. A loss backend's own metrics (from rank 0's last micro-step) are named
 # `loss/…` and are not listed here.
@@ -69,7 +69,7 @@ class JsonlWriter:
 
     Raises:
         StorageError: the file cannot be opened or written.
-        DataError: the file holds something that is not JSON before its last line.
+        DataError: a whole line is no record of metrics.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,7 +139,7 @@ class JsonlWriter:
 
     def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Keep some of the whole lines. A kill loses nothing."""
-        lines = b"".join(line for line, record in _whole_lines(self.path) if keep(record))
+        lines = b"".join(line for line, record in _records(self.path) if keep(record))
         if len(lines) == self.path.stat().st_size:
             return
         try:
@@ -149,30 +149,29 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a metrics file, oldest first. A torn last line is left out.
+    """Every whole record of a metrics file, oldest first. A last line that was cut off is left out.
 
     Raises:
-        DataError: the file is missing, or a line before the last is not a JSON record.
+        DataError: the file is missing, or a whole line is no record of metrics.
     """
-    return [record for _, record in _whole_lines(path)]
+    return [record for _, record in _records(path)]
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every whole line of a metrics file, and the record that it holds."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = whole_lines(path.read_bytes()).splitlines(keepends=True)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})", "check the path and permissions") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            whole = line.endswith(b"\n") and isinstance(record, dict) and "step" in record
         except (ValueError, RecursionError):
-            whole = False
-        if whole:
-            yield line, record
-        elif number < len(lines):
+            record = None
+        if not isinstance(record, dict) or "step" not in record:
             cause = f"{path}, line {number} is not a record of metrics"
             raise DataError(cause, "repair the line or move the file aside")
+        yield line, record
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:

@@ -1,6 +1,5 @@
 """Draw the pictures of README and docs from committed rows into results/figures/."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from linrnn.bench.loss.plots import hero
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
+from linrnn.bench.records import read_runs
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
@@ -196,6 +196,6 @@ def parts_of_steps(results: Path) -> Any:
 def _device(directory: Path, rows: list[Row]) -> str:
     """The GPU's name, from runs.jsonl."""
     origins = {row.run for row in rows}
-    runs = [json.loads(line) for line in (directory / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
-    names = {gpu["name"] for run in runs if run["id"] in origins for gpu in run["environment"]["gpus"]}
+    runs = [run for name, run in read_runs(directory).items() if name in origins]
+    names = {gpu["name"] for run in runs for gpu in run["environment"]["gpus"]}
     return ", ".join(sorted(names))
