@@ -29,7 +29,9 @@ def test_dropout_leaves_no_token_to_chance() -> None:
     content = json.loads(plain.json)
     content["model"]["dropout"] = 0.5
     texts = sentences(50, seed=1)
-    assert Tokenizer(json.dumps(content), "with dropout").encode_batch(texts) == plain.encode_batch(texts)
+    dropping = Tokenizer(json.dumps(content), "with dropout")
+    assert dropping.encode_batch(texts) == plain.encode_batch(texts)
+    assert (plain.dropout, dropping.dropout, dropping.without_dropout().dropout) == (None, 0.5, None)
 
 
 def test_a_special_token_written_in_the_text_stays_text() -> None:

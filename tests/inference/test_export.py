@@ -194,6 +194,24 @@ def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: 
             export(run, exported)
 
 
+def test_an_export_leaves_no_token_to_chance(text: list[str], tmp_path: Path) -> None:
+    """A tokenizer's file may ask for BPE dropout. linrnn never applies it, and transformers would."""
+    content = json.loads(train_tokenizer([f"the cat number {i} sat on mat number {i}" for i in range(400)], 300).json)
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    trainer = trained([*text, f"data.tokenizer={tmp_path}/tokenizer.json"])
+    run = load_trained(str(trainer.directory.path), CPU)
+    out, log = tmp_path / "out", tmp_path / "log"
+    process = start(run_script, "scripts/export.py", [f"checkpoint={run.source}", f"output={out}"], log)
+    process.join()
+    assert process.exitcode == 0, log.read_text()
+    assert "the tokenizer's BPE dropout of 0.5 is switched off, as it was in the run\n" in log.read_text()
+    sentence = "the cat number 7 sat on mat number 49 again"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert all(tokenizer(sentence)["input_ids"] == prompt_of(run, options(prompt=sentence)) for _ in range(20))
+    Trainer(load_config([*text, "group=other", f"data.tokenizer={tmp_path}/tokenizer.json", f"init_from={out}"]))
+
+
 def test_a_prompt_that_is_not_utf_8_is_refused(
     text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,8 @@ class Tokenizer:
         json: the tokenizer's own JSON.
         vocab_size: the largest id + 1. Ids may have gaps, so this is not the number of entries.
         eos_token, eos_id: the token that ends a document; both None if the vocabulary has none.
-        hash: sha256 (hex) of everything that decides how text is encoded.
+        dropout: the BPE dropout that the file asks for; None if it asks for none. Encoding here never applies it.
+        hash: sha256 (hex) of the file and the end token. Files that differ in their dropout alone encode alike here.
     """
 
     def __init__(self, json_text: str, name: str, eos_token: str | None = None) -> None:
@@ -64,7 +65,9 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.dropout: float | None = None
         if isinstance(self._tokenizer.model, models.BPE):
+            self.dropout = self._tokenizer.model.dropout or None
             self._tokenizer.model.dropout = None
         self.json = json_text
         self.name = name
@@ -92,6 +95,14 @@ class Tokenizer:
         if self.eos_token is not None:
             settings |= {"eos_token": self.eos_token}
         return {"tokenizer.json": self.json, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+
+    def without_dropout(self) -> "Tokenizer":
+        """The same tokenizer, whose files ask for no dropout. Other libraries apply what a tokenizer.json asks for."""
+        if self.dropout is None:
+            return self
+        content = json.loads(self.json)
+        content["model"]["dropout"] = None
+        return Tokenizer(json.dumps(content, ensure_ascii=False), self.name, self.eos_token)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
