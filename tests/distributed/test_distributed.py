@@ -158,7 +158,7 @@ def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small:
     log = tmp_path / "ranks"
     codes = ended(start_ranks(small("parallel=ddp", "group=ddp"), 2, log, "signalled_at_once"))
     assert codes == [128 + signal.SIGUSR1] * 2, output(log, 2)
-    assert output(log, 2).count("error: interrupted before the first step") == 1
+    assert output(log, 2).count("error: interrupted; no checkpoint was written") == 1
     assert not (tmp_path / "results").exists()
 
 

@@ -37,6 +37,30 @@ def restore(previous: dict[signal.Signals, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+def keep_from_llvm() -> None:
+    """Keep the :data:`SIGNALS` from LLVM, which compiles for Triton. It installs its own handlers once in a process.
+
+    Otherwise the first compilation takes away the handlers of before, and LLVM ignores SIGUSR1. Here LLVM installs its
+    handlers at once, and then those of before are put back. Later ones stay, too. Outside the main thread nothing
+    happens, because Python sets handlers there alone.
+
+    Source: `RegisterHandlers` and `InfoSigs` in llvm/lib/Support/Unix/Signals.inc.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    try:
+        from triton._C.libtriton import ir  # Triton has no public function that runs a pass and leaves no file
+    except ImportError:  # nothing here compiles with it
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    context = ir.context()
+    ir.load_dialects(context)
+    ir.pass_manager(context).run(ir.builder(context).create_module(), "no passes")
+    for number, handler in before.items():
+        if handler is not None:  # None: a library's, which Python cannot put back; LLVM hands most signals on to it
+            signal.signal(number, handler)
+
+
 class StopRequest:
     """A context in which the first of the :data:`SIGNALS` sets `signal_number` and does not kill the process.
 

@@ -76,8 +76,9 @@ def _claim_device(launch: Launch, device: str) -> str:
 def _signals(watch: Watch) -> Iterator[None]:
     """Handle signals outside the trainer's own handling.
 
-    While a rank is being set up, a signal ends it. Later the trainer handles signals, and elsewhere they are ignored.
-    When one rank has failed, a launcher sends SIGTERM to all, and they still have to write a summary.
+    While a rank is being set up, a signal ends it, and so it does in a benchmark. A trainer handles signals itself.
+    After its run they are ignored: when one rank has failed, a launcher sends SIGTERM to all, and they still have to
+    write a summary.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -86,7 +87,7 @@ def _signals(watch: Watch) -> Iterator[None]:
             raise failure.error() if failure else interrupted(number)
 
     def interrupted(number: int) -> InterruptedRun:
-        return InterruptedRun("interrupted before the first step", "run the same command again", number)
+        return InterruptedRun("interrupted; no checkpoint was written", "run the same command again", number)
 
     previous = install(handle)
     try:

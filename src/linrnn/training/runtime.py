@@ -13,6 +13,7 @@ import torch
 
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.interrupts import keep_from_llvm
 from linrnn.data import Batch
 from linrnn.models import LanguageModel, tuning
 
@@ -25,6 +26,8 @@ def device_name(device: torch.device) -> str:
 def resolve_device(name: str) -> torch.device:
     """The device of this name. `auto` is the GPU if there is one, else the CPU.
 
+    Every command asks here before it compiles a kernel for a GPU. So this is where signals are kept from the compiler.
+
     Raises:
         UnsupportedError: `cuda` was asked for, and PyTorch sees no GPU.
     """
@@ -36,6 +39,7 @@ def resolve_device(name: str) -> torch.device:
             f"device=cuda: PyTorch {torch.__version__} ({build}) sees no GPU",
             "use device=cpu, or install a CUDA build of PyTorch and check nvidia-smi",
         )
+    keep_from_llvm()
     return torch.device("cuda", torch.cuda.current_device())
 
 

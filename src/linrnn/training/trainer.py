@@ -27,7 +27,7 @@ from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation, evaluate
-from linrnn.training.execution.compilation import compile_kernels, let_llvm_install_its_handlers
+from linrnn.training.execution.compilation import compile_kernels
 from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.execution.passes import forward_backward
 from linrnn.training.optimizer import clip_gradients
@@ -60,8 +60,6 @@ class Trainer(BuiltRun):
             if finished := self.ranks.from_first(self.session.finished):
                 return finished
             self._begin(closing)
-            if self.device.type == "cuda":
-                let_llvm_install_its_handlers()
             with self.stop, collected_at_known_points():
                 summary, failure = self._run()
             self.session.end(summary, failed=failure is not None)

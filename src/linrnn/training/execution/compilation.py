@@ -1,7 +1,4 @@
-"""Before the first step: compile the kernels of the model on all cores. One after the other they take half a minute.
-
-Triton's compiler also takes signals away, which is prevented here.
-"""
+"""Before the first step: compile the kernels of the model on all cores. One after the other they take half a minute."""
 
 from typing import Any
 
@@ -16,21 +13,6 @@ from linrnn.models.facts import FACTS
 from linrnn.profiling import watched_loss
 from linrnn.training.build import BuiltRun
 from linrnn.training.runtime import loss_inputs
-
-
-def let_llvm_install_its_handlers() -> None:
-    """Let LLVM, which compiles for Triton, install its signal handlers now. It does so once in a process.
-
-    A process that installs its own handlers afterwards keeps them. Otherwise the first compilation takes them away, and
-    LLVM ignores SIGUSR1. LLVM hands SIGINT, SIGTERM, SIGHUP and SIGQUIT on to the handlers of before.
-
-    Source: `RegisterHandlers` and `InfoSigs` in llvm/lib/Support/Unix/Signals.inc.
-    """
-    from triton._C.libtriton import ir  # Triton has no public function that runs a pass and leaves no file
-
-    context = ir.context()
-    ir.load_dialects(context)
-    ir.pass_manager(context).run(ir.builder(context).create_module(), "no passes")
 
 
 def compile_kernels(run: BuiltRun) -> None:
