@@ -3,8 +3,10 @@
 import errno
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from forked import start
@@ -57,6 +59,54 @@ def test_two_processes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert path.read_text() in ("a" * 19900, "b" * 19900)
+
+
+def _write_often_as_one_id(path: Path, letter: str) -> None:
+    with patch("os.getpid", return_value=7):
+        _write_often(path, letter)
+
+
+def test_two_processes_with_the_same_id_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+    """Two hosts, or two containers, that share a file system."""
+    path = tmp_path / "report.md"
+    writers = [start(_write_often_as_one_id, path, letter) for letter in "ab"]
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert [file.name for file in tmp_path.iterdir()] == ["report.md"]
+
+
+def test_ctrl_c_within_a_write_leaves_nothing_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "report.md", "new")
+    assert not list(tmp_path.iterdir())
+
+
+def _write_and_die(path: Path) -> None:
+    with patch("os.fsync", lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)):
+        write_text(path, "lost")
+
+
+def test_what_a_killed_process_left_goes_a_day_later(tmp_path: Path) -> None:
+    """Sooner it may be the file of a process on another host, which is writing."""
+    path, others = tmp_path / "report[1].md", {".report[1].md.mine.tmp", ".report1.md.7.tmp", ".report[1].md.7.tmp.x"}
+    for name in others:
+        (tmp_path / name).touch()
+    killed = start(_write_and_die, path)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    [left] = {file.name for file in tmp_path.iterdir()} - others
+    write_text(path, "fresh")
+    assert (tmp_path / left).exists()
+    (tmp_path / ".report[1].md.7.tmp").touch()  # as earlier versions named it
+    for file in tmp_path.iterdir():
+        os.utime(file, (0, 0))
+    write_text(path, "old")
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, *others}
 
 
 def test_json_comes_back(tmp_path: Path) -> None:

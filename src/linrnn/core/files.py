@@ -3,10 +3,14 @@
 import contextlib
 import json
 import os
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError, first_line
+
+LEFT_SECONDS = 86_400  # a write takes seconds: an unfinished one of this age was killed
 
 
 def write_text(path: Path, text: str) -> None:
@@ -24,18 +28,38 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """As :func:`write_text`: write beside the file, flush, then rename. Of two processes the later one wins."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """As :func:`write_text`: write beside the file, flush, then rename. Of two processes the later one wins.
+
+    Processes on several hosts may have the same id, so the name beside the file is also random. A killed process leaves
+    such a file. It goes when `path` is written :data:`LEFT_SECONDS` later.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(beside, "wb") as file:
+        with open(beside, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError:
+    except BaseException:  # Ctrl-C, too
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+    _remove_leftovers(path)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed processes of any host left when they wrote `path`.
+
+    Their age shows that they are leftovers. A process id would say nothing about another host, and not every file
+    system shares its locks between hosts. The age is read by the file system's clock.
+    """
+    leftover = re.compile(rf"\.{re.escape(path.name)}\.\d+(\.[0-9a-f]{{8}})?\.tmp")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        now = path.stat().st_mtime
+        for entry in entries:
+            with contextlib.suppress(OSError):  # another process removes it now, or it belongs to another user
+                if leftover.fullmatch(entry.name) and now - entry.stat().st_mtime > LEFT_SECONDS:
+                    os.unlink(entry.path)
 
 
 def read_json(path: Path, remedy: str = "move the file away, or fetch it again") -> Any:
