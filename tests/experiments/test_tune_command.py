@@ -75,8 +75,9 @@ def test_without_a_gpu_nothing_is_tuned() -> None:
 def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: Path) -> None:
     lines: list[str] = []
     options = (*OPTIONS, f"output_dir={tmp_path}")
-    with pytest.raises(ConfigError, match="2 of 4 failed: kda smoke, B = 4, kda smoke, B = 8"):
+    with pytest.raises(ConfigError, match="2 of 4 failed: kda smoke, B = 4, kda smoke, B = 8") as failure:
         tune_kernels.tune(config(*options, "models=[gla,kda]"), [], lines.append)
+    assert "choices of all others are stored; leave these out, or mend them" in failure.value.remedy
     stored = read_table("a GPU", version("triton"), tmp_path)
     assert stored is not None
     assert stored.versions == VERSIONS

@@ -74,7 +74,11 @@ def tune(config: TuneConfig, overrides: Sequence[str], say: Callable[[str], None
     n_choices = sum(map(len, table.kernels.values()))
     say(f"wrote {path}: {n_choices} choices of {len(table.kernels)} kernels, {time.monotonic() - began:.0f} s")
     if failures:
-        raise ConfigError(f"{len(failures)} of {len(todo)} failed: {', '.join(failures)}", "see the lines above")
+        raise ConfigError(
+            f"{len(failures)} of {len(todo)} failed: {', '.join(failures)}",
+            "the lines above say why, and the choices of all others are stored; leave these out, or mend them and call "
+            "the script for these alone",
+        )
     return path
 
 
@@ -167,7 +171,7 @@ def check_gpu(target: Target, rest: Sequence[Target]) -> None:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        left = f"not tuned: {', '.join(other.name for other in rest)}" if rest else "all others are tuned"
+        left = f"not tuned: {', '.join(other.name for other in rest)}" if rest else "nothing else was left to tune"
         raise UnsupportedError(
             f"{target.name} made the GPU unusable for this process ({first_line(error)}); {left}",
             f"the choices so far are stored; call the script again without {target.name}",
