@@ -1,13 +1,11 @@
 """Run many runs, each in its own process: `scripts/sweep.py`. If one point fails, all others still run."""
 
 import math
-import multiprocessing
 import os
 import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ from linrnn.config.grids import sweep_points
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import HubDataConfig, RunSweepConfig
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, SweepFailure, UnsupportedError, first_line
-from linrnn.core.interrupts import StopRequest
+from linrnn.core.interrupts import StopRequest, worker_processes
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
 from linrnn.experiments.listing import TimeLeft, check_inputs, listing, pending, points_at_full_speed
@@ -409,8 +407,7 @@ def check_gpus(ranks: int, gpus: int) -> None:
 
 def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a fresh process, so that this one never initialises a GPU."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+    with worker_processes(1) as pool:
         return pool.submit(function, *arguments).result()
 
 

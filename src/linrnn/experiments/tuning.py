@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
@@ -17,6 +15,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.config.schema import Config, TuneConfig
 from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError, first_line
+from linrnn.core.interrupts import worker_processes
 from linrnn.core.machine import cores
 from linrnn.core.output import say as print_line
 from linrnn.data import Batch
@@ -123,8 +122,7 @@ def compile_all(todo: Sequence[Target], mode: str, table: Table, say: Callable[[
     processes = min(len(todo), max(1, cores() // THREADS_OF_A_PROCESS))
     say(f"compiling for {len(todo)} models, sizes and batches in {processes} processes")
     began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with worker_processes(processes) as pool:
         futures = [pool.submit(compile_target, target, mode, table, max(1, cores() // processes)) for target in todo]
         for target, future in zip(todo, futures, strict=True):
             if (error := future.exception()) is not None:
