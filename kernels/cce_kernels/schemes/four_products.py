@@ -141,7 +141,7 @@ def gradients(
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak.value).to(dtype_bias)
     del dz, workspace  # frees their memory for the sort
     if at_target is not None and out_c is not None:
-        add_by_target(e, columns, at_target * scale, out_c, None)
+        add_by_target(e, columns, at_target * scale, out_c)
     if sum_e is None:
         return None, grad_c, grad_bias
     result = sum_e.result()

@@ -50,7 +50,7 @@ def scaled_rows_kernel(
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * out_stride + dims[None, :], out.to(x.dtype), mask=mask)
 
 
-def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None = None, live: Live | None = None) -> Tensor:
+def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None, live: Live | None) -> Tensor:
     """Rows of x (N, D) times their factors (N,) fp32, in x's dtype.
 
     live: the rows of the result. Positions that do not count hold 0. None: the rows of x.

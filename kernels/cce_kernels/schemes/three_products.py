@@ -208,7 +208,7 @@ def backward(
 
 
 # Indices into the state; the tensors from SUMS on are summed into.
-KEYS, ORDER, BOUNDS, LIVE, COUNTS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 8, 9, 10, 11, 13, 15
+KEYS, ORDER, BOUNDS, COUNTS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 9, 10, 11, 13, 15
 
 
 class _Early(NamedTuple):
@@ -292,13 +292,7 @@ def _add_to_bias(total: Tensor, w: Tensor, factor: Tensor, first: int) -> None:
 
 
 def _add_products(
-    w: Tensor,
-    e: Tensor,
-    c: Tensor,
-    state: State,
-    chunk: slice,
-    live: Live | None = None,
-    home: Tensor | None = None,
+    w: Tensor, e: Tensor, c: Tensor, state: State, chunk: slice, live: Live | None, home: Tensor | None
 ) -> None:
     """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries.
 

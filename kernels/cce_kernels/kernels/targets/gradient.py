@@ -56,8 +56,7 @@ def targets_kernel(
     keys_ptr,  # (N,) int32, ascending: the rows' target columns, negative for none
     order_ptr,  # (N,) int64: the rows in the order of keys_ptr
     coefficient_ptr,  # (N,) fp32
-    out_ptr,  # (V, D): a sum, added to
-    lost_ptr,  # (V, D) int8 or None: the sum's rounding error, updated
+    out_ptr,  # (V, D), added to
     spill_ptr,  # (programs, D) fp32: this program's part of a run that began in an earlier program, written
     e_stride,
     N,
@@ -86,9 +85,8 @@ def targets_kernel(
         if (key >= 0) & (key != last):
             total = tl.sum(tl.where((keys == key)[:, None], parts, 0.0), axis=0)
             offsets = key.to(tl.int64) * D + dims
-            lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-            total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
-            write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
+            total += read_sum(out_ptr + offsets, None, dims < D)
+            write_sum(total, out_ptr + offsets, None, dims < D)
         last = key
     spilled = tl.sum(tl.where((keys == earlier)[:, None], parts, 0.0), axis=0)
     tl.store(spill_ptr + tl.program_id(0).to(tl.int64) * D + dims, spilled, mask=dims < D)
@@ -96,7 +94,7 @@ def targets_kernel(
 
 @quick
 @triton.jit(do_not_specialize=["N"])
-def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
+def spilled_targets_kernel(keys_ptr, out_ptr, spill_ptr, N, D, PLACES: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add the parts in spill_ptr to out: the program in which a run begins sums the parts of later programs.
 
     Arguments as for `targets_kernel`.
@@ -119,9 +117,8 @@ def spilled_targets_kernel(keys_ptr, out_ptr, lost_ptr, spill_ptr, N, D, PLACES:
             program += PLACES
             more = tl.min(run.to(tl.int32), axis=0)
         offsets = key.to(tl.int64) * D + dims
-        lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-        total += read_sum(out_ptr + offsets, lost_ptrs, dims < D)
-        write_sum(total, out_ptr + offsets, lost_ptrs, dims < D)
+        total += read_sum(out_ptr + offsets, None, dims < D)
+        write_sum(total, out_ptr + offsets, None, dims < D)
 
 
 def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
@@ -136,13 +133,13 @@ def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lo
     )
 
 
-def add_by_target(e: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
+def add_by_target(e: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor) -> None:
     """out[v] += Σ coefficient_i e_i over the rows whose target is v.
 
     Args:
         e: (N, D). coefficient: (N,) fp32.
         columns: (N,) int64, each row's target column; rows with negative columns are left out.
-        out: (V, D), a sum. lost: (V, D) int8, its rounding error, or None.
+        out: (V, D).
     """
     n_rows, dim = e.shape
     keys, order = columns.new_empty(n_rows, dtype=torch.int32), torch.empty_like(columns)
@@ -152,6 +149,6 @@ def add_by_target(e: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, 
     spill = torch.empty(programs, dim, dtype=torch.float32, device=e.device)
     grid = (programs, cdiv(dim, block_d))
     targets_kernel[grid](
-        e, keys, order, coefficient, out, lost, spill, e.stride(0), n_rows, dim, PLACES, block_d, num_warps=1
+        e, keys, order, coefficient, out, spill, e.stride(0), n_rows, dim, PLACES, block_d, num_warps=1
     )
-    spilled_targets_kernel[grid](keys, out, lost, spill, n_rows, dim, PLACES, block_d)
+    spilled_targets_kernel[grid](keys, out, spill, n_rows, dim, PLACES, block_d)
