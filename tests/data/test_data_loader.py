@@ -76,11 +76,6 @@ def test_epochs_and_seeds_have_orders_of_their_own(shards: ShardSet) -> None:
     assert epochs(1) == [first, second]
 
 
-def test_without_shuffling_the_blocks_come_in_order(shards: ShardSet) -> None:
-    loader = BatchLoader(shards, seq_len=16, batch_size=3, seed=0, shuffle=False)
-    assert [row[0] for row in rows(take(loader, 4))] == [16 * i for i in range(12)]
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     world_size=st.integers(1, 5),
@@ -136,12 +131,11 @@ def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(
     assert (len(counts) > 1) == reset
 
 
-@pytest.mark.parametrize("change", ["data", "seq_len", "seed", "shuffle"])
+@pytest.mark.parametrize("change", ["data", "seq_len", "seed"])
 def test_a_position_in_other_data_or_another_order_is_refused(shards: ShardSet, tmp_path: Path, change: str) -> None:
     state = BatchLoader(shards, seq_len=16, batch_size=2, seed=0).state_dict()
     other = shard_set(tmp_path / "other", [np.arange(900)]) if change == "data" else shards
-    settings = {"seq_len": 16, "seed": 0, "shuffle": True}
-    settings |= {"seq_len": {"seq_len": 17}, "seed": {"seed": 1}, "shuffle": {"shuffle": False}}.get(change, {})
+    settings = {"seq_len": 16, "seed": 0} | {"seq_len": {"seq_len": 17}, "seed": {"seed": 1}}.get(change, {})
     loader = BatchLoader(other, batch_size=2, **settings)
     with pytest.raises(DataError, match="fingerprint" if change == "data" else change):
         loader.load_state_dict(state)

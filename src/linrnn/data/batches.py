@@ -53,7 +53,6 @@ class BatchLoader:
         rank, world_size: this rank's share of every step.
         reset_at_document: flatten the rows and mark document borders (see `Batch`). A document's first token is then
             never predicted from the document before it.
-        shuffle: False visits the blocks in their own order.
 
     Raises:
         DataError: the text is shorter than one block.
@@ -69,7 +68,6 @@ class BatchLoader:
         rank: int = 0,
         world_size: int = 1,
         reset_at_document: bool = False,
-        shuffle: bool = True,
     ) -> None:
         if not 0 <= rank < world_size or batch_size < 1 or seq_len < 1:
             raise ValueError(f"{rank=}, {world_size=}, {batch_size=}, {seq_len=}")
@@ -81,7 +79,7 @@ class BatchLoader:
             )
         self._shards, self._seq_len, self._batch_size, self._seed = shards, seq_len, batch_size, seed
         self._rank, self._world_size = rank, world_size
-        self._reset, self._shuffle = reset_at_document, shuffle
+        self._reset = reset_at_document
         self._rows_done = 0  # in the global order, over all ranks
         self._order: tuple[int, np.ndarray] | None = None
 
@@ -140,13 +138,10 @@ class BatchLoader:
             "fingerprint": self._shards.fingerprint,
             "seq_len": self._seq_len,
             "seed": self._seed,
-            "shuffle": self._shuffle,
         }
 
     def _blocks(self, rows: np.ndarray) -> np.ndarray:
         epochs, positions = np.divmod(rows, self.n_blocks)
-        if not self._shuffle:
-            return positions
         blocks = np.empty_like(positions)
         for epoch in range(epochs[0], epochs[-1] + 1):
             here = epochs == epoch
@@ -166,8 +161,8 @@ def make_batch(
     starts: np.ndarray,
     seq_len: int,
     *,
+    reset_at_document: bool,
     stop: int | None = None,
-    reset_at_document: bool = False,
     token_bytes: TokenBytes | None = None,
 ) -> Batch:
     """The batch of the blocks that begin at tokens `starts`.
