@@ -684,7 +684,7 @@ def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path:
     assert "| gla | cce_kahan, seed 1 | cce_kahan, seed 0 | 70 | 0.0980 | -0.0980 | 40 | 530.00 | 539.80 |" in text
     assert "cce_kahan, seed 1 | compiled, seed 0" not in text
     assert [one.validations for one in read_committed(tmp_path)] == [one.validations for one in runs]
-    figure = plots.loss_curves(runs, "g")
+    figure = plots.loss_curves(runs)
     assert max(figure.axes[1].lines[0].get_xdata()) == 70, "the killed run's curve is drawn against compiled's"
     pyplot.close(figure)
     assert "steps that two runs have" not in write_report(runs[1:], tmp_path, "g")[0].read_text()

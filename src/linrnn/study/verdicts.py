@@ -290,7 +290,7 @@ def _paired(
     own: Sequence[Run],
     base: Sequence[Run],
     where: str,
-    remark: str = "",
+    remark: str,
 ) -> Verdict:
     """Compare seed by seed. If a seed was run several times, its value is the median."""
     values, limits, doubts, notes = [], [], [], []

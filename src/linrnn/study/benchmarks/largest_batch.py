@@ -12,7 +12,7 @@ from linrnn.core.errors import DataError
 from linrnn.study.criteria import BATCH, Verdict, judge
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, read_committed
-from linrnn.study.verdicts import BASELINES
+from linrnn.study.verdicts import BASELINES, EXACT
 
 SEARCHES = (
     "largest_h100",
@@ -85,11 +85,11 @@ def searches_on_the_h100(results: Path) -> dict[Key, Search]:
     return dict(sorted(found.items(), key=lambda entry: (models.index(entry[0][0]), entry[0][1] != "none")))
 
 
-def batch_verdicts(found: dict[Key, Search], loss: str = "cce_kahan") -> list[tuple[Key, Verdict]]:
-    """How many times as many sequences fit with `loss` as with each baseline. Inexact searches are left out."""
+def batch_verdicts(found: dict[Key, Search]) -> list[tuple[Key, Verdict]]:
+    """How many times as many sequences fit with `EXACT` as with each baseline. Inexact searches are left out."""
     return [
-        (key, judge(BATCH, key[0], loss, against, [own.batch / base.batch], setting=f"checkpointing {key[1]}"))
+        (key, judge(BATCH, key[0], EXACT, against, [own.batch / base.batch], setting=f"checkpointing {key[1]}"))
         for key, own in found.items()
         for against in BASELINES
-        if key[2] == loss and own.exact and (base := found.get((*key[:2], against))) and base.exact and base.batch
+        if key[2] == EXACT and own.exact and (base := found.get((*key[:2], against))) and base.exact and base.batch
     ]

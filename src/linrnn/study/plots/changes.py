@@ -7,6 +7,7 @@ from linrnn.core.plot_style import GREY, PALE, looks, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.study.criteria import FINAL_LOSS, Verdict
 from linrnn.study.plots.forest import point
+from linrnn.study.verdicts import EXACT
 
 # A panel's title, and words of the changes in it with those that a reader sees.
 PANELS = {
@@ -16,12 +17,11 @@ PANELS = {
 NOTE = "Bars: 90 % interval. Filled: met or missed. Hollow: undecided. Grey: ±0.01 nats. n pairs of runs of one seed."
 
 
-def changed_losses(found: Mapping[str, Sequence[Verdict]], backend: str = "cce_kahan") -> Any:
+def changed_losses(found: Mapping[str, Sequence[Verdict]]) -> Any:
     """A line for each model, size and change: the final training loss with the change minus that without it.
 
     Args:
         found: for each size, in words, the verdicts of :func:`linrnn.study.report.settings.changes_of_loss`.
-        backend: the loss of the runs.
     """
     panels: list[list[tuple[str, Verdict]]] = []
     for words in PANELS.values():
@@ -30,12 +30,12 @@ def changed_losses(found: Mapping[str, Sequence[Verdict]], backend: str = "cce_k
             for change, told in words.items()
             for size, verdicts in found.items()
             for verdict in verdicts
-            if (verdict.criterion, verdict.backend) == (FINAL_LOSS, backend) and f", {change}" in verdict.model
+            if (verdict.criterion, verdict.backend) == (FINAL_LOSS, EXACT) and f", {change}" in verdict.model
         ]
         panels.append(sorted(lines, key=lambda line: line[1].model.split(", ")[0]))
     heights = [len(lines) + 0.8 for lines in panels]
     figure, grid = subplots(len(panels), 1, figsize=(9, 0.3 * sum(heights) + 1.6), height_ratios=heights)
-    look = looks([backend])[backend]
+    look = looks([EXACT])[EXACT]
     for axes, title, lines in zip(grid, PANELS, panels, strict=True):
         axes.axvspan(-0.01, 0.01, color=PALE, zorder=0)
         axes.axvline(0, color=GREY, linewidth=0.8, zorder=1)
@@ -45,7 +45,7 @@ def changed_losses(found: Mapping[str, Sequence[Verdict]], backend: str = "cce_k
         axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_title(title, loc="left", fontsize=9.5)
-    grid[-1].set_xlabel(f"final training loss with the change minus that without it, nats; loss={backend}")
+    grid[-1].set_xlabel(f"final training loss with the change minus that without it, nats; loss={EXACT}")
     figure.suptitle("What does the change do to the training loss?")
     figure.text(0.5, 0.02, NOTE, ha="center", va="bottom", fontsize=8, color=GREY)
     figure.tight_layout(rect=(0, 0.05, 1, 1))

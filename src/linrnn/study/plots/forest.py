@@ -15,7 +15,7 @@ from linrnn.study.benchmarks.step_speed import HOST, StepSpeed
 from linrnn.study.criteria import BATCH, CURVES, MEMORY, MVE_LOSS, SPEED, UNDECIDED, Criterion, Verdict
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, loss_layer_share
-from linrnn.study.verdicts import BASELINES, CONTROL
+from linrnn.study.verdicts import BASELINES, CONTROL, EXACT
 
 # A panel's question in words, and which direction is better.
 ASKED: dict[Criterion, tuple[str, str]] = {
@@ -55,19 +55,13 @@ class Row:
     attainable: float | None = None
 
 
-def study_rows(runs: Sequence[Run], found: Iterable[Verdict], backend: str = "cce_kahan") -> list[Row]:
-    """Rows for the verdicts on `backend`'s peak memory that have a value.
-
-    Args:
-        runs: the runs that the verdicts are about.
-        found: the verdicts.
-        backend: the loss as verdicts name it, with or without options.
-    """
+def study_rows(runs: Sequence[Run], found: Iterable[Verdict]) -> list[Row]:
+    """Rows for the verdicts on `EXACT`'s peak memory that have a value, and the runs that they are about."""
     rows = []
     for verdict in found:
         if verdict.criterion is not MEMORY or verdict.value is None:
             continue
-        if verdict.backend not in (backend, f"{backend} accumulate=kahan"):
+        if verdict.backend not in (EXACT, f"{EXACT} accumulate=kahan"):
             continue
         named = re.search(r"checkpointing (\w+)", verdict.setting)
         kind = named[1] if named else "none"
@@ -86,22 +80,22 @@ def batch_rows(found: Iterable[tuple[Key, Verdict]]) -> list[Row]:
     return [Row(verdict, model_in_words(model, "1b3") + SHORT[kind]) for (model, kind, _), verdict in found]
 
 
-def speed_rows(speeds: Sequence[StepSpeed], backend: str = "cce_kahan") -> list[Row]:
-    """Rows for the speed of `backend` in whole steps, and for the control. Those that the host decides stand last."""
-    own = [one for one in speeds if one.verdict.backend in (backend, AGAIN)]
+def speed_rows(speeds: Sequence[StepSpeed]) -> list[Row]:
+    """Rows for the speed of `EXACT` in whole steps, and for the control. Those that the host decides stand last."""
+    own = [one for one in speeds if one.verdict.backend in (EXACT, AGAIN)]
     waiting = {one.verdict.setting for one in own if HOST in one.verdict.remark}
     rows = []
     for one in sorted(own, key=lambda one: one.verdict.setting in waiting):
         setting = one.verdict.setting
         name = _short(setting) + (ON_HOST if setting in waiting else "")
-        bounded = one.verdict.backend == backend and setting not in waiting
+        bounded = one.verdict.backend == EXACT and setting not in waiting
         rows.append(Row(one.verdict, name, one.attainable if bounded else None))
     return rows
 
 
-def peak_rows(found: Iterable[Verdict], backend: str = "cce_kahan") -> list[Row]:
-    """Rows for the peak memory of `backend` in whole steps at 1.3B."""
-    return [Row(v, _short(v.setting)) for v in found if v.backend == backend and "1b3" in v.setting]
+def peak_rows(found: Iterable[Verdict]) -> list[Row]:
+    """Rows for the peak memory of `EXACT` in whole steps at 1.3B."""
+    return [Row(v, _short(v.setting)) for v in found if v.backend == EXACT and "1b3" in v.setting]
 
 
 def _short(setting: str) -> str:
@@ -122,7 +116,7 @@ def _free_memory(bases: Sequence[Run]) -> float | None:
     return median(values) if values else None
 
 
-def forest(rows: Sequence[Row], title: str = "What the study asked, and what was measured") -> Any:
+def forest(rows: Sequence[Row]) -> Any:
     """One panel per criterion, with 90 % intervals.
 
     A panel of ratios has a line per model, with the ratios to compiled and to eager, and the control's if there is
@@ -147,7 +141,8 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
         axes.set_ylim(len(names[criterion]) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_title(_title(criterion, own), loc="left", fontsize=9.5)
-    figure.suptitle(title, y=1 - 0.1 / size[1])  # 0.98, the default, lies within a tall figure's first panel
+    top = 1 - 0.1 / size[1]  # 0.98, the default, lies within a tall figure's first panel
+    figure.suptitle("What the study asked, and what was measured", y=top)
     order = [*(f"ours / {name}" for name in ("compiled", "eager")), CONTROLS, "target", FREE]
     legend_below(figure, {name: lines[name] for name in order if name in lines}, NOTE)
     return figure

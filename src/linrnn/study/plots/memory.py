@@ -24,7 +24,7 @@ PARTS = {
 }
 
 
-def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a training step goes") -> Any:
+def memory_parts(runs: Sequence[Run]) -> Any:
     """Memory by component while the loss layer runs, one bar per loss, and the measured peak of the whole step.
 
     Each loss is drawn from its first seed's run. If the peak lies beyond the bar, it occurs elsewhere: in the layers'
@@ -54,7 +54,7 @@ def memory_parts(runs: Sequence[Run], title: str = "Where the memory of a traini
         place += 1.0
     axes.set_yticks(ticks, labels)
     axes.set_ylim(place - 0.4, -1.1)
-    close_bars(figure, axes, bars, title, "GiB while the loss layer runs")
+    close_bars(figure, axes, bars, "Where the memory of a training step goes", "GiB while the loss layer runs")
     return figure
 
 
@@ -89,7 +89,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
-def largest_batches(answers: Sequence[dict[str, Any]], title: str = "How many sequences fit in 80 GiB?") -> Any:
+def largest_batches(answers: Sequence[dict[str, Any]], title: str) -> Any:
     """The largest batch by model and loss. One panel for each kind of activation checkpointing.
 
     Only searches of one process with an exact result are drawn. The label of a bar: the sequences, and their ratio to

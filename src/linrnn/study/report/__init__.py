@@ -4,6 +4,6 @@
 """
 
 from linrnn.study.report.tables import course_lines, verdict_table
-from linrnn.study.report.write import make_report, write_pages, write_report
+from linrnn.study.report.write import make_report, write_report
 
-__all__ = ["course_lines", "make_report", "verdict_table", "write_pages", "write_report"]
+__all__ = ["course_lines", "make_report", "verdict_table", "write_report"]
