@@ -37,7 +37,6 @@ CALLS_OF_A_KIND = 25  # calls with the same dtypes and options: a new kind compi
 EXACT = 2e-5  # relative error of gradients and LSE: fp32 sums in another order, exponentials of some hundred nats
 EXACT_LOSS = 5e-6
 SMALLEST = 1e-18  # a probability below fp32's exponentials
-OUTPUTS = ("loss", "lse", "e", "c", "bias", "again_e", "again_c")
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The typed configuration: its types and bounds, its composition with Hydra, the command line, and names of runs."""
 
-from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_config, to_yaml
+from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_yaml
 from linrnn.config.naming import identity, run_name, settings
 from linrnn.config.overrides import last_of_each, overrides_of
 from linrnn.config.schema import Config
@@ -17,6 +17,5 @@ __all__ = [
     "read_config",
     "run_name",
     "settings",
-    "to_config",
     "to_yaml",
 ]

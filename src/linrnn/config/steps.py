@@ -15,7 +15,7 @@ def tokens_per_step(config: Config, world_size: int = 1) -> int:
     return sequences_per_step(config, world_size) * config.trainer.seq_len
 
 
-def last_step(config: Config, world_size: int = 1) -> int:
+def last_step(config: Config, world_size: int) -> int:
     """The number of optimizer steps: the lower of `max_steps` and what `max_tokens` allows, without a partial step.
 
     Raises:

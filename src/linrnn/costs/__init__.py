@@ -4,7 +4,7 @@ Formulas are registered by the names of models and losses; a loss's formulas sta
 without formulas has None (*unknown* in reports), never the figure of another one.
 """
 
-from linrnn.costs.communication import Communication, communication, vocabulary_loss_bytes
+from linrnn.costs.communication import communication, vocabulary_loss_bytes
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.costs.flops import mfu, model_flops, model_flops_6n
 from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
@@ -16,7 +16,6 @@ from linrnn.costs.traffic import loss_traffic
 __all__ = [
     "ASSUMED_CPU_SHARE",
     "ASSUMED_MFU",
-    "Communication",
     "KernelFlops",
     "MemoryEstimate",
     "communication",

@@ -36,7 +36,7 @@ class LayerMemory:
 
 
 def layer_memory(
-    arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool, compiled: bool = False
+    arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool, compiled: bool
 ) -> LayerMemory | None:
     """Memory of one layer; None for a model without formulas.
 

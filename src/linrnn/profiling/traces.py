@@ -38,7 +38,7 @@ def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], No
 
 
 @contextlib.contextmanager
-def memory_snapshot(path: Path, device: torch.device, max_entries: int = 200_000) -> Iterator[None]:
+def memory_snapshot(path: Path, device: torch.device) -> Iterator[None]:
     """Record the block's allocations, with stack traces, into `path` (open at pytorch.org/memory_viz).
 
     The snapshot is also written if the block raises, since it explains an out-of-memory error best.
@@ -50,7 +50,7 @@ def memory_snapshot(path: Path, device: torch.device, max_entries: int = 200_000
     if device.type != "cuda":
         cause = "a memory snapshot records CUDA allocations, and this run is on the CPU"
         raise UnsupportedError(cause, "use trainer.memory_snapshot=false or device=cuda")
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
         yield
     except BaseException:

@@ -34,8 +34,7 @@ from linrnn.bench.loss.sets import (
     row_backend,
     settings_of,
 )
-from linrnn.bench.loss.trained import KIND as TRAINED
-from linrnn.bench.loss.trained import read_trained
+from linrnn.bench.loss.trained import TRAINED, read_trained
 from linrnn.bench.records import begin_run, read_runs, results_directory, status_and_reason
 from linrnn.config.schema import BenchLossConfig, LossConfig
 from linrnn.core.errors import first_line

@@ -6,8 +6,7 @@ import torch
 
 from linrnn.bench.loss.problems import KINDS, Problem, Shape, make_problem, parse_shape
 from linrnn.bench.loss.rows import AGAIN, Row
-from linrnn.bench.loss.trained import KIND as TRAINED
-from linrnn.bench.loss.trained import TrainedTensors
+from linrnn.bench.loss.trained import TRAINED, TrainedTensors
 from linrnn.config import load_config, nearest
 from linrnn.config.schema import BenchLossConfig, BenchLossSet, LossConfig
 from linrnn.core.errors import ConfigError

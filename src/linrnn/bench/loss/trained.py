@@ -14,7 +14,7 @@ from linrnn.inference.load import Reading, open_reading
 from linrnn.losses import IGNORE_INDEX
 from linrnn.training.runtime import loss_inputs
 
-KIND = "trained"  # stands where bench.loss.problems.KINDS stand
+TRAINED = "trained"  # stands where bench.loss.problems.KINDS stand
 
 
 @dataclass(frozen=True, eq=False)
