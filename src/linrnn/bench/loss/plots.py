@@ -145,14 +145,7 @@ def error_plot(rows: list[Row]) -> Any:
         for panel, problem in zip(line, problems, strict=True):
             points = [row for row in timed if row.problem == problem and getattr(row, field) is not None]
             for rule, own in _rules(points).items():
-                places = [(row.ratio_to_compiled, getattr(row, field)) for row in own]
-                joined = {eps: place for row, place in zip(own, places, strict=True) if (eps := filter_eps(row))}
-                panel.plot(*zip(*places, strict=True), **found[rule].point)
-                if joined:
-                    panel.plot(*zip(*joined.values(), strict=True), linewidth=1, color=found[rule].colour)
-                for eps in dict.fromkeys((max(joined), min(joined))) if joined else ():
-                    place = joined[eps]
-                    panel.annotate(power(eps), place, xytext=(6, 4), textcoords="offset points", fontsize=7)
+                _errors_of_rule(panel, own, field, found[rule])
             panel.axvline(1, color=GREY, linewidth=0.8, zorder=1)
             panel.set_yscale("log")
             panel.margins(x=0.12, y=0.12)
@@ -166,6 +159,17 @@ def error_plot(rows: list[Row]) -> Any:
         panel.set_xlabel(RATIO)
     _finish(figure, found, "Error of the gradients against time (better: down and left)", "")
     return figure
+
+
+def _errors_of_rule(panel: Any, own: list[Row], field: str, look: Look) -> None:
+    """Draw a rule's settings, and a line that joins its thresholds; the largest and the smallest are named."""
+    places = [(row.ratio_to_compiled, getattr(row, field)) for row in own]
+    panel.plot(*zip(*places, strict=True), **look.point)
+    joined = {eps: place for row, place in zip(own, places, strict=True) if (eps := filter_eps(row))}
+    if joined:
+        panel.plot(*zip(*joined.values(), strict=True), linewidth=1, color=look.colour)
+        for eps in dict.fromkeys((max(joined), min(joined))):
+            panel.annotate(power(eps), joined[eps], xytext=(6, 4), textcoords="offset points", fontsize=7)
 
 
 def sweep_plot(rows: list[Row], axis: str) -> Any:

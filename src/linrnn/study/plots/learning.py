@@ -31,29 +31,14 @@ def loss_curves(runs: Sequence[Run]) -> Any:
     size = (min(3 + 3.6 * len(models), 10), 6.6)
     figure, grid = subplots(2, max(len(models), 1), figsize=size, sharex="col", height_ratios=(2, 1.2), squeeze=False)
     bases = {(run.course, run.summary["seed"]): run for run, _ in own if run.summary["loss"] == baseline}
-    found, lines = looks(labels), {}
+    found, lines = looks(labels), dict[str, Any]()
     for (top, bottom), model in zip(grid.T, models, strict=False):
-        curves: dict[str, list[Curve]] = defaultdict(list)
-        above: dict[str, list[Curve]] = defaultdict(list)
         of_model = [(run, name) for run, name in own if run.summary["model"] == model]
-        for run, name in of_model:
-            curves[name].append(smoothed(run.losses))
-            base = bases.get((run.course, run.summary["seed"]))
-            if base is not None and base is not run and (values := difference(run.losses, base.losses)):
-                above[name].append(values)
-        for name, of_loss in curves.items():
-            lines[in_words(name)] = _band(top, of_loss, found[name])
-        for name, of_loss in above.items():
-            _band(bottom, of_loss, found[name])
-        _begin_below_the_start(top, [curve for of_loss in curves.values() for curve in of_loss])
+        lines |= _draw_losses(top, of_model, found)
+        _draw_differences(bottom, of_model, bases, found)
         words = heading([run for run, _ in of_model], "\n" if len(models) > 2 else " ")
         top.set_title(words.replace(" shared_projection_rank=", "\nshared_projection_rank=\n"))
         bottom.set_xlabel("optimizer step")
-        if bottom.lines:
-            bottom.axhspan(-0.01, 0.01, color=PALE, zorder=0)
-        else:
-            bottom.set_yticks([])
-            bottom.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=bottom.transAxes)
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
     figure.suptitle("Do the losses train the same model?")
@@ -61,6 +46,34 @@ def loss_curves(runs: Sequence[Run]) -> Any:
     seeds = "Bands: lowest to highest seed. " if len({run.summary["seed"] for run in runs}) > 1 else ""
     legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps{some}. {seeds}Grey: ±0.01 nats.")
     return figure
+
+
+def _draw_losses(axes: Any, own: Sequence[tuple[Run, str]], found: Mapping[str, Look]) -> dict[str, Any]:
+    """Draw a band for each loss; returns what the legend shows."""
+    curves: dict[str, list[Curve]] = defaultdict(list)
+    for run, name in own:
+        curves[name].append(smoothed(run.losses))
+    lines = {in_words(name): _band(axes, of_loss, found[name]) for name, of_loss in curves.items()}
+    _begin_below_the_start(axes, [curve for of_loss in curves.values() for curve in of_loss])
+    return lines
+
+
+def _draw_differences(
+    axes: Any, own: Sequence[tuple[Run, str]], bases: Mapping[tuple[Any, int], Run], found: Mapping[str, Look]
+) -> None:
+    """Draw a band for each loss's differences from the run of `bases` with the same course and seed."""
+    above: dict[str, list[Curve]] = defaultdict(list)
+    for run, name in own:
+        base = bases.get((run.course, run.summary["seed"]))
+        if base is not None and base is not run and (values := difference(run.losses, base.losses)):
+            above[name].append(values)
+    for name, of_loss in above.items():
+        _band(axes, of_loss, found[name])
+    if axes.lines:
+        axes.axhspan(-0.01, 0.01, color=PALE, zorder=0)
+    else:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=axes.transAxes)
 
 
 def distances(curves: Mapping[str, tuple[Look, Sequence[tuple[Run, Run]]]], texts: tuple[str, str], title: str) -> Any:
@@ -105,7 +118,7 @@ def dropped_mass(runs: Sequence[Run]) -> Any:
     figure, grid = subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
     for spare in grid.flat[len(models) :]:
         spare.set_axis_off()
-    found, lines = looks(labels), {}
+    found, lines = looks(labels), dict[str, Any]()
     for axes, model in zip(grid.flat, models, strict=False):
         for label in labels:
             own = [run for run, name in filtered if name == label and run.summary["model"] == model]

@@ -108,17 +108,9 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str) -> Any:
     rows, columns = (max(len(kinds), 1), 1) if wide else (1, max(len(kinds), 1))
     size = (9, 0.9 + 2.9 * rows) if wide else (1 + 4 * columns, 3.9)
     figure, grid = subplots(rows, columns, figsize=size, squeeze=False)
-    step = 0.81 / max(len(names), 3)
     bars: dict[str, Any] = {}
     for axes, kind in zip(grid.flat, kinds, strict=False):
-        sizes = {(model, name): most for one, model, name, most in own if one == kind}
-        for (model, name), most in sizes.items():
-            place = models.index(model) + (names.index(name) - (len(names) - 1) / 2) * step
-            colour = LOSSES.get(loss_of(name), OTHER)[0]
-            bars[in_words(name)] = axes.bar(place, most, width=0.93 * step, color=colour)
-            base = sizes.get((model, "compiled"))
-            ratio = f"\n{most / base:.2f} x" if base and name != "compiled" else ""
-            axes.text(place, most, f"{most}{ratio}", ha="center", va="bottom", fontsize=8.5)
+        bars |= _batch_bars(axes, {(model, name): most for one, model, name, most in own if one == kind}, models, names)
         axes.set_xticks(range(len(models)), [model_in_words(model) for model in models])
         axes.grid(visible=False, axis="x")
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
@@ -132,3 +124,16 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str) -> Any:
     legend = {in_words(name): bars[in_words(name)] for name in names if in_words(name) in bars}
     legend_below(figure, legend, "x: ratio to torch.compile's largest batch. No bar: not searched, or not to the end.")
     return figure
+
+
+def _batch_bars(axes: Any, sizes: dict[tuple[str, str], int], models: list[str], names: list[str]) -> dict[str, Any]:
+    """Draw a bar for each model and loss, with its sequences above it; returns what the legend shows."""
+    drawn, step = {}, 0.81 / max(len(names), 3)
+    for (model, name), most in sizes.items():
+        place = models.index(model) + (names.index(name) - (len(names) - 1) / 2) * step
+        colour = LOSSES.get(loss_of(name), OTHER)[0]
+        drawn[in_words(name)] = axes.bar(place, most, width=0.93 * step, color=colour)
+        base = sizes.get((model, "compiled"))
+        ratio = f"\n{most / base:.2f} x" if base and name != "compiled" else ""
+        axes.text(place, most, f"{most}{ratio}", ha="center", va="bottom", fontsize=8.5)
+    return drawn

@@ -79,15 +79,20 @@ def crossover_lines(runs: Sequence[Run]) -> list[str]:
         if name == baseline or len(sizes) < 2:
             continue
         ratios = [median(own_times[size]) / median(base[size]) for size in sizes]
-        passes = [
-            f"{'faster' if found.faster_above else 'slower'} than {baseline}'s above about {found.size:,.0f}"
-            for found in crossovers(sizes, ratios)
-        ]
         n = min(len(side[size]) for size in sizes for side in (own_times, base))
         few = "" if n >= LEAST_PAIRS else f" (n = {n}: undecided)"
-        always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline}'s from {sizes[0]:,} to {sizes[-1]:,}"
-        lines[model, name].append(f"{part} {', '.join(passes) or always}{few}")
+        lines[model, name].append(f"{part} {_passes(sizes, ratios, baseline)}{few}")
     return [f"* {model} x {name}: {'; '.join(parts)}" for (model, name), parts in lines.items()]
+
+
+def _passes(sizes: list[int], ratios: list[float], baseline: str) -> str:
+    """Where the ratio of times to the baseline's passes 1, or which of the two is faster throughout."""
+    passes = [
+        f"{'faster' if found.faster_above else 'slower'} than {baseline}'s above about {found.size:,.0f}"
+        for found in crossovers(sizes, ratios)
+    ]
+    always = f"{'faster' if ratios[0] <= 1 else 'slower'} than {baseline}'s from {sizes[0]:,} to {sizes[-1]:,}"
+    return ", ".join(passes) or always
 
 
 def measured(runs: Sequence[Run]) -> list[Run]:
