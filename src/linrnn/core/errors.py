@@ -20,17 +20,20 @@ class LinrnnError(Exception):
     Args:
         cause: what is wrong, in one line. It names the offending value.
         remedy: what to do about it, in one line.
+        exit_code: of the command; None for that of the class.
     """
 
     exit_code = 1
 
-    def __init__(self, cause: str, remedy: str) -> None:
+    def __init__(self, cause: str, remedy: str, exit_code: int | None = None) -> None:
         super().__init__(f"{cause}\n  -> {remedy}")
         self.cause = cause
         self.remedy = remedy
+        if exit_code is not None:
+            self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cause, self.remedy)  # pickle keeps both parts when another process raised the error
+        return type(self), (self.cause, self.remedy, self.exit_code)  # pickle keeps all when another process raised it
 
 
 def first_line(error: BaseException) -> str:
@@ -128,9 +131,8 @@ class InterruptedRun(LinrnnError):
     """A signal stopped the run after its current step; exit code 128 + signal (130 for Ctrl-C)."""
 
     def __init__(self, cause: str, remedy: str, signal_number: int) -> None:
-        super().__init__(cause, remedy)
+        super().__init__(cause, remedy, 128 + signal_number)
         self.signal_number = signal_number
-        self.exit_code = 128 + signal_number
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.cause, self.remedy, self.signal_number)
@@ -138,13 +140,6 @@ class InterruptedRun(LinrnnError):
 
 class RankFailedError(LinrnnError):
     """Another process of a distributed run failed. The exit code is that process's."""
-
-    def __init__(self, cause: str, remedy: str, exit_code: int = 1) -> None:
-        super().__init__(cause, remedy)
-        self.exit_code = exit_code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cause, self.remedy, self.exit_code)
 
 
 class SweepFailure(LinrnnError):
@@ -154,10 +149,3 @@ class SweepFailure(LinrnnError):
     """
 
     exit_code = 8
-
-    def __init__(self, cause: str, remedy: str, exit_code: int = exit_code) -> None:
-        super().__init__(cause, remedy)
-        self.exit_code = exit_code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cause, self.remedy, self.exit_code)

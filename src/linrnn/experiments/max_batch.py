@@ -285,7 +285,8 @@ def _ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[int] |
 def _probe(point: Point, batch: int, budget: float, foreseen: int | None, environment: dict[str, Any]) -> Probe:
     """Run a probe, or read its summary if it was made before in the same `environment`."""
     if point.refusal is not None:
-        raise UnsupportedError(*point.refusal.split("; ", 1))
+        cause, remedy = point.refusal.split("; ", 1)
+        raise UnsupportedError(cause, remedy)
     if point.is_answered(retry=False):
         _check_origin(point, batch, environment)
         summary = point.summary()
