@@ -374,7 +374,7 @@ def validate(config: Any) -> None:
     for key, field, value in fields_of(config):
         if value is None:
             continue
-        pattern, choices, low, high = (field.metadata.get(k) for k in ("pattern", "choices", "minimum", "maximum"))
+        pattern = field.metadata.get("pattern")
         if pattern and not re.fullmatch(pattern, str(value)):
             raise ConfigError(
                 f"{key}={value} is no plain name", "use letters, digits, _, . and -, and no dot at its start"
@@ -389,19 +389,7 @@ def validate(config: Any) -> None:
             raise ConfigError(
                 f"{key} holds the value of {name}", "configurations are stored in plain text: leave secrets out"
             )
-        if choices and value not in choices:
-            names = [str(choice) for choice in choices]
-            meant = difflib.get_close_matches(str(value), names, n=1, cutoff=0.7)  # not cpu for gpu, nor none for true
-            if meant == ["bf16"] and "bf16_autocast" in names:  # for fp16: bf16 would round the parameters, too
-                meant = ["bf16_autocast"]
-            raise ConfigError(
-                f"{key}={value} is not one of {', '.join(names)}",
-                f"use {key}={meant[0]}" if meant else f"give {key} one of these values",
-            )
-        if low is not None and value < low:
-            raise ConfigError(f"{key}={value} is below the minimum of {low}", f"use {key}={low} or more")
-        if high is not None and value > high:
-            raise ConfigError(f"{key}={value} is above the maximum of {high}", f"use {key}={high} or less")
+        _check_bounds(key, value, *(field.metadata.get(bound) for bound in ("choices", "minimum", "maximum")))
 
 
 def _check_path(key: str, value: Any) -> None:
@@ -417,6 +405,22 @@ def _check_number(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value} is not a finite number", f"give {key} a finite number")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ConfigError(f"{key}={value} does not fit in 64 bits", f"give {key} a number below 2**63")
+
+
+def _check_bounds(key: str, value: Any, choices: Sequence[Any] | None, low: Any, high: Any) -> None:
+    if choices and value not in choices:
+        names = [str(choice) for choice in choices]
+        meant = difflib.get_close_matches(str(value), names, n=1, cutoff=0.7)  # not cpu for gpu, nor none for true
+        if meant == ["bf16"] and "bf16_autocast" in names:  # for fp16: bf16 would round the parameters, too
+            meant = ["bf16_autocast"]
+        raise ConfigError(
+            f"{key}={value} is not one of {', '.join(names)}",
+            f"use {key}={meant[0]}" if meant else f"give {key} one of these values",
+        )
+    if low is not None and value < low:
+        raise ConfigError(f"{key}={value} is below the minimum of {low}", f"use {key}={low} or more")
+    if high is not None and value > high:
+        raise ConfigError(f"{key}={value} is above the maximum of {high}", f"use {key}={high} or less")
 
 
 # ------------------------------------------------------------------------------------------------- error messages
@@ -451,16 +455,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
         group = unchosen.group(1)
         return ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options_of(group))}")
     if overlay := re.search(r"In '(\w+)/([\w.-]+)': ConfigKeyError.*? full_key: ([\w.]+)", text):
-        group, option, key = overlay.groups()
-        owner = key.split(".")[0]
-        if owner == group:
-            where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
-            return ConfigError(f"{where}: there is no such key as {key}", "write it as the other files of the group do")
-        chosen = next((o for o in overrides if o.startswith(f"{owner}=")), owner)
-        return ConfigError(
-            f"{group}={option} sets {key}, which {chosen} does not have",
-            f"choose another {owner}, or run without {group}={option}",
-        )
+        return _key_of_option(overrides, *overlay.groups())
     if broken := re.search(r"In '(\w+)/([\w.-]+)': \w+ raised while composing config: (.*?) full_key: (\S+)", text):
         group, option, reason, key = broken.groups()
         where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
@@ -472,15 +467,7 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     ):
         return _unknown_key(next(name for name in missing.groups() if name), overrides, config_name)
     if bad_value := re.search(r"Error merging override (.*)", text):
-        reason, (key, _, value) = first_line(error.__cause__ or error), bad_value.group(1).partition("=")
-        if "is not a ListConfig" in reason:
-            return ConfigError(f"{bad_value.group(1)}: {key} is a list", f"put it in brackets: {key}=[{value}]")
-        for kind, words in KINDS.items():
-            if kind in reason:
-                return ConfigError(f"{bad_value.group(1)} is not {words}", _as_kind(key, value, words))
-        return ConfigError(
-            f"{bad_value.group(1)}: {reason}", "give it a value of the type that its YAML file describes"
-        )
+        return _bad_value(bad_value.group(1), first_line(error.__cause__ or error))
     if ambiguous := re.search(r"Ambiguous value for argument '(.*?)'(?: 1\.|$)", text):
         key, _, value = ambiguous.group(1).partition("=")
         if key in list_keys(config_name):
@@ -489,6 +476,30 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     if isinstance(error, OverrideParseException):
         return unreadable(error)
     return ConfigError(first_line(error), "write overrides as key=value or group=option; --help shows what there is")
+
+
+def _key_of_option(overrides: Sequence[str], group: str, option: str, key: str) -> ConfigError:
+    """The error for an option's file that sets a key which the configuration does not have."""
+    owner = key.split(".")[0]
+    if owner == group:
+        where = place(CONFIG_DIR / group / f"{option}.yaml", key.removeprefix(f"{group}."))
+        return ConfigError(f"{where}: there is no such key as {key}", "write it as the other files of the group do")
+    chosen = next((o for o in overrides if o.startswith(f"{owner}=")), owner)
+    return ConfigError(
+        f"{group}={option} sets {key}, which {chosen} does not have",
+        f"choose another {owner}, or run without {group}={option}",
+    )
+
+
+def _bad_value(override: str, reason: str) -> ConfigError:
+    """The error for an override whose value does not have the key's type. `reason`: OmegaConf's message."""
+    key, _, value = override.partition("=")
+    if "is not a ListConfig" in reason:
+        return ConfigError(f"{override}: {key} is a list", f"put it in brackets: {key}=[{value}]")
+    for kind, words in KINDS.items():
+        if kind in reason:
+            return ConfigError(f"{override} is not {words}", _as_kind(key, value, words))
+    return ConfigError(f"{override}: {reason}", "give it a value of the type that its YAML file describes")
 
 
 def _as_kind(key: str, value: str, words: str) -> str:
