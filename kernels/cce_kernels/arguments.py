@@ -119,18 +119,19 @@ def check_inputs(
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_cross_entropy` says.
     """
+    tensors = (e, c, targets, bias, main_grad_c)
     if torch.compiler.is_compiling():
-        return _check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+        return _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
     refuse_transforms()
-    tensors, rest = (e, c, targets, bias, main_grad_c), (type(ignore_index), reduction, type(shift), shift)
+    rest = (type(ignore_index), reduction, type(shift), shift)
     try:
         like = (*[None if x is None else _metadata(x) for x in tensors], *rest)
         passed = like in _PASSED
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or a nested one; the checks say what is wrong
-        return _check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+        return _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
     if passed:
         return targets if targets.dtype == torch.int64 else targets.long(), ignore_index
-    checked = _check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+    checked = _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
     if targets.is_cuda and type(ignore_index) is int:
         if len(_PASSED) >= MOST_PASSED:
             _PASSED.clear()

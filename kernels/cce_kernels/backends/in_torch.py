@@ -145,13 +145,7 @@ def backward(
         slope = None if o.softcap is None else _softcap_slope(z, o.softcap)
         here, place = _targets_in(columns, chunk)
         at_target = torch.where(here, ((1 - o.label_smoothing) * b)[:, None], 0)
-        of_entropy = None
-        if entropy is None:
-            p = z.sub_(lse[:, None]).exp_()
-        else:
-            p = z.sub_(lse[:, None]).exp()
-            of_entropy = z.add_(entropy[1][:, None]).mul_(p).nan_to_num_(nan=0).mul_(entropy[0][:, None])
-
+        p, of_entropy = _probabilities(z, lse, entropy)
         if rule is not None and stats is not None:
             _record(rule, p, here, place, chunk, kept, dropped)
         for i, (side, for_e, for_c) in enumerate(sides):
@@ -178,6 +172,17 @@ def backward(
     if stats is not None:
         stats.write(kept, dropped, exact, b)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
+
+
+def _probabilities(z: Tensor, lse: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A chunk's probabilities, and what the rows' entropies subtract from dL/dz; z is overwritten.
+
+    entropy: as for `backward`.
+    """
+    if entropy is None:
+        return z.sub_(lse[:, None]).exp_(), None
+    p = z.sub_(lse[:, None]).exp()
+    return p, z.add_(entropy[1][:, None]).mul_(p).nan_to_num_(nan=0).mul_(entropy[0][:, None])
 
 
 def plan(problem: Problem, e: Tensor, o: Options) -> Plan:

@@ -175,21 +175,8 @@ def _measured(causal: CausalModel, rounds: int, options: dict[str, Any]) -> Prof
         raise ValueError("batch: no label counts, so there is no loss to measure; give labels other than -100")
     options = {**causal.options(), **options}
     logits = causal.calls_head(causal.loss)
-    output = causal.decoded()
-    first = hidden_of(output)
-    if not isinstance(first, Tensor) or first.shape[-1] != weight.shape[1] or first.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"model: the decoder of a {type(causal.model).__name__} does not return hidden states of shape "
-            f"{(*targets.shape, weight.shape[1])}, which its head takes; it cannot be measured"
-        )
-    wanted = first.requires_grad
-    if not wanted and not weight.requires_grad:
-        raise ValueError("model: no parameter requires a gradient, so there is no training step to measure")
-    hidden = first.detach().requires_grad_(wanted)
-    output = with_hidden(output, hidden)
-    if hidden_of(output) is not hidden:
-        raise TypeError(f"model: its decoder returns a {type(output).__name__}, in which nothing can be replaced")
-    del first
+    hidden, output = _head_inputs(causal, targets.shape)
+    wanted = hidden.requires_grad
 
     def ours(e: Tensor) -> Tensor:
         return linear_cross_entropy(e, weight, targets.to(e.device), shift=shift, **options)
@@ -229,6 +216,24 @@ def _measured(causal: CausalModel, rounds: int, options: dict[str, Any]) -> Prof
         vocabulary=weight.shape[0], products=1 + wanted + weight.requires_grad, rounds=rounds, nats=nats,
         our_nats=our_nats, **found,
     )  # fmt: skip
+
+
+def _head_inputs(causal: CausalModel, tokens: torch.Size) -> tuple[Tensor, Any]:
+    """The head's hidden states as a leaf, and the decoder's output with this leaf in their place."""
+    weight, output = causal.head.weight, causal.decoded()
+    first = hidden_of(output)
+    if not isinstance(first, Tensor) or first.shape[-1] != weight.shape[1] or first.shape[:-1] != tokens:
+        raise ValueError(
+            f"model: the decoder of a {type(causal.model).__name__} does not return hidden states of shape "
+            f"{(*tokens, weight.shape[1])}, which its head takes; it cannot be measured"
+        )
+    if not first.requires_grad and not weight.requires_grad:
+        raise ValueError("model: no parameter requires a gradient, so there is no training step to measure")
+    hidden = first.detach().requires_grad_(first.requires_grad)
+    output = with_hidden(output, hidden)
+    if hidden_of(output) is not hidden:
+        raise TypeError(f"model: its decoder returns a {type(output).__name__}, in which nothing can be replaced")
+    return hidden, output
 
 
 def _timed(

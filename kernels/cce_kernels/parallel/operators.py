@@ -95,7 +95,7 @@ def _forward(
                 bias=bias,
             )  # fmt: skip
         else:
-            rows = _whole(backend.forward(e_as, c_as, bias, standing, with_metrics, o), columns, spread, o)
+            rows = _whole(backend.forward(e_as, c_as, bias, standing, with_metrics, o), columns, spread)
         losses = weighted(spread.mine(assemble_loss(rows, columns, o)), spread.mine(columns), weights)
     metrics = losses.new_empty(0, 0) if rows.metrics is None else spread.mine(rows.metrics.T.contiguous())
     if not any(needs):
@@ -166,7 +166,7 @@ def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
     return [rows.lse - rows.metrics[1], largest]
 
 
-def _whole(rows: Rows, columns: Tensor, spread: Spread, o: Options) -> Rows:
+def _whole(rows: Rows, columns: Tensor, spread: Spread) -> Rows:
     """The row statistics of the whole vocabulary from those of every shard; takes one all-gather."""
     is_here = spread.columns(columns) != IGNORED
     z_target = rows.lse - rows.nll  # the logit of the target or its stand-in
