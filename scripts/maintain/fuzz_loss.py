@@ -225,8 +225,8 @@ def run(call: Call) -> dict[str, Tensor]:
     options = {**kind.options, "shift": call.shift, "reduction": kind.reduction}
     if kind.weights is not None:
         options["token_weights"] = weights_of(call, targets)
-    inputs = [x for x in (e, c, bias) if x is not None and x.requires_grad]
-    names = [n for n, x in (("e", e), ("c", c), ("bias", bias)) if x is not None and x.requires_grad]
+    wanted = {name: x for name, x in (("e", e), ("c", c), ("bias", bias)) if x is not None and x.requires_grad}
+    names, inputs = list(wanted), list(wanted.values())
 
     autocast = torch.autocast(device, dtype, enabled=kind.autocast is not None)
     planner.LAUNCH_SECONDS = 0.0 if kind.launches_are_free else 40e-6
@@ -251,16 +251,18 @@ def run(call: Call) -> dict[str, Tensor]:
             outputs, seeds = [loss, lse], [*seeds, of_lse.to(lse.dtype).reshape(lse.shape)]
         return list(torch.autograd.grad(outputs, inputs, seeds, retain_graph=retain, allow_unused=True))
 
+    def our_gradients(retain: bool) -> list[Tensor | None]:
+        found = gradients(loss, lse, inputs, retain)
+        if main_grad is not None and before is not None and "c" in names:
+            found[names.index("c")] = main_grad - before
+            main_grad.copy_(before)
+        return found
+
     want = gradients(truth, true_lse, inputs64)
     base = gradients(base_loss, None if lse is None else base_lse, inputs)
-    passes = {"": gradients(loss, lse, inputs, retain=call.again)}
-    if main_grad is not None and before is not None and "c" in names:
-        passes[""][names.index("c")] = main_grad - before
-        main_grad.copy_(before)
+    passes = {"": our_gradients(retain=call.again)}
     if call.again:
-        passes["again_"] = gradients(loss, lse, inputs)
-        if main_grad is not None and before is not None and "c" in names:
-            passes["again_"][names.index("c")] = main_grad - before
+        passes["again_"] = our_gradients(retain=False)
 
     terms, of_terms = rounded_terms(call, e64, c64, bias64, targets, true_lse, truth, upstream, of_lse)
     ratios = {"loss": ratio(loss, truth, base_loss, terms)}

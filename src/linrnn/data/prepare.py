@@ -234,23 +234,8 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         check_disk(cache, n_bytes, f"data=markov of {total:,} tokens", "lower data.n_tokens")
 
     def write_shards(directory: Path) -> dict[str, Any]:
-        meter = Meter("generating", progress)
-        n_documents, n_tokens, total = 0, 0, config.n_tokens + config.n_valid_tokens
-        splits = {}
         with storage_errors(directory):
-            for stream, (split, wanted) in enumerate(sizes.items()):
-                writer = SplitWriter(directory, split, token_dtype(config.vocab_size), None)
-                for tokens, ends in chain.documents(stream):
-                    room = min(len(tokens), wanted - writer.tokens)
-                    ends = np.append(ends[ends < room], room)
-                    writer.append(tokens[:room], ends, 0)
-                    n_documents, n_tokens = n_documents + len(ends), n_tokens + room
-                    meter.update(n_documents, n_tokens, n_tokens / total, finished=n_tokens == total)
-                    if writer.tokens == wanted:
-                        break
-                writer.finish()
-                splits[split] = [asdict(shard) for shard in writer.finished]
-        return splits
+            return _generate(chain, sizes, directory, token_dtype(config.vocab_size), Meter("generating", progress))
 
     directory, meta = write_once(config, recipe, check_room, write_shards, progress)
     train, valid = (open_split(directory, meta, split) for split in SPLITS)
@@ -268,6 +253,27 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         directory=directory,
         tokenizer=None,
     )
+
+
+def _generate(
+    chain: MarkovChain, sizes: dict[str, int], directory: Path, dtype: np.dtype, meter: Meter
+) -> dict[str, Any]:
+    """Write so many tokens of each split to shards; returns the splits' shards for meta.json."""
+    n_documents, n_tokens, total = 0, 0, sum(sizes.values())
+    splits = {}
+    for stream, (split, wanted) in enumerate(sizes.items()):
+        writer = SplitWriter(directory, split, dtype, None)
+        for tokens, ends in chain.documents(stream):
+            room = min(len(tokens), wanted - writer.tokens)
+            ends = np.append(ends[ends < room], room)
+            writer.append(tokens[:room], ends, 0)
+            n_documents, n_tokens = n_documents + len(ends), n_tokens + room
+            meter.update(n_documents, n_tokens, n_tokens / total, finished=n_tokens == total)
+            if writer.tokens == wanted:
+                break
+        writer.finish()
+        splits[split] = [asdict(shard) for shard in writer.finished]
+    return splits
 
 
 def _sizes(train: ShardSet, valid: ShardSet) -> str:

@@ -73,13 +73,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         ahead = with_data_of_hub(ahead, say)
     for line in check_inputs(ahead):
         say(line)
-    refused: dict[str, list[str]] = {}
-    for point in points:
-        if point.refusal is not None and not point.is_answered(config.retry):
-            write_summary(point, "unsupported", point.refusal)
-            refused.setdefault(point.refusal, []).append(point.label)
-    for reason, labels in refused.items():
-        say(f"unsupported: {', '.join(labels)}: {reason}")
+    _answer_refused(points, config.retry, say)
     say(f"sweep {config.sweep.name}: {len(points)} points, {len(ahead)} to run")
     if launcher and ahead:
         _submit(ahead, launcher, say)
@@ -95,6 +89,17 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
             at_full_speed=points_at_full_speed(config.jobs, gpus, config.sweep.ranks),
         ).run()
     _judge(points, say)
+
+
+def _answer_refused(points: Sequence[Point], retry: bool, say: Say) -> None:
+    """Write and say why points cannot run here, unless they have an answer."""
+    refused: dict[str, list[str]] = {}
+    for point in points:
+        if point.refusal is not None and not point.is_answered(retry):
+            write_summary(point, "unsupported", point.refusal)
+            refused.setdefault(point.refusal, []).append(point.label)
+    for reason, labels in refused.items():
+        say(f"unsupported: {', '.join(labels)}: {reason}")
 
 
 class Sweep:

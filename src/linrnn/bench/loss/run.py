@@ -295,17 +295,20 @@ class Bench:
                 if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
                     if reading := gpu_state(self.device):
                         clocks.append(reading)
-                    baseline, eager = self._entry(BASELINE), self._entry(EAGER)
-                    yardsticks = np.array(one_ms), np.array(three_ms)
-                    if three_ms:
-                        record_total(floor, yardsticks[1], baseline, *yardsticks, self.config.seed)
-                        _record_clocks(floor, clocks)
-                    for entry in self.entries:
-                        record_times(entry, baseline, eager, *yardsticks, self.config.seed)
-                        _record_clocks(entry.row, clocks)
-                    self._save()
+                    self._record(floor, np.array(one_ms), np.array(three_ms), clocks)
                     left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
                     self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+
+    def _record(self, floor: Row, one_ms: np.ndarray, three_ms: np.ndarray, clocks: list[dict[str, Any]]) -> None:
+        """Write the rounds so far into all rows, and the rows to their file."""
+        baseline, eager = self._entry(BASELINE), self._entry(EAGER)
+        if len(three_ms):
+            record_total(floor, three_ms, baseline, one_ms, three_ms, self.config.seed)
+            _record_clocks(floor, clocks)
+        for entry in self.entries:
+            record_times(entry, baseline, eager, one_ms, three_ms, self.config.seed)
+            _record_clocks(entry.row, clocks)
+        self._save()
 
     def _job(self, times: list[float], action: Callable[[], object]) -> Callable[[], None]:
         return lambda: times.append(timing.time_ms(action, self.device))
