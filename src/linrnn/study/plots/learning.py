@@ -14,7 +14,7 @@ MOST_LINES = 6  # in one panel
 STEEP = 0.1  # share of steps at the start in which all losses fall alike; the axis leaves their values out
 
 
-def loss_curves(runs: Sequence[Run]) -> Any:
+def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same model?") -> Any:
     """Training losses; below them each loss's difference from the baseline of the same seed. One column per model.
 
     For each model only the setting that most runs share is drawn, because curves of different settings cannot be
@@ -41,7 +41,7 @@ def loss_curves(runs: Sequence[Run]) -> Any:
         bottom.set_xlabel("optimizer step")
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
-    figure.suptitle("Do the losses train the same model?")
+    figure.suptitle(title)
     some = " of thinned curves" if any(run.thinned for run in runs) else ""
     seeds = "Bands: lowest to highest seed. " if len({run.summary["seed"] for run in runs}) > 1 else ""
     legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps{some}. {seeds}Grey: ±0.01 nats.")
