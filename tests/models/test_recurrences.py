@@ -1,7 +1,7 @@
 """Recurrences in 16 bits agree with plain torch in 32 bits: outputs and gradients, at every size of the study.
 
 On a GPU FLA's kernels run in the configurations that training uses. Triton has compiled some of them wrongly:
-linrnn.models.tuning.exclusions names one whose gradients were wrong, although nothing failed.
+linrnn.models.tuning.exclusions names one whose gradients depended on the number of warps, although nothing failed.
 """
 
 import inspect

@@ -9,7 +9,8 @@ import torch
 # for minutes.
 ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
 # On Hopper four warps multiply with wgmma instructions. For tiles of 32 columns Triton 3.7.1 compiles this kernel
-# wrongly: the gradients are wrong, or the GPU reports an illegal memory access (triton-lang/triton, issue 11366).
+# wrongly: the GPU reports an illegal memory access (triton-lang/triton, issue 11366), or the gradients are not those of
+# two warps. `pytest -m gpu -s tests/models/test_exclusions_gpu.py` measures it.
 GRADIENTS_OF_QK, WARPS_OF_WGMMA, NARROW = "fla.ops.common.chunk_o:chunk_bwd_kernel_dqkwg", 4, 32
 
 
