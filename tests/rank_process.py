@@ -48,7 +48,7 @@ def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted
     Args:
         counted: print the bytes that each step sends.
     """
-    if "device=cuda" in overrides:  # kernels are compiled and tuned
+    if "device=cuda" in overrides:  # kernels are compiled
         return ended(start_ranks(overrides, world_size, log, "counted" if counted else ""), seconds=240)
     fault = "counted" if counted else ""
     return pool.run(_rank, _of_ranks(overrides, world_size, log, fault, "train.py"), seconds=60)
@@ -57,7 +57,8 @@ def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted
 def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, script: str) -> list[tuple]:
     """The arguments of `_rank` for every rank."""
     port = free_port()
-    given = last_of_each(overrides)
+    untuned = ["trainer.kernel_choices=first"] if "device=cuda" in overrides else []
+    given = last_of_each([*untuned, *overrides])
     return [(rank, world_size, port, script, given, f"{log}.{rank}", fault) for rank in range(world_size)]
 
 
@@ -74,8 +75,6 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
             os.dup2(file.fileno(), stream)
     set_launch(rank, world_size, port)
     torch.set_num_threads(1)
-    if "device=cuda" in overrides:
-        leave_kernels_untuned()
     if fault == "signalled_at_once":
         _signalled_at_once()
     elif fault in FAULTS:

@@ -103,7 +103,7 @@ def test_every_model_of_the_sweep_over_flas_models_is_one_of_flas() -> None:
     sweep = load_config(["sweep=fla_models"], "run_sweep").sweep
     models = {value for grid in sweep.grids for value in grid["model.config"]}
     assert models <= set(fla_models())
-    assert len(models) == 23
+    assert len(models) == 26
 
 
 def test_overrides_are_told_apart_by_their_first_word() -> None:

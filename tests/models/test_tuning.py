@@ -213,6 +213,24 @@ def test_what_is_not_stored_is_tuned_and_named() -> None:
     assert choices.chosen() == {KERNEL: {"B=8 D=128 bfloat16": LARGE}}
 
 
+@pytest.mark.parametrize("kind", [Autotuner, import_fla("fla.ops.utils.cache").CachedAutotuner])
+def test_first_runs_what_is_not_stored_in_its_first_configuration_and_counts_it(kind: Callable[..., Any]) -> None:
+    tuned = tuner(kind)
+    tuning.use("first", Table("a GPU", VERSIONS, {KERNEL: {KEY: LARGE}}))
+    assert call(tuned) == [32], "a stored choice comes first"
+    assert call(tuned, width=128) == call(tuned, width=128) == [16], "nothing is measured"
+    found = tuning.used()
+    assert found is not None
+    assert {name: found[name] for name in ("stored", "near", "first", "tuned")} == {
+        "stored": 1, "near": 0, "first": 1, "tuned": 0
+    }  # fmt: skip
+    assert (tuning.remark() or "").endswith(
+        "1 stored, 0 stored for another batch, 1 in their first configuration, none tuned here"
+    )
+    tuning.use("stored", table())
+    assert call(tuned, width=128)[-1] == 32, "a later run tunes again"
+
+
 def test_strict_refuses_what_is_not_stored() -> None:
     tuned = tuner()
     tuning.use("strict", table())
@@ -415,6 +433,11 @@ def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str]) -> None:
     assert sorted(hopper) == ["add_one"] * 2 + ["launcher of add_one"] * 2, "every configuration once"
     assert not x.any()
     assert tuning.used() is None, "nothing is chosen yet"
+    hopper.clear()
+    tuning.use("first")
+    with tuning.compile_ahead():
+        tuned[(1,)](x, N=4)
+    assert hopper == ["add_one", "launcher of add_one"], "the first configuration alone"
     hopper.clear()
     stored = "BLOCK=16 num_warps=4 num_stages=3"
     tuning.use("strict", Table("a GPU", VERSIONS, {name: {"N=16 float32": stored}}))

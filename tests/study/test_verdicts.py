@@ -995,6 +995,11 @@ def test_a_report_names_the_choices_of_kernels_and_takes_no_two(tmp_path: Path) 
     write_report([chose("BT=16", "compiled"), chose("BT=16", "cce_kahan")], tmp_path, "g")
     line = "kernel choices of the first run: BT=16 (3 stored, 2 stored for another batch, 1 tuned at the run)"
     assert line in (tmp_path / "report.md").read_text()
+    untuned = chose("BT=16", "compiled")
+    untuned.environment["kernel_choices"]["first"] = 4
+    write_report([untuned], tmp_path, "g")
+    words = "BT=16 (3 stored, 2 stored for another batch, 4 in their first configuration, 1 tuned at the run)"
+    assert words in (tmp_path / "report.md").read_text()
     with pytest.raises(ConfigError, match="the runs of g differ in kernel_choices"):
         check_origin([chose("BT=16", "compiled"), chose("BT=32", "cce_kahan")], "g")
 

@@ -264,7 +264,7 @@ class TrainerConfig:
     keep_checkpoints: int = at_least(1)
     resume: str = one_of("auto", "never", "must")
     warmup_measurement_steps: int = at_least(0)
-    kernel_choices: str = one_of("stored", "strict", "tune")
+    kernel_choices: str = one_of("stored", "first", "strict", "tune")
     profile_steps: int = at_least(0)
     memory_snapshot: bool
 

@@ -137,9 +137,9 @@ def test_a_rehearsal_of_many_chunks_runs_no_kernel_that_it_has_compiled(
 def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(tuning, "use", modes.append)
-    for mode in ("stored", "strict", "tune"):
+    for mode in ("stored", "first", "strict", "tune"):
         Trainer(load_config(small(f"trainer.kernel_choices={mode}")))
-    assert modes == ["stored", "strict", "tune"]
+    assert modes == ["stored", "first", "strict", "tune"]
 
 
 @pytest.mark.parametrize("reset", ["false", "true"])

@@ -133,8 +133,9 @@ def _judged(rows: list[Row], limit_seconds: float) -> list[str]:
 
 
 def _choices(rows: list[Row]) -> str:
-    """How many kernels had a stored choice; the largest number that a run tuned."""
+    """How many kernels had a stored choice, how many ran untuned; the largest number that a run tuned."""
     if rows[0].stored is None:
         return "none"
     tuned = max(row.tuned or 0 for row in rows)
-    return f"{rows[0].stored} stored, {rows[0].near} near, {tuned} tuned"
+    first = f"{rows[0].first} first, " if rows[0].first else ""
+    return f"{rows[0].stored} stored, {rows[0].near} near, {first}{tuned} tuned"

@@ -16,8 +16,8 @@ class Row:
         number: its place among all runs of that call, from 1. Later runs find the machine's files in memory.
         seconds: from the start of the process to the line that it prints after its first step.
         seconds_to: of each stage, as `environment.json` records them, from an instant less than a second later.
-        stored, near, tuned: kernels whose choice was stored, was stored for another batch, or was tuned in this run;
-            null where no kernel has configurations.
+        stored, near, first, tuned: kernels whose choice was stored, was stored for another batch, was not made (the
+            first configuration ran), or was tuned in this run; null where no kernel has configurations.
     """
 
     line: str
@@ -30,6 +30,7 @@ class Row:
     seconds_to: dict[str, float]
     stored: int | None = None
     near: int | None = None
+    first: int | None = None  # older rows have none: there was no such mode
     tuned: int | None = None
 
     def at(self, stage: str) -> float | None:

@@ -88,6 +88,7 @@ def _measure(line: str, run: Config, run_id: str, number: int, say: Callable[[st
         seconds_to=record["seconds_to"],
         stored=choices.get("stored"),
         near=choices.get("near"),
+        first=choices.get("first"),
         tuned=choices.get("tuned"),
     )
 

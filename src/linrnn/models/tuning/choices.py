@@ -1,4 +1,4 @@
-"""The configuration that each autotuned kernel runs with: from the stored table, or tuned here; and a record of all.
+"""The configuration that each autotuned kernel runs with: a stored one, the first or a tuned one; and a record of all.
 
 Triton's Autotuner keeps its choices in a dictionary, `cache`, and tunes when a key is missing. :func:`install` replaces
 this dictionary by :class:`Choices`, which looks a missing key up in the stored table of the GPU's kind. This holds for
@@ -23,7 +23,7 @@ from linrnn.models.tuning.exclusions import without_excluded
 from linrnn.models.tuning.progress import during
 from linrnn.models.tuning.table import Table, read_tables
 
-STORED, NEAR, TUNED = "stored", "near", "tuned"
+STORED, NEAR, FIRST, TUNED = "stored", "near", "first", "tuned"
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         )  # at every launch: super() would take twice as long
 
     def __setitem__(self, key: tuple[Any, ...], config: Any) -> None:
-        self._take(key, config, TUNED)
+        self._take(key, config, FIRST if _process.mode == "first" else TUNED)
 
     def _take(self, key: Any, config: Any, source: str) -> None:
         super().__setitem__(key, config)
@@ -86,7 +86,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         if _process.mode == "strict":
             raise UnsupportedError(
                 f"trainer.kernel_choices=strict: no choice is stored for {self.kernel} with {text}",
-                "use trainer.kernel_choices=stored, which tunes it here, or store one with scripts/tune.py",
+                "use trainer.kernel_choices=stored or first, which need none, or store one with scripts/tune.py",
             )
         return False
 
@@ -96,8 +96,8 @@ def use(mode: str, table: Table | None = None) -> None:
 
     Args:
         mode: `stored`: from the table; kernels without a stored choice are tuned. `exact`: also those whose choice is
-            stored for another batch alone. `strict`: from the table; a kernel without a choice is an error. `tune`: all
-            kernels are tuned.
+            stored for another batch alone. `first`: from the table; kernels without a stored choice run in their first
+            configuration. `strict`: from the table; a kernel without a choice is an error. `tune`: all are tuned.
         table: the stored choices; None: all that this machine's GPU can use (:func:`stored_tables`).
     """
     tables = None if table is None else (table,)
@@ -120,7 +120,7 @@ def used() -> dict[str, Any] | None:
     sources = Counter(source for _, source in flat.values())
     return {
         "fingerprint": hashlib.sha256(lines.encode()).hexdigest()[:16],
-        **{source: sources[source] for source in (STORED, NEAR, TUNED)},
+        **{source: sources[source] for source in (STORED, NEAR, FIRST, TUNED)},
         "choices": choices,
     }
 
@@ -132,6 +132,8 @@ def remark() -> str | None:
     line = f"kernel choices {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
     if _process.made_with:
         line += f" (some made {', '.join(sorted(_process.made_with))})"
+    if now[FIRST]:
+        line += f", {now[FIRST]} in their first configuration"
     if not now[TUNED]:
         return f"{line}, none tuned here"
     tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
@@ -227,6 +229,7 @@ def _pruned(original: Callable[..., Any]) -> Callable[..., Any]:
         pruned = original(self, kwargs)
         if isinstance(self.cache, Choices):
             pruned = without_excluded(self.cache.kernel, {**self.nargs, **kwargs}, pruned)
+            pruned = pruned[:1] if _process.mode == "first" else pruned
             self.cache.candidates, self.cache.tried = len(pruned), 0
         return pruned
 
@@ -238,6 +241,8 @@ def _shown(original: Callable[..., Any]) -> Callable[..., Any]:
     def _bench(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(choices := self.cache, Choices):
             return original(self, *args, **kwargs)
+        if choices.candidates == 1:
+            return [0.0, 0.0, 0.0]  # there is nothing to compare
         choices.tried += 1
         name, began = choices.kernel.rpartition(":")[2], time.monotonic()
         try:

@@ -148,9 +148,10 @@ def _on_kernels(environment: dict[str, Any]) -> list[str]:
     """Where the configurations of FLA's kernels are from. Earlier versions and CPUs have no record of them."""
     if not (choices := environment.get("kernel_choices")):
         return []
+    first = f"{choices['first']} in their first configuration, " if choices.get("first") else ""
     return [
         f"kernel choices of the first run: {choices['fingerprint']} ({choices['stored']} stored, {choices['near']} "
-        f"stored for another batch, {choices['tuned']} tuned at the run)"
+        f"stored for another batch, {first}{choices['tuned']} tuned at the run)"
     ]
 
 
