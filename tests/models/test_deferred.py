@@ -39,6 +39,24 @@ def test_fla_s_own_ways_to_initialise_are_replayed_bit_for_bit(
             assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])
+def test_orthogonal_matrices_do_not_depend_on_the_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
+    config = load_config(["model=fla", f"model.config={name}", "size.num_layers=2", "size.hidden_size=1024"])
+    arch, weights, before = resolve(config.model, config.size, 4096), [], torch.get_num_threads()
+    try:
+        for threads, drawing in ((1, 1), (2, 1), (2, 2)):
+            torch.set_num_threads(threads)
+            blank = BlankModel(arch, device=torch.device("cpu"), seed=3)
+            blank.draw(drawing)
+            weights += [build_model(arch, device="cpu", seed=3).state_dict(), blank.model.state_dict()]
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for other in weights[1:]:
+        assert all(torch.equal(tensor, other[key]) for key, tensor in weights[0].items())
+
+
 def test_rwkv7_s_vectors_are_fla_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["size.num_layers=3", "size.hidden_size=320", "model.options.head_dim=64"]
     config = load_config(["model=fla", "model.config=rwkv7", *options])

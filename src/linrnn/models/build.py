@@ -67,12 +67,28 @@ def prepare(arch: Architecture, device: torch.device, dtype: torch.dtype) -> Non
 def initialised(arch: Architecture) -> Any:
     """FLA's model on the CPU in fp32, with the weights that FLA draws from the CPU generator."""
     if isinstance(arch, FlaArchitecture):
-        return build_hf(arch.fla, arch.settings, "cpu")
+        with one_thread():
+            return build_hf(arch.fla, arch.settings, "cpu")
     with without_torchs_own_draws():
         hf = fla_classes(arch.model)[0](fla_config(arch))
     if arch.shared_projection_rank is not None:
         share_projections(hf, arch.shared_projection_rank)
     return hf
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the block, torch computes on one thread here, and in threads that begin in it.
+
+    RWKV's initial matrices are orthogonal, through a QR decomposition. Its last bits depend on the number of threads,
+    and initial weights must not depend on the number of cores.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

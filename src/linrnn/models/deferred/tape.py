@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from linrnn.models.build import one_thread
 from linrnn.models.deferred.generator import generator_after
 
 # In-place operations that do not read the tensor they write. Random ones do not read it either.
@@ -166,11 +168,12 @@ class Tape(TorchDispatchMode):
                         memory.free(key)
 
         parts = self._parts(needed, last, threads if drawn and seed is not None else 1)
-        if len(parts) == 1:
-            play_part(parts[0])
-        else:
-            with ThreadPoolExecutor(len(parts), thread_name_prefix="draw") as pool:
-                list(pool.map(play_part, parts))
+        with one_thread():
+            if len(parts) == 1:
+                play_part(parts[0])
+            else:
+                with ThreadPoolExecutor(len(parts), "draw", partial(torch.set_num_threads, 1)) as pool:
+                    list(pool.map(play_part, parts))
         for place, receive in itertools.chain(*receivers.values()):  # nothing writes them
             receive(_Memory().tensor(place))
 
