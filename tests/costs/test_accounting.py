@@ -495,7 +495,9 @@ def test_activations_and_the_blocks_backward_pass_are_what_flas_own_code_holds(c
         activations = memory.components()["activations"] - memory.workspaces
         assert activations == pytest.approx(before_loss, rel=0.003, abs=MIB), case
         beyond_parameters = memory.at_blocks - memory.workspaces - memory.parameters
-        assert beyond_parameters == pytest.approx(in_blocks, rel=0.01), case
+        # Of KDA up to 0.7 % too much is foreseen, of the Transformer up to 0.3 % too little.
+        bound = 0.0002 if arch.model in ("gla", "gated_deltanet") else 0.008
+        assert beyond_parameters == pytest.approx(in_blocks, rel=bound), case
 
 
 SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000))

@@ -113,7 +113,7 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert all(shown.count(value) >= today.count(value) for value in today), "today's kernels, not older ones"
     assert "white" not in faces(memory) + faces(batch), "they do not scatter"
     ratios = [verdict.value for _, verdict in batch_verdicts(searches_on_the_h100(ROOT / "results"))]
-    assert len(names(batch)) == 8, "four models, with and without checkpointing"
+    assert len(names(batch)) == 12, "four models, three kinds of checkpointing"
     assert sorted(text.get_text() for text in batch.texts) == sorted(f"{ratio:.2f}" for ratio in ratios)
     assert all(bar.get_width() < 0 for bar in memory.patches)
     assert all(bar.get_width() > 0 for bar in speed.patches)

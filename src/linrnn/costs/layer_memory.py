@@ -21,6 +21,7 @@ class LayerMemory:
         mlp_backward: held at the peak of the MLP's backward pass, in addition to all that the layer has saved.
         mixer_backward: the same for the mixer's backward pass, minus what has been freed by then (so it may be
             negative).
+        later: parameters of the mixer's linear layers that run after the scan.
     """
 
     mixer: int
@@ -28,6 +29,7 @@ class LayerMemory:
     norm: int
     mlp_backward: int
     mixer_backward: int
+    later: int
 
     @property
     def saved(self) -> int:
@@ -67,7 +69,8 @@ def layer_memory(
     # Freed by then: the MLP, its norm, all that follows the scan, the output gate's cast of the norm's output.
     freed = mlp + norm + outputs + (compute * d if mixer.gated and autocast else 0)
     # The gradients of the residual stream and of the first norm's output.
-    return LayerMemory(inputs + scan + outputs, mlp, norm, mlp_backward, scan_backward + 2 * kept * d - freed)
+    mixer_backward = scan_backward + 2 * kept * d - freed
+    return LayerMemory(inputs + scan + outputs, mlp, norm, mlp_backward, mixer_backward, mixer.later(arch))
 
 
 def recurrent_state_bytes(arch: Architecture, batch_size: int, seq_len: int, compute: int) -> int | None:

@@ -363,9 +363,11 @@ def _block_backward(step: _Step, layer: LayerMemory, weights: _Weights) -> int:
     # The MLP's backward pass holds the gradient of one projection, and its copy if that was just recomputed.
     copies = 2 if step.checkpointing != "none" and weights.block else 1
     mlp = step.tokens * layer.mlp_backward + copies * step.compute * projection
-    # During the mixer's the gradients of all three projections exist, and the copies of two are freed.
-    gradients = 0 if step.earlier else 3 * step.kept * projection // step.ranks
-    freed = 2 * step.compute * projection if weights.block else 0
+    # During the mixer's the gradients of the MLP's three projections exist, and of those that follow the scan. Their
+    # copies are freed: two in the MLP.
+    later = layer.later
+    gradients = 0 if step.earlier else step.kept * (3 * projection + later) // step.ranks
+    freed = step.compute * (2 * projection + later) if weights.block else 0
     mixer = step.tokens * layer.mixer_backward + gradients - freed
     return weights.gathered + max(mlp, mixer)
 

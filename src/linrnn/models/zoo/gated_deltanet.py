@@ -34,7 +34,8 @@ def _memory(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
     # the convolutions' inputs; normalised q and k; v; the inverse; scalars per head: two norms, decay and beta
     saved = compute * (2 * (2 * keys + values) + heads * chunk + 2 * heads) + 4 * FP32 * heads
     # w, dq, dk in two parts, dw; u, the new values, dv in two parts, the output's gradient
-    return saved, compute * (5 * keys + 5 * values + shared.state_elements(arch, seq_len))
+    products = compute * (5 * keys + 5 * values + shared.state_elements(arch, seq_len))
+    return saved, products + 3 * FP32 * heads  # the decay's gradient in two parts, beta's
 
 
 register_model(
@@ -43,7 +44,9 @@ register_model(
         title="Gated DeltaNet",
         matched=shared.matched_by_head_dim(_parameters),
         flops=shared.delta_rule_flops(_projections),
-        memory=MixerMemory(linears=6, gated=True, scan=_memory),
+        memory=MixerMemory(
+            linears=6, gated=True, scan=_memory, later=lambda arch: 2 * arch.hidden_size * arch.value_dim
+        ),
         keeps_fp32=True,
         state=shared.expanded_widths,
         chunks=Chunks("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),

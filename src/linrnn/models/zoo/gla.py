@@ -55,7 +55,13 @@ register_model(
         flops=shared.linear_attention_flops(_projections),
         # The kernel breaks a compiled block's graph. Before it q, k, v and the forget gate share a cast; behind it the
         # output gate has its own.
-        memory=MixerMemory(linears=5, gated=True, scan=_memory, casts_compiled=2),
+        memory=MixerMemory(
+            linears=5,
+            gated=True,
+            scan=_memory,
+            later=lambda arch: 2 * arch.hidden_size * arch.value_dim,
+            casts_compiled=2,
+        ),
         keeps_fp32=False,
         # FLA fixes chunks of 64. 256 is too large: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in
         # shared memory, which has at most 227 KiB.

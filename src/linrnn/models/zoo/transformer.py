@@ -62,7 +62,9 @@ register_model(
             _flash_attention_again,
             recurrent=False,
         ),
-        memory=MixerMemory(linears=3, gated=False, scan=_memory, casts_compiled=1),
+        memory=MixerMemory(
+            linears=3, gated=False, scan=_memory, later=lambda arch: arch.hidden_size * arch.value_dim, casts_compiled=1
+        ),
         keeps_fp32=False,
         cpu={("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding},
         state=lambda fla: shared.widths(fla, 1, 1) if fla.window_size is None else None,

@@ -24,6 +24,9 @@ SEARCHES = (
     "largest_h100_gated_deltanet",
     "largest_h100_rest",
     "largest_h100_rest_gated_deltanet",
+    "largest_h100_selective",
+    "largest_h100_selective_models",
+    "largest_h100_selective_models_gated_deltanet",
 )
 ALIKE = ("size", "seq_len", "vocab_size", "memory_budget_gib", "device", "precision", "world_size")
 Key = tuple[str, str, str]  # model, kind of activation checkpointing, loss
@@ -79,10 +82,10 @@ def searches(runs: Iterable[Run]) -> dict[Key, Search]:
 
 
 def searches_on_the_h100(results: Path) -> dict[Key, Search]:
-    """The searches of the groups SEARCHES below `results`, by model and without checkpointing first."""
+    """The searches of the groups SEARCHES below `results`, by model: without checkpointing, selective, full."""
     found = searches(run for group in SEARCHES for run in read_committed(results / "summaries" / group))
-    models = list(dict.fromkeys(model for model, _, _ in found))
-    return dict(sorted(found.items(), key=lambda entry: (models.index(entry[0][0]), entry[0][1] != "none")))
+    models, kinds = list(dict.fromkeys(model for model, _, _ in found)), ("none", "selective", "full")
+    return dict(sorted(found.items(), key=lambda entry: (models.index(entry[0][0]), kinds.index(entry[0][1]))))
 
 
 def batch_verdicts(found: dict[Key, Search]) -> list[tuple[Key, Verdict]]:
