@@ -37,8 +37,9 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
     rows = read_first_steps(ROOT / "results" / "bench_first_step" / "nvidia_h100_80gb_hbm3")
     runs = read_runs(ROOT / "results" / "bench_first_step" / "nvidia_h100_80gb_hbm3")
     deltanet = [row for row in rows if row.model == "gated_deltanet"]
-    rows = [row for row in rows if row.model != "gated_deltanet"]
-    for commit, some in (("e8795ac", rows), ("ebb5f1b", deltanet)):
+    [rwkv] = [row for row in rows if row.model == "fla"]
+    rows = [row for row in rows if row.model not in ("gated_deltanet", "fla")]
+    for commit, some in (("e8795ac", rows), ("ebb5f1b", deltanet), ("f150ba1", [rwkv])):
         assert {runs[row.run]["environment"]["git"]["commit"][:7] for row in some} == {commit}
     for row in rows:
         assert row.tuned == 0
@@ -79,6 +80,10 @@ def test_the_first_steps_are_those_of_logs_and_rows() -> None:
     assert found.n == LEAST_PAIRS
     assert (found.high or 0) <= 30
     assert f"Triton 3.7.1 | {found.value:.1f} ({found.low:.1f} to {found.high:.1f}, n = {found.n}) | **met** |" in page
+    step = rwkv.seconds - (rwkv.at("weights") or 0)
+    told = f"took {rwkv.seconds:.1f} s with `trainer.kernel_choices=first` (n = 1, commit f150ba1): {step:.0f} s"
+    assert told in page
+    assert f"which compiled {rwkv.first} kernels one after another" in page
     found = estimate(ends["gla_1b3", "7d60aaf"], ratios=False)
     log = " ".join(log.split())
     assert f"is the median of five ({found.low:.1f} to {found.high:.1f})" in log
