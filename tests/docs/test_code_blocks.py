@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from linrnn.config.grids import sweep_points
 from linrnn.config.schema import COMMANDS
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-LANGUAGES = {"bash", "python", "yaml", "mermaid", "text"}
+LANGUAGES = {"bash", "diff", "python", "yaml", "mermaid", "text"}
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|make|torchrun|pip|source|git) \S", re.MULTILINE)
 ENTRY = re.compile(r"^    run(_many|_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
 # Commands of other programs, literally: this test cannot check them.
@@ -41,6 +42,11 @@ def of(language: str) -> list[Block]:
 def test_a_block_says_what_it_is_and_text_holds_no_command(block: Block) -> None:
     assert block.language in LANGUAGES, f"{block}: classify the block as one of {sorted(LANGUAGES)}"
     assert block.language != "text" or not COMMAND.search(block.text), f"{block}: commands stand in bash blocks"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "diff"], ids=str)
+def test_a_diff_applies_to_the_repository(block: Block) -> None:
+    subprocess.run(["git", "apply", "--check"], input=block.text + "\n", text=True, cwd=ROOT, check=True)
 
 
 # --------------------------------------------------------------------------------------------------------- commands

@@ -1,10 +1,11 @@
 """`model=fla`: any causal language model of FLA's, hybrids, and a model that one file adds."""
 
-import importlib.util
 import json
 import math
+import re
+import runpy
 import shutil
-import sys
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from linrnn.models.fla_any import FlaArchitecture
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = ("delta_net", "hgrn2", "linear_attn", "retnet")
 
 
@@ -268,60 +270,33 @@ def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(
 
 # ------------------------------------------------------------------------------------------------- a model in one file
 @pytest.fixture
-def one_file(tmp_path: Path) -> Iterator[str]:
-    """The facts of a fifth matched model in a file, as docs/extending.md describes: DeltaNet at a size."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        """from dataclasses import replace
-
-from linrnn.models.facts import FACTS, Matched, register_model
-from linrnn.models.zoo import shared
-
-
-def _parameters(arch):
-    beta_and_norm = arch.hidden_size * arch.num_heads + arch.head_v_dim
-    return shared.projection_parameters(arch) + shared.convolution_parameters(arch) + beta_and_norm
-
-
-register_model(
-    replace(
-        FACTS["delta_net"],
-        matched=Matched(
-            _parameters,
-            settings=lambda arch: {
-                "expand_k": arch.key_dim / arch.hidden_size,
-                "expand_v": arch.value_dim / arch.hidden_size,
-            },
-            head_dims=lambda fla: (fla.hidden_size // fla.num_heads,) * 2,
-        ),
-    )
-)
-"""
-    )
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a fifth matched model: the diff of docs/extending.md, applied to copies of the files it changes."""
+    [diff] = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE | re.DOTALL)
+    for folder in ("configs", "src/linrnn/models/zoo"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=tmp_path, check=True)
+    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
     usual = dict(FACTS)
-    spec = importlib.util.spec_from_file_location("mine", path)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    runpy.run_path(str(tmp_path / "src/linrnn/models/zoo/delta_net.py"))
     yield "delta_net"
     FACTS.clear()
     FACTS.update(usual)
-    sys.modules.pop("mine", None)
 
 
-def test_one_file_and_one_config_add_a_model_that_trains(
-    one_file: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
-    (tmp_path / "configs" / "model" / f"{one_file}.yaml").write_text(
-        f"defaults: [/schema/model@_here_, _self_]\nname: {one_file}\nchunk_size: null\n"
-    )
-    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
-    with (tmp_path / "configs" / "size" / "smoke.yaml").open("a") as size:
-        size.write(f"  {one_file}: {{num_heads: 4, head_k_dim: 32, head_v_dim: 32}}\n")
-    trainer = Trainer(load_config(small("trainer.max_steps=2", f"model={one_file}")))
+def test_the_diff_of_the_page_adds_a_model_that_trains(added: str, small: Small) -> None:
+    trainer = Trainer(load_config(small("trainer.max_steps=2", f"model={added}")))
     assert trainer.fit()["status"] == "finished"
     arch = trainer.model.arch
     assert sum(p.numel() for p in trainer.model.parameters()) == arch.n_parameters
     assert costs.model_flops(arch, 1, 64) is not None
     assert trainer.plan.memory_estimate(arch) is None
+
+
+@pytest.mark.parametrize("size", ["smoke", "mve", "350m", "1b3"])
+def test_the_added_model_has_as_many_parameters_as_gla(added: str, size: str) -> None:
+    found, gla = (
+        resolve(config.model, config.size, 32000)
+        for config in (load_config([f"model={name}", f"size={size}"]) for name in (added, "gla"))
+    )
+    assert found.n_parameters == pytest.approx(gla.n_parameters, rel=0.013)
