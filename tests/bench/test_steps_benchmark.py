@@ -130,8 +130,8 @@ def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
 def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
     """No step of the optimizer comes before them, and allocating its state moves no weight."""
     config = config_of(tmp_path)
-    bench = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"))
-    again = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"))
+    bench = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print)
+    again = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print)
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     again._warm_up(loss, replace(ROW))
     fresh = run._build_model(bench.step.model.arch, parse_line(GLA, config), torch.device("cpu"), torch.float32)
@@ -169,7 +169,7 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
 def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Graphs(monkeypatch)
     config = config_of(tmp_path)
-    eager, graphed = (run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu")) for _ in range(2))
+    eager, graphed = (run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print) for _ in range(2))
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     for bench in (eager, graphed):
         bench._set_rate(0.1)

@@ -14,12 +14,10 @@ launch is Triton's. A tape (tape.py) hears of every launch of its thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
-from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,7 +30,6 @@ from .interpreter import INTERPRETED, opened_in_interpreter
 from .repeated import Call, opened
 from .tape import RECORDING
 
-_NEW_MEMORY = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
 
@@ -138,29 +135,15 @@ def through_triton() -> Iterator[None]:
 
     For a caller that replaces `JITFunction.run`, to compile kernels without running them. Outside of this context a
     kernel that is compiled already would run all the same, on memory that no kernel has written.
+
+    Such a caller lets new memory hold zeros: the filter gathers rows by what a kernel has ranked, and torch would
+    refuse an index that is out of range.
     """
     before, Quick.all_through_triton = Quick.all_through_triton, True
     try:
         yield
     finally:
         Quick.all_through_triton = before
-
-
-@contextmanager
-def rehearsed() -> Iterator[None]:
-    """`through_triton` for a call whose kernels are compiled and not run: what they do not write holds zeros.
-
-    The filter gathers rows by what a kernel has ranked. Memory that nothing has written may hold indices out of range,
-    and torch would refuse them. Zero is in range. Within the context, new memory of every thread holds zeros.
-    """
-
-    def zeroed(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **options: empty(*args, **options).zero_()
-
-    with through_triton(), ExitStack() as patches:
-        for owner, name in _NEW_MEMORY:
-            patches.enter_context(patch.object(owner, name, zeroed(getattr(owner, name))))
-        yield
 
 
 def _hooked() -> bool:

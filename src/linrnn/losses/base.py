@@ -74,17 +74,13 @@ class LossBackend(ABC):
     def rehearsable(self) -> bool:
         """Whether its kernels can be compiled ahead by a call in which no kernel runs.
 
-        Then no decision of the host may depend on what a kernel would have written. The call and its backward pass lie
-        within `rehearsal`.
+        Then no decision of the host may depend on what a kernel would have written: new memory holds zeros instead. The
+        call and its backward pass lie within `rehearsal`.
         """
         return False
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Within the context every launch is one of Triton's `JITFunction.run`, which a rehearsal replaces.
-
-        Where operations of torch do depend on what a kernel would have written, the context gives that memory values
-        which they accept.
-        """
+        """Within the context every launch is one of Triton's `JITFunction.run`, which a rehearsal replaces."""
         return nullcontext()
 
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:

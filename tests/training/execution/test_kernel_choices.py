@@ -68,12 +68,17 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(
     [
         ([], "cuda", True),
         (["model=fla", "model.config=delta_net"], "cuda", True),
-        (["model=fla", "model.config=nsa"], "cuda", False),  # reads the blocks that a kernel has chosen
+        (["model=fla", "model.config=rwkv7"], "cuda", True),
+        (["model=fla", "model.config=nsa"], "cuda", True),  # reads the blocks that a kernel has chosen: zeros
+        (["model=fla", "model.config=rwkv7", "parallel=ddp"], "cuda", True),
+        (["model=fla", "model.config=delta_net", "parallel=fsdp"], "cuda", True),
+        (["model=fla", "model.config=rwkv7", "parallel=fsdp"], "cuda", False),
+        (["model=fla", "model.config=rwkv7", "parallel=vocab"], "cuda", False),
         (["trainer.compile=blocks"], "cuda", False),
         ([], "cpu", False),
     ],
 )
-def test_models_that_may_index_by_results_are_not_rehearsed(overrides: list[str], device: str, expected: bool) -> None:
+def test_which_runs_are_rehearsed(overrides: list[str], device: str, expected: bool) -> None:
     assert rehearses(load_config(overrides), torch.device(device)) is expected
 
 
@@ -152,17 +157,30 @@ def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pyte
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gla",
+        "kda",
+        "transformer",
+        "fla model.config=rwkv7",
+        "fla model.config=gated_deltaproduct",
+        "fla model.config=gsa",
+    ],
+)
 @pytest.mark.parametrize("reset", [False, True])
 def test_kernels_compiled_ahead_compute_the_same(
     model: str, reset: bool, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_kernels_untuned(monkeypatch.setattr)
-    overrides = [o for o in small(f"model={model}", "loss=standard", "trainer.seq_len=128") if o != "device=cpu"]
+    overrides = [
+        o for o in small(*f"model={model}".split(), "loss=standard", "trainer.seq_len=128") if o != "device=cpu"
+    ]
     overrides += ["device=cuda", f"data.reset_at_document={str(reset).lower()}"]
 
     compiled_ahead = trained([*overrides, "group=ahead"])
     assert recorded(compiled_ahead)["choices"]
+    assert "compiling ahead failed" not in (compiled_ahead.directory.path / LOG).read_text()
     ahead = losses(compiled_ahead)
     monkeypatch.setattr(training, "compile_kernels", lambda run: None)
     one_by_one = losses(trained([*overrides, "group=one_by_one"]))

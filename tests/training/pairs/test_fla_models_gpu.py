@@ -1,4 +1,4 @@
-"""On a GPU, FLA's models train with every loss, and the losses agree. The rest are refused with FLA's reason."""
+"""On a GPU, FLA's models are rehearsed, train with every loss, and the losses agree. FLA's reason refuses the rest."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from packaging.version import Version
 from linrnn.config import load_config
 from linrnn.config.fla.names import fla_models
 from linrnn.core.errors import UnsupportedError
+from linrnn.runs.directory import LOG
 from linrnn.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("untuned")]
@@ -43,6 +44,7 @@ def first_loss(small: Callable[..., list[str]], loss: str, *model: str) -> float
     summary = trainer.fit()
     assert summary["status"] == "finished"
     assert math.isfinite(summary["valid_loss_nats"])
+    assert "compiling ahead failed" not in (trainer.directory.path / LOG).read_text()
     return json.loads(trainer.directory.metrics.read_text().splitlines()[0])["train/loss_nats"]
 
 

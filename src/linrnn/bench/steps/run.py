@@ -39,7 +39,7 @@ from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import LossTimer
 from linrnn.profiling.graphs import GraphCounter, in_words
-from linrnn.training.execution.compilation import rehearse, rehearses
+from linrnn.training.execution.compilation import compile_kernels_of, rehearse, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.plan import check_step_fits, make_training_plan
@@ -119,7 +119,7 @@ def measure_line(
         _attempt(row, device, lambda loss=losses[text], row=row: _check(run, loss, row))  # type: ignore[misc]
     first = next((row for row in rows.values() if row.status == "ok"), None)
     if first is not None:
-        _attempt(first, device, lambda: built.append(Bench(config, start, device)))
+        _attempt(first, device, lambda: built.append(Bench(config, start, device, say)))
     if built:
         say(f"  built in {time.perf_counter() - began:.0f} s: {first and first.parameters:,} parameters")
         if start.weights and start.weights.remark:
@@ -147,7 +147,7 @@ def _check(run: Config, loss: LossConfig, row: Row) -> None:
 class Bench:
     """One model, its optimizer and its batch. Kernels of the model are compiled."""
 
-    def __init__(self, config: BenchStepsConfig, start: Start, device: torch.device) -> None:
+    def __init__(self, config: BenchStepsConfig, start: Start, device: torch.device, say: Say) -> None:
         run = start.run
         self.config, self.device, self.graphed = config, device, run.trainer.cuda_graph
         plan = make_training_plan(run)
@@ -170,8 +170,7 @@ class Bench:
             precision=plan.precision, device=device, max_grad_norm=run.optimizer.max_grad_norm,
         )  # fmt: skip
         if rehearses(run, device):
-            with tuning.compile_ahead():
-                rehearse(model, batch, plan.precision, device)
+            compile_kernels_of(lambda: rehearse(model, batch, plan.precision, device), device, say)
             self.step.drop_gradients()
             _free(device)
         self._allocate_moments()

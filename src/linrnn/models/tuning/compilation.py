@@ -3,6 +3,7 @@
 Triton compiles a kernel when it is called, so one after the other, and each takes about a second. Which kernels a step
 calls, and for which arguments, is known only from calling them. So the step is rehearsed: its kernels are not run, and
 their arguments go to a pool of threads which compile. Triton's compiler releases Python's lock most of the time.
+What a kernel should have written is zero meanwhile (new_memory.py), so any model can be rehearsed.
 
 Triton 3.6 also compiles a launcher in C for each kernel, when the kernel is first launched. The threads do that, too.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from linrnn.core.machine import cores
+from linrnn.models.tuning.new_memory import zeroed
 from linrnn.models.tuning.progress import during
 
 
@@ -22,7 +24,7 @@ class _NotTuned(Exception):
 
 
 class _Rehearsal:
-    """Takes the place of calls to kernels. All results stay as they were allocated."""
+    """Takes the place of calls to kernels. All results stay as they were allocated: zeros, if they are new."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         from triton.runtime.jit import JITFunction
@@ -92,7 +94,7 @@ def _cancelled_on_error(pool: ThreadPoolExecutor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_ahead(threads: int | None = None) -> Iterator[None]:
-    """Within the context, Triton's kernels are compiled and not run: what they should write has no meaning.
+    """Within the context, Triton's kernels are compiled and not run: what they should write holds zeros.
 
     All are compiled when the context ends. A kernel that does not compile fails again when it is called in earnest.
 
@@ -112,6 +114,7 @@ def compile_ahead(threads: int | None = None) -> Iterator[None]:
 
         with during(progress), _cancelled_on_error(pool):
             with (
+                zeroed(),
                 patch.object(JITFunction, "run", lambda *args, **kwargs: rehearsal.run(*args, **kwargs)),
                 patch.object(JITFunction, "_do_compile", lambda *args: rehearsal.compile(*args)),
                 patch.object(Autotuner, "run", lambda *args, **kwargs: rehearsal.run_tuned(*args, **kwargs)),

@@ -1,11 +1,19 @@
 """Before the first step: compile the kernels of the model on all cores. One after the other they take half a minute."""
 
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from linrnn.config.schema import Config, FlaModelConfig
+from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
+from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
 from linrnn.core.machine import cores_of_rank, seconds_since_start
+from linrnn.core.output import say as print_line
 from linrnn.data import Batch
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
@@ -18,12 +26,18 @@ from linrnn.training.runtime import loss_inputs
 def compile_kernels(run: BuiltRun) -> None:
     """Rehearse the forward and backward pass of a step on a GPU, so that all its kernels are compiled at once.
 
-    A loss takes part if it is `rehearsable`.
+    A loss takes part if it is `rehearsable`. For errors see :func:`compile_kernels_of`. Ranks that share one model
+    rehearse together, and one of them cannot give up alone. Any error ends their run.
     """
     if not rehearses(run.config, run.device):
         return
-    with tuning.compile_ahead(cores_of_rank()):
-        rehearse_step(run)
+    if run.ranks.part:
+        with tuning.compile_ahead(cores_of_rank()):
+            rehearse_step(run)
+    else:
+        say = run.session.console.line if run.ranks.is_first else partial(print_line, stream=sys.stderr)
+        if not compile_kernels_of(lambda: rehearse_step(run), run.device, say, cores_of_rank()):
+            return
     torch.cuda.empty_cache()
     run.seconds_to["kernels"] = seconds_since_start()
 
@@ -31,31 +45,95 @@ def compile_kernels(run: BuiltRun) -> None:
 def rehearses(config: Config, device: torch.device) -> bool:
     """Whether a run's kernels are compiled ahead.
 
-    Not those of a model that has no file in linrnn.models.zoo: it may index tensors by what its kernels have written,
-    as sparse attention does. Nor those of a model that torch.compile compiles.
+    Not those of a model that torch.compile compiles. Nor, where ranks share one model, those of a model that has no
+    file in linrnn.models.zoo: nobody has rehearsed it there, and an error would end the run.
     """
+    if device.type != "cuda" or config.trainer.compile != "none":
+        return False
     name = config.model.config if isinstance(config.model, FlaModelConfig) else config.model.name
-    return device.type == "cuda" and config.trainer.compile == "none" and name in FACTS
+    return name in FACTS or not isinstance(config.parallel, FsdpConfig)
+
+
+def compile_kernels_of(
+    rehearsal: Callable[[], None], device: torch.device, say: Callable[[str], None], threads: int | None = None
+) -> bool:
+    """Compile all kernels that `rehearsal` calls. Returns whether it came to its end.
+
+    An error in it may come from what no kernel has written. Then one line says so, and the kernels are compiled in the
+    step itself. The step raises the same error if it has another cause.
+
+    Args:
+        threads: as for :func:`linrnn.models.tuning.compile_ahead`.
+
+    Raises:
+        LinrnnError: the rehearsal raised it.
+        RuntimeError: memory ran out, or the GPU is unusable for this process (an illegal memory access).
+    """
+    try:
+        with tuning.compile_ahead(threads):
+            rehearsal()
+            _wait(device)
+    except Exception as error:
+        if isinstance(error, LinrnnError) or ran_out_of_memory(error):
+            raise
+        _wait(device)
+        say(f"the step compiles its kernels one by one: compiling ahead failed ({described(error)})")
+    else:
+        return True
+    gc.collect()  # the error's frames, which hold tensors
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return False
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for the GPU, which raises the error of an operation that has failed there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def rehearse_step(run: BuiltRun) -> None:
-    """Rehearse a step with the next batch. Nothing that the run computes later depends on it."""
+    """Rehearse a step with the next batch. Nothing that the run computes later depends on it.
+
+    Ranks with a whole model each (DDP) do not sum their gradients here, so that each of them can fail alone.
+    """
     position = run.loader.state_dict()
     batch = next(run.loader)
     run.loader.load_state_dict(position)
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        rehearse(run.replica, batch, run.precision, run.device, run.loss)
-    run.ranks.zero_gradients(run.optimizer)
+    devices = [run.device] if run.device.type == "cuda" else []
+    alone = contextlib.nullcontext() if run.ranks.part else run.ranks.accumulating(run.replica)
+    try:
+        with torch.random.fork_rng(devices=devices), alone:
+            rehearse(run.replica, batch, run.precision, run.device, run.loss)
+    finally:
+        run.optimizer.zero_grad()
 
 
 def rehearse(model: Any, batch: Batch, precision: str, device: torch.device, loss: LossBackend | None = None) -> None:
-    """One forward and backward pass.
+    """One forward and backward pass. The model's buffers keep their values, even if it counts its steps in them.
 
     Without a `rehearsable` loss the sum of all hidden states and of the head takes its place.
     """
-    inputs = loss_inputs(model, batch, precision, device)
-    if loss is None or not loss.rehearsable:
-        (inputs[0].sum() + inputs[1].sum()).backward()
-        return
-    with loss.rehearsal():
-        watched_loss(loss, *inputs).sum_nats.backward()
+    with _kept_buffers(model):
+        inputs = loss_inputs(model, batch, precision, device)
+        if loss is None or not loss.rehearsable:
+            (inputs[0].sum() + inputs[1].sum()).backward()
+            return
+        with loss.rehearsal():
+            watched_loss(loss, *inputs).sum_nats.backward()
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Give every module back its buffers, with their values."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        for module, own in buffers:
+            module._buffers.clear()
+            module._buffers.update(own)

@@ -1,0 +1,265 @@
+"""A rehearsal suits every model: new memory holds zeros, nothing of the run changes, and an error does not end the run.
+
+A stand-in for a GPU notes which kernels Triton is asked to compile. Tensors stay on the CPU.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from fitting import losses
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from linrnn.config import load_config
+from linrnn.core.errors import LinrnnError, OutOfMemoryError, UnsupportedError
+from linrnn.models import cpu_ops, tuning
+from linrnn.runs.directory import LOG
+from linrnn.training.execution import compilation
+from linrnn.training.execution.compilation import rehearse_step
+from linrnn.training.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+Small = Callable[..., list[str]]
+FAILED = "the step compiles its kernels one by one: compiling ahead failed"
+# FLA's models without a CPU form. Python code of a few others takes tensors of a GPU alone.
+NO_CPU_FORM = (
+    *("abc", "comba", "forgetting_transformer", "gated_deltaproduct", "gsa", "hgrn", "lightnet", "mamba", "mamba2"),
+    *("mesa_net", "parallax", "path_attn", "precond_gated_deltanet", "precond_kda", "raven", "rwkv6", "rwkv7"),
+    "wall_transformer",
+)
+OPTIONS = {"nsa": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16, "window_size": 0}}  # 16 queries share a key
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """From the call on, Triton sees a GPU. The returned list receives the names of the kernels to be compiled."""
+
+    def begin() -> list[str]:
+        names: list[str] = []
+        driver = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+        monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+        monkeypatch.setattr(JITFunction, "_do_compile", lambda self, *rest: names.append(self.__name__))
+        return names
+
+    return begin
+
+
+@pytest.mark.parametrize("name", [*NO_CPU_FORM, *OPTIONS])
+def test_a_model_without_a_file_in_the_zoo_is_rehearsed_and_nothing_changes(
+    name: str, small: Small, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
+    more = [f"model.options.{key}={value}" for key, value in OPTIONS.get(name, {}).items()]
+    more += ["trainer.precision=bf16", "trainer.kernel_choices=first"]
+    run = Trainer(load_config(small("model=fla", f"model.config={name}", *more)))
+    run.ensure_weights()
+    before = {key: value.clone() for key, value in tensors(run).items()}
+    random, position = torch.get_rng_state(), run.loader.state_dict()
+    names = asked()
+    with torch.compiler.set_stance("force_eager"), tuning.compile_ahead(1):
+        rehearse_step(run)
+    assert any("bwd" in kernel for kernel in names), names
+    assert all(torch.equal(value, before[key]) for key, value in tensors(run).items())
+    assert tensors(run).keys() == before.keys()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert run.loader.state_dict() == position
+    assert all(parameter.grad is None for parameter in run.parameters)
+
+
+def tensors(run: Trainer) -> dict[str, Tensor]:
+    return {**dict(run.model.named_parameters()), **dict(run.model.named_buffers())}
+
+
+# ------------------------------------------------------------------------------------------------------- new memory
+class Allocating(torch.autograd.Function):
+    """Returns what nothing has written, forward and backward, as a function does whose kernels do not run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy.new_empty(dy.shape)
+
+
+@triton.jit
+def choose_rows(rows, n: tl.constexpr):
+    tl.store(rows + tl.arange(0, n), tl.arange(0, n) % 2)
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN, and integers that no index may have."""
+
+    def spoil(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **options: Any) -> Tensor:
+            tensor = allocate(*args, **options)
+            least = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+            tensor.detach().fill_(least)
+            return tensor
+
+        return call
+
+    for owner, name in (
+        *((torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")),
+        *((Tensor, name) for name in ("new_empty", "new_empty_strided")),
+    ):
+        monkeypatch.setattr(owner, name, spoil(getattr(owner, name)))
+
+
+ALLOCATE = {
+    "empty": lambda: torch.empty(2, 3, requires_grad=True),
+    "empty_like": lambda: torch.empty_like(torch.ones(2, 3)),
+    "empty_strided": lambda: torch.empty_strided((2, 3), (3, 1)),
+    "empty_permuted": lambda: torch.empty_permuted((2, 3), (1, 0)),
+    "new_empty": lambda: torch.ones(1).new_empty(2, 3),
+    "new_empty_strided": lambda: torch.ones(1).new_empty_strided((2, 3), (3, 1), dtype=torch.int64),
+}
+
+
+@pytest.mark.usefixtures("spoiled")
+@pytest.mark.parametrize("allocate", ALLOCATE.values(), ids=list(ALLOCATE))
+def test_new_memory_holds_zeros_while_kernels_are_compiled_ahead(allocate: Callable[[], Tensor]) -> None:
+    with tuning.compile_ahead(1):
+        assert torch.equal(allocate(), torch.zeros(2, 3))
+    assert not torch.equal(allocate(), torch.zeros(2, 3)), "afterwards memory is left as it is"
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_a_backward_pass_on_another_thread_allocates_zeros_as_well() -> None:
+    """On a GPU autograd has a thread of its own."""
+    x = torch.ones(4, requires_grad=True)
+    with tuning.compile_ahead(1), ThreadPoolExecutor(1) as autograd:
+        y = Allocating.apply(x)
+        autograd.submit(y.backward, torch.ones(4)).result()
+    assert torch.equal(y.detach(), torch.zeros(4))
+    assert torch.equal(x.grad, torch.zeros(4))
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_an_index_that_a_kernel_should_have_written_is_valid(asked: Callable[[], list[str]]) -> None:
+    table, names = torch.ones(2, 3, requires_grad=True), asked()
+
+    def look_up() -> None:
+        rows = torch.empty(8, dtype=torch.int64)
+        choose_rows.run(rows, 8, grid=(1,), warmup=True)
+        table[rows].sum().backward()
+
+    with tuning.compile_ahead(1):
+        look_up()
+    assert names == ["choose_rows"]
+    with pytest.raises(IndexError):
+        look_up()
+
+
+# ------------------------------------------------------------------------------------------------------- the model
+def test_buffers_that_a_forward_pass_changes_keep_their_values(small: Small) -> None:
+    run = Trainer(load_config(small("trainer.precision=fp32")))
+    block = run.model.blocks[0]
+    block.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+    block.register_buffer("mean", torch.ones(()))
+    block.register_buffer("mask", None)
+    steps = block.steps
+
+    def count(module: Any, *rest: Any) -> None:
+        module.steps += 1
+        module.mean = module.mean * 0.9
+        module.mask = torch.ones(3)
+
+    block.register_forward_hook(count)
+    rehearse_step(run)
+    assert block.steps is steps
+    assert (block.steps, block.mean, block.mask) == (0, 1, None)
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """From the call on, runs rehearse as on a GPU, and each rehearsal ends with this error."""
+
+    def let(error: Exception) -> None:
+        def rehearse(*args: Any) -> None:
+            original(*args)
+            raise error
+
+        monkeypatch.setattr(compilation, "rehearse", rehearse)
+        monkeypatch.setattr(compilation, "rehearses", lambda config, device: True)
+
+    original = compilation.rehearse
+    return let
+
+
+def trained(overrides: list[str]) -> Trainer:
+    trainer = Trainer(load_config(overrides))
+    assert trainer.fit()["status"] == "finished"
+    return trainer
+
+
+def test_a_rehearsal_that_fails_is_named_in_one_line_and_the_run_goes_on(
+    small: Small, failing: Callable[[Exception], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = trained(small("group=plain"))
+    assert FAILED not in (plain.directory.path / LOG).read_text()
+    failing(ValueError("a block has no keys\nmore"))
+    run = trained(small("group=failed"))
+    assert capsys.readouterr().out.count(f"{FAILED} (ValueError: a block has no keys)\n") == 1
+    assert (run.directory.path / LOG).read_text().count(FAILED) == 1
+    assert "kernels" not in run.seconds_to
+    assert losses(run) == losses(plain), "its gradients are dropped, and its random numbers not drawn"
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB."), OutOfMemoryError),
+        (UnsupportedError("no such kernel", "use another model"), UnsupportedError),
+    ],
+    ids=["out of memory", "unsupported"],
+)
+def test_an_error_that_the_step_would_meet_ends_the_run(
+    error: Exception,
+    shown: type[LinrnnError],
+    small: Small,
+    failing: Callable[[Exception], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failing(error)
+    with pytest.raises(shown):
+        Trainer(load_config(small())).fit()
+    assert FAILED not in capsys.readouterr().out
+
+
+def test_where_ranks_share_a_model_any_error_ends_the_run(
+    small: Small, failing: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trainer(load_config(small()))
+    failing(ValueError("a block has no keys"))
+    monkeypatch.setattr(type(run.ranks), "part", object())
+    with pytest.raises(ValueError, match="no keys"):
+        compilation.compile_kernels(run)
+
+
+def test_an_error_of_another_rank_is_printed_as_well(
+    small: Small,
+    failing: Callable[[Exception], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only the first rank has a console."""
+    run = Trainer(load_config(small()))
+    failing(ValueError("a block has no keys"))
+    monkeypatch.setattr(type(run.ranks), "is_first", False)
+    compilation.compile_kernels(run)
+    assert FAILED in capsys.readouterr().err
