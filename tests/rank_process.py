@@ -27,6 +27,7 @@ from pool import Pool
 from linrnn.config import last_of_each
 from linrnn.distributed import patience
 from linrnn.runs.metrics import read_jsonl
+from linrnn.training.execution import compilation
 from linrnn.training.trainer import Trainer
 
 # Relative difference of losses and gradient norms over some steps of AdamW, summed in another order. Processors differ:
@@ -77,6 +78,8 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
     torch.set_num_threads(1)
     if fault == "signalled_at_once":
         _signalled_at_once()
+    elif fault == "not_rehearsed":
+        _not_rehearsed(rank)
     elif fault in FAULTS:
         patience.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
@@ -159,6 +162,18 @@ def _signalled_at_once() -> None:
         original(self, *arguments)
 
     Trainer.__init__ = signalled  # type: ignore[method-assign]
+
+
+def _not_rehearsed(rank: int) -> None:
+    """Every rank rehearses its first step, as on a GPU. The last one cannot."""
+    original = compilation.rehearse
+
+    def rehearse(*arguments: Any) -> None:
+        if rank == dist.get_world_size() - 1:
+            raise ValueError("no rehearsal")
+        original(*arguments)
+
+    compilation.rehearse, compilation.rehearses = rehearse, lambda config, device: True
 
 
 @contextlib.contextmanager

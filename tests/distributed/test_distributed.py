@@ -80,6 +80,20 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     assert output(tmp_path / "ranks", world_size).count("valid at step 2") == 1, "rank 0 alone speaks"
 
 
+def test_a_rank_whose_rehearsal_fails_trains_with_the_others(
+    one: tuple[Trainer, dict[str, Any]], small: Small, tmp_path: Path
+) -> None:
+    """A rehearsal waits for no other rank, and leaves no gradient behind."""
+    log = tmp_path / "ranks"
+    overrides = small(*RESET, "trainer.batch_size=2", "parallel=ddp", "group=ddp")
+    assert ended(start_ranks(overrides, 2, log, "not_rehearsed")) == [0, 0], output(log, 2)
+    failed = "compiling ahead failed (ValueError: no rehearsal)"
+    assert [output(log, 2).count(failed), Path(f"{log}.1").read_text().count(failed)] == [1, 1]
+    expected = curve(one[0].directory.path)
+    for step, figures in curve(next((tmp_path / "results/ddp").iterdir())).items():
+        assert figures == pytest.approx(expected[step], rel=ROUNDING), step
+
+
 def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(
     small: Small, trained: Trained, tmp_path: Path
 ) -> None:
