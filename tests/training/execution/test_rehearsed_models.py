@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fitting import losses
+from rank_process import curve
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -217,7 +217,7 @@ def test_a_rehearsal_that_fails_is_named_in_one_line_and_the_run_goes_on(
     assert capsys.readouterr().out.count(f"{FAILED} (ValueError: a block has no keys)\n") == 1
     assert (run.directory.path / LOG).read_text().count(FAILED) == 1
     assert "kernels" not in run.seconds_to
-    assert losses(run) == losses(plain), "its gradients are dropped, and its random numbers not drawn"
+    assert curve(run.directory.path) == curve(plain.directory.path), "losses and gradient norms"
 
 
 @pytest.mark.parametrize(
