@@ -57,7 +57,7 @@ def test_orthogonal_matrices_do_not_depend_on_the_number_of_threads(name: str, m
         assert all(torch.equal(tensor, other[key]) for key, tensor in weights[0].items())
 
 
-def test_rwkv7_s_vectors_are_fla_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rwkv7_s_vectors_and_low_rank_layers_are_fla_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["size.num_layers=3", "size.hidden_size=320", "model.options.head_dim=64"]
     config = load_config(["model=fla", "model.config=rwkv7", *options])
     arch = resolve(config.model, config.size, 64)
@@ -67,7 +67,7 @@ def test_rwkv7_s_vectors_are_fla_s_bit_for_bit(monkeypatch: pytest.MonkeyPatch) 
         return dict(initialised(arch).named_parameters())
 
     ours = weights()
-    assert len(FLAS_OWN) == 2
+    assert len(FLAS_OWN) == 3
     for layer, own in FLAS_OWN.items():
         monkeypatch.setattr(layer, "_initialize_weights", own)
     theirs = weights()
