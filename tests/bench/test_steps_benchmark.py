@@ -115,6 +115,20 @@ def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(
     assert rows[2].ratio is None
 
 
+def test_a_rehearsal_that_fails_is_said_and_the_model_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("a block has no keys")
+
+    monkeypatch.setattr(run, "rehearses", lambda config, device: True)
+    monkeypatch.setattr(run, "rehearse", fails)
+    said: list[str] = []
+    rows = run.run_benchmark(config_of(tmp_path, "losses=[]"), "a command", said.append)
+    assert [row.status for row in rows] == ["ok"] * 2
+    assert sum("compiling ahead failed (ValueError: a block has no keys)" in line for line in said) == 1
+
+
 def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
