@@ -15,7 +15,10 @@ from linrnn.study.results import read_committed
 from linrnn.study.verdicts import verdicts
 
 
-@pytest.mark.parametrize(("label", "checkpointing"), [("checkpointing", "full"), ("no checkpointing", "none")])
+@pytest.mark.parametrize(
+    ("label", "checkpointing"),
+    [(f"{kind} checkpointing", kind.replace("no", "none")) for kind in ("full", "selective", "no")],
+)
 def test_the_largest_batches(label: str, checkpointing: str) -> None:
     found = batch_verdicts(searches_on_the_h100(ROOT / "results"))
     ratios = [v.value or 0 for key, v in found if v.against == "compiled" and key[1] == checkpointing]
