@@ -36,6 +36,7 @@ from linrnn.config import load_config
 from linrnn.config.schema import BenchParallelConfig, Config
 from linrnn.core.errors import ConfigError, UnsupportedError, ran_out_of_memory
 from linrnn.core.machine import GIB
+from linrnn.core.output import say
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
@@ -148,7 +149,7 @@ def _slowest_host(ranks: DistributedRanks, action: Callable[[], object], device:
 
 # ---------------------------------------------------------------------------------------------------- whole steps
 def measure_steps(
-    ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, say: Callable[[str], None]
+    ranks: DistributedRanks, name: str, config: BenchParallelConfig, device: torch.device, tell: Callable[[str], None]
 ) -> Iterator[StepRow]:
     """Steps of a model (`gla/350m`) on one GPU, and with every way to spread it, weak and strong.
 
@@ -173,7 +174,7 @@ def measure_steps(
             except (RuntimeError, MemoryError) as error:
                 if not ran_out_of_memory(error):
                     raise
-                say(f"{name} {plan[0]} {plan[1]}: out of memory")
+                tell(f"{name} {plan[0]} {plan[1]}: out of memory")
                 continue
             finally:
                 gc.collect()
@@ -275,14 +276,14 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
         raise UnsupportedError("cuda_graph=true needs GPUs, and these ranks are on the CPU", "use cuda_graph=false")
     measured = Measured(command, device_name(device), ranks.world_size, describe_environment())
 
-    def say(line: str) -> None:
+    def tell(line: str) -> None:
         if ranks.is_first:
-            print(line, flush=True)
+            say(line)
 
     def keep(rows: list[Any], row: Any, line: str) -> None:
         if not any(row is known for known in rows):
             rows.append(row)
-        say(line)
+        tell(line)
         if ranks.is_first:
             write(measured, directory, config.part)
 
@@ -294,7 +295,7 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
         loss = measure_loss(ranks, name, config, device)
         keep(measured.loss, loss, f"loss {name}: {loss.ms:.2f} ms, alone {loss.ms_alone:.2f}")
     for name in config.models:
-        for row in measure_steps(ranks, name, config, device, say):
+        for row in measure_steps(ranks, name, config, device, tell):
             what = f"{name} {row.parallel} {row.scaling}"
             keep(
                 measured.steps,
