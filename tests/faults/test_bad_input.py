@@ -14,7 +14,7 @@ from forked import run_script, start
 
 from linrnn.config import last_of_each, load_config
 from linrnn.config.outputs import check_outputs
-from linrnn.core.errors import DataError, OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.core.errors import DataError, LinrnnError, OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.study.results import read_runs
 from linrnn.training.trainer import Trainer
 
@@ -227,6 +227,24 @@ def test_a_kernel_too_large_for_the_gpu_is_unsupported_with_the_chunk_size_to_lo
     assert "smaller model.chunk_size" in error.value.remedy
     summary = trainer.directory.read_summary()
     assert (summary["status"], "shared memory" in summary["reason"]) == ("unsupported", True)
+
+
+def test_an_illegal_access_on_the_gpu_says_how_to_find_the_kernel(
+    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(load_config(small()))
+
+    def faulty(*_: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(trainer, "_forward_backward", faulty)
+    with pytest.raises(LinrnnError, match="accessed memory that is not its own, at step 1 or just before") as error:
+        trainer.fit()
+    assert error.value.exit_code == 1
+    assert "CUDA_LAUNCH_BLOCKING=1" in error.value.remedy
+    assert isinstance(error.value.__cause__, RuntimeError), "the traceback shows the call"
+    summary = trainer.directory.read_summary()
+    assert (summary["status"], "illegal memory access" in summary["reason"]) == ("failed", True)
 
 
 def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:

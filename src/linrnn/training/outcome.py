@@ -7,6 +7,7 @@ from linrnn.core.dates import utc_now
 from linrnn.core.errors import (
     DivergedError,
     InterruptedRun,
+    LinrnnError,
     OutOfMemoryError,
     RankFailedError,
     SharedGpuFullError,
@@ -23,6 +24,8 @@ from linrnn.runs.summary import memory_lines, names_of_run, status_of
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation
 from linrnn.training.runtime import device_name
+
+ILLEGAL_ACCESS = "illegal memory access"  # in CUDA's message
 
 
 def concerns_all_ranks(failure: BaseException | None) -> bool:
@@ -48,7 +51,20 @@ def explained(run: BuiltRun, error: BaseException, where: str) -> tuple[str, Bas
         return status_of(explanation.exit_code), explanation
     if unsupported := explain_refusal(error, run.config.model):
         return "unsupported", unsupported
+    if failure is error and ILLEGAL_ACCESS in str(error):
+        return "failed", explain_illegal_access(error, where)
     return "failed", failure
+
+
+def explain_illegal_access(error: BaseException, where: str) -> LinrnnError:
+    """The error that says how to find the kernel. CUDA reports the access at a later call."""
+    explanation = LinrnnError(
+        f"a GPU kernel accessed memory that is not its own, {where} or just before ({first_line(error)})",
+        "CUDA_LAUNCH_BLOCKING=1 HYDRA_FULL_ERROR=1 shows the call; scripts/check_recurrence.py compares FLA's kernels "
+        "with plain torch; try another version of Triton or larger heads",
+    )
+    explanation.__cause__ = error
+    return explanation
 
 
 def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> OutOfMemoryError | SharedGpuFullError:
