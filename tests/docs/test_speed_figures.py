@@ -22,7 +22,7 @@ from linrnn.bench.records import read_runs
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.files import read_object
 from linrnn.core.machine import GIB
-from linrnn.runs.intervals import AT_LEAST, answer, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, answer, estimate, ratio_of_means
 from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.figures import BREAKDOWNS
@@ -298,6 +298,19 @@ def test_the_table_of_liger_s_steps_holds_the_h100_s_rows(folder: str, head: str
         cells += [f"{row[loss].loss_layer_ms:.1f}" for loss in ("liger", "cce_kahan", "compiled")]
         expected.append([name, *cells, *(f"{row[loss].peak_gib:.2f}" for loss in ("liger", "cce_kahan", "compiled"))])
     assert sorted(table_of("h6_liger.md", head)) == sorted(expected)
+
+
+def test_ours_beside_liger_in_the_same_rounds_is_what_the_page_says() -> None:
+    expected, around_one = {}, 0
+    for folder in ("", "_gated_deltanet", "_kda"):
+        for name, row in by_name(read_rows(steps(folder))).items():
+            if "liger" in row and "1b3" in name:
+                pairs = zip(row["liger"].wall_ms, row["cce_kahan"].wall_ms, strict=True)
+                found = estimate([liger / ours for liger, ours in pairs], ratios=True)
+                expected[name] = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+                around_one += (found.low or 0) <= 1 <= (found.high or 0)
+    assert dict(table_of("h6_liger.md", "H100, whole steps of 8 x 2048 tokens, n = 6 or 8")) == expected
+    assert (len(expected), around_one) == (8, 3)
 
 
 def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:

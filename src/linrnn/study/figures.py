@@ -51,7 +51,7 @@ FILTERS = {  # of the group "apple": the words for a loss, and what its colour s
     "cce_filter filter_unbiased=False": ("our kernels drop small entries of dE", "paper"),
     "cce_filter filter_unbiased=True": ("our kernels estimate these entries from a sample", "cce_filter"),
     "cce_apple": ("Apple's kernels drop tiles whose entries are all small", "cce_apple"),
-    CONTROL: ("control: rounding alone (compiled_nudged)", CONTROL),
+    CONTROL: ("control: last bits moved (compiled_nudged)", CONTROL),
 }
 FINE_TUNED = {
     name: f"finetune_filter_{name.lower().replace(' ', '_')}"
@@ -60,7 +60,7 @@ FINE_TUNED = {
 FINE_TUNING = {  # losses of these groups: the words for a loss, and the label whose look it gets
     "cce_filter": ("cce_filter: samples", "cce_filter"),
     "cce_kahan": ("cce_kahan: exact", "cce_kahan"),
-    CONTROL: ("control: rounding alone", CONTROL),
+    CONTROL: ("control: last bits moved", CONTROL),
     "cce_apple": ("Apple's cce: drops tiles of dE and dC", "cce_apple"),
     "cce_apple variant=cce": ("Apple's cce: drops tiles of dE and dC", "cce_apple"),
     "cce_apple variant=cce_kahan_full_c": ("Apple's cce_kahan_full_c: of dE alone", "cce_apple"),
