@@ -175,10 +175,12 @@ def test_the_rise_with_apples_kernels_is_that_of_the_runs() -> None:
         found = verdicts(read_committed(ROOT / "results" / "summaries" / f"finetune_filter_{folder}"))
         words = {v.backend: v.verdict for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
         assert (words["cce_filter"], words[CONTROL]) == ("undecided", "missed")
+        assert words["cce_kahan"] == ("undecided" if folder == "gla" else "met")
     for model in ("KDA", "Gated DeltaNet"):
         found = verdicts(read_committed(ROOT / "results" / "summaries" / FINE_TUNED[model]))
         own = {v.backend: v for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
         filtered, control = own["cce_filter"], own[CONTROL]
+        assert own["cce_kahan"].verdict == "met"
         assert (filtered.verdict, control.verdict, filtered.n, control.n) == ("undecided", "missed", 5, 5)
         assert f"{model} {filtered.value:+.3f} and {control.value:+.3f}" in page
 
@@ -468,3 +470,27 @@ def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None
     for row in (plain, rows["cce_apple", None]):
         assert f"by {row.de_err:.2f}" in pages["study/h3_filter.md"]
         assert f"{row.dc_err:.2f}" in pages["study/h3_filter.md"]
+
+
+def test_the_control_of_fine_tuning_raises_every_loss_as_the_page_says() -> None:
+    moved = []
+    for folder in FINE_TUNED.values():
+        runs = by_loss_and_seed(folder)
+        losses = {key: run.summary["train_loss_nats"] for key, run in runs.items()}
+        moved += [losses[CONTROL, seed] - losses["compiled", seed] for seed in range(5)]
+    assert (len(moved), min(moved) > 0) == (20, True)
+    page = " ".join((ROOT / "docs/study/h3_filter.md").read_text(encoding="utf-8").split())
+    assert "It raises the final loss in all 20 seeds." in page
+
+
+def test_the_curves_of_the_filter_in_pretraining_are_those_of_the_rows() -> None:
+    found = verdicts(read_committed(ROOT / "results" / "summaries" / "pretrain_filter_mve"))
+    curves = {(v.backend, v.against): v for v in found if v.criterion == CURVES}
+    exact, plain, ours = (
+        curves[pair] for pair in (("cce_filter", "cce_kahan"), ("cce_filter", "compiled"), ("cce_kahan", "compiled"))
+    )
+    assert (exact.verdict, plain.verdict, ours.verdict) == ("missed", "missed", "met")
+    page = " ".join((ROOT / "docs/study/h8_pretraining_filter.md").read_text(encoding="utf-8").split())
+    assert f"**missed**, {exact.value:.4f} against `cce_kahan` and {plain.value:.4f} against compiled" in page
+    assert f"**meets** it: {ours.value:.4f} ({ours.low:.4f} to {ours.high:.4f})" in page
+    assert f"after a gap of {exact.value:.3f} near step 40" in FIRST_SCREEN

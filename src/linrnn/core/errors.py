@@ -77,6 +77,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def accessed_illegally(error: BaseException) -> bool:
+    """Whether a GPU kernel accessed memory that is not its own. CUDA reports that at a later call."""
+    return "illegal memory access" in str(error)
+
+
 class ConfigError(LinrnnError):
     """An unknown, missing or impossible configuration value."""
 

@@ -7,7 +7,7 @@ import torch
 from packaging.version import Version
 
 from linrnn.config.schema import FlaModelConfig, ModelConfig
-from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError, accessed_illegally
 from linrnn.models import cpu_ops
 from linrnn.models.facts import facts_of, matched
 
@@ -93,7 +93,7 @@ def _comes_from_fla(error: BaseException) -> bool:
 
     An illegal access to memory says nothing about where it comes from: CUDA reports it at a later call.
     """
-    if "illegal memory access" in str(error):
+    if accessed_illegally(error):
         return False
     modules, trace = [], error.__traceback__
     while trace:

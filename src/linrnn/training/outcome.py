@@ -12,6 +12,7 @@ from linrnn.core.errors import (
     RankFailedError,
     SharedGpuFullError,
     StorageError,
+    accessed_illegally,
     first_line,
     out_of_memory,
     ran_out_of_memory,
@@ -24,8 +25,6 @@ from linrnn.runs.summary import memory_lines, names_of_run, status_of
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation
 from linrnn.training.runtime import device_name
-
-ILLEGAL_ACCESS = "illegal memory access"  # in CUDA's message
 
 
 def concerns_all_ranks(failure: BaseException | None) -> bool:
@@ -51,7 +50,7 @@ def explained(run: BuiltRun, error: BaseException, where: str) -> tuple[str, Bas
         return status_of(explanation.exit_code), explanation
     if unsupported := explain_refusal(error, run.config.model):
         return "unsupported", unsupported
-    if failure is error and ILLEGAL_ACCESS in str(error):
+    if failure is error and accessed_illegally(error):
         return "failed", explain_illegal_access(error, where)
     return "failed", failure
 

@@ -44,9 +44,7 @@ register_model(
         title="Gated DeltaNet",
         matched=shared.matched_by_head_dim(_parameters),
         flops=shared.delta_rule_flops(_projections),
-        memory=MixerMemory(
-            linears=6, gated=True, scan=_memory, later=lambda arch: 2 * arch.hidden_size * arch.value_dim
-        ),
+        memory=MixerMemory(linears=6, gated=True, scan=_memory, later=shared.output_and_gate_parameters),
         keeps_fp32=True,
         state=shared.expanded_widths,
         chunks=Chunks("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),

@@ -59,7 +59,7 @@ register_model(
             linears=5,
             gated=True,
             scan=_memory,
-            later=lambda arch: 2 * arch.hidden_size * arch.value_dim,
+            later=shared.output_and_gate_parameters,
             casts_compiled=2,
         ),
         keeps_fp32=False,

@@ -20,6 +20,11 @@ def projection_parameters(arch: Architecture) -> int:
     return sum(inputs * outputs for inputs, outputs in query_key_value_output(arch))
 
 
+def output_and_gate_parameters(arch: Architecture) -> int:
+    """Output projection and output gate, the linear layers that run after the scan."""
+    return 2 * arch.hidden_size * arch.value_dim
+
+
 def convolution_parameters(arch: Architecture) -> int:
     return CONV_SIZE * (2 * arch.key_dim + arch.value_dim)
 
