@@ -49,6 +49,7 @@ class Agreement:
         return all(error < ROUNDING for error in self.errors.values())
 
     def markdown(self) -> str:
+        """The comparison as a table, a line for the output and for each gradient."""
         rows = [[name, f"{error:.1e}", "yes" if error < ROUNDING else "**no**"] for name, error in self.errors.items()]
         columns = "bf16 against fp32", "relative error", f"below {ROUNDING}"
         table = Table(columns, rows, words=(columns[0], columns[2])).markdown()
@@ -62,6 +63,7 @@ class Call:
     Attributes:
         function: as FLA's layer calls it.
         plain: its plain-torch form.
+        arguments: by name: q, k (B, T, H, K), v (B, T, H, V), and further ones of the model.
     """
 
     function: Callable[..., Any]
