@@ -61,6 +61,21 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Agreement("a GPU", {"output": math.nan}).holds
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_plain_torch_runs_on_the_device_of_its_inputs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = recurrence.outputs_and_gradients
+
+    def with_another_default(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
+        def call(**given: Any) -> Any:
+            with torch.device("meta"):
+                return function(**given)
+
+        return right(call, arguments)
+
+    monkeypatch.setattr(recurrence, "outputs_and_gradients", with_another_default)
+    assert measured(model, "smoke", "cpu").holds
+
+
 @pytest.mark.parametrize("model", ["model=gla model.chunk_size=128", "model=fla model.config=linear_attn"])
 def test_other_chunks_and_models_without_flops_are_compared_too(model: str) -> None:
     assert measured(model, "smoke", "cpu").holds

@@ -142,7 +142,7 @@ def chunk_retention(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """RetNet's retention: head h decays by 1 − 2^(−5−h) at every token (Sun et al. 2023, arXiv:2307.08621)."""
-    heads = torch.arange(q.shape[2], dtype=torch.float32)
+    heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
     g = torch.log1p(-torch.exp2(-5 - heads)).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
     return chunk_gla(q, k, v, g, None, initial_state, output_final_state, False, cu_seqlens)
 
@@ -161,7 +161,7 @@ def chunk_linear_attn(
         raise UnsupportedError(
             "linear attention whose output is normalised has no CPU version in linrnn.models.cpu_ops", "run it on a GPU"
         )
-    g = torch.zeros(*q.shape[:3], 1)
+    g = torch.zeros(*q.shape[:3], 1, device=q.device)
     return chunk_gla(q, k, v, g, None, initial_state, output_final_state, False, cu_seqlens)
 
 
