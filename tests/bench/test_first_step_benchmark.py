@@ -42,7 +42,7 @@ def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tm
     assert (row.stored, row.near, row.tuned) == (None, None, None)
     assert said == [f"1 of 1, gla smoke: first step after {row.seconds:.1f} s"]
     page, _ = write_report(tmp_path, 30)
-    assert "| GLA smoke, standard, trainer.valid_tokens=512 | 1 | 1 |" in page.read_text()
+    assert "| GLA smoke, standard, valid_tokens=512 | 1 | 1 |" in page.read_text()
     assert "**undecided**" in page.read_text()
     [run] = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert f"1. `{run['command']}`: commit" in page.read_text()

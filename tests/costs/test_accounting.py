@@ -398,19 +398,6 @@ def test_a_smaller_workspace_would_lower_the_peak_to_that_of_liger_as_the_page_s
     assert "`loss.workspace_mib=256` would lower the peak of `cce_kahan` from {} to {} GiB".format(*peaks) in page
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_eager_with_selective_checkpointing_is_foreseen_to_fit_as_the_page_says(model):
-    config = configured(f"model={model}", "size=1b3")
-    arch = resolve(config.model, config.size, 128256)
-    peaks = [
-        estimate(arch, STANDARD, batch_size=batch, activation_checkpointing="selective").peak / GIB
-        for batch in (10, 11)
-    ]
-    assert peaks[0] <= 78 < peaks[1]
-    page = (RESULTS.parent / "docs/study/h1a_larger_batches.md").read_text(encoding="utf-8")
-    assert "Eager with selective checkpointing. The memory formulas foresee 10 sequences of each model." in page
-
-
 @pytest.mark.parametrize("gpu", ["nvidia_h100_80gb_hbm3", "nvidia_h200"])
 def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(gpu: str) -> None:
     """Also where inputs are copied, because D is no multiple of 64."""

@@ -219,6 +219,7 @@ def test_the_tables_of_pretraining_with_a_filter_hold_the_verdicts() -> None:
         ("apple", DROPPED, MVE_LOSS, "a rule that drops entries"),
         ("apple", "cce_apple", MVE_LOSS, "Apple's kernels"),
         ("apple", "cce_apple", VALID_LOSS, "Apple's kernels, validation loss on WikiText-103"),
+        ("apple_test", "cce_apple", VALID_LOSS, "Apple's kernels, test loss on WikiText-103"),
     ):
         answer, _, told = cell_of(group, loss, "compiled", criterion).partition(": ")
         assert index[f"10 M parameters, {words}"][0] == told
@@ -234,7 +235,10 @@ def test_the_tables_of_dropped_entries_hold_the_verdicts_and_the_curves() -> Non
     assert len(rows) == 8
     for pair, *cells in rows:
         loss, against = re.sub(r"`|,( the control)?", "", pair).split(" against ")
-        assert cells == [cell_of(folder, rules.get(loss, loss), against, *criterion) for criterion in criteria]
+        told = [cell_of(folder, rules.get(loss, loss), against, *criterion) for criterion in criteria]
+        told.insert(2, cell_of("apple_test", rules.get(loss, loss), against, VALID_LOSS))
+        assert cells == told
+        assert cells[1].split(":")[0] == cells[2].split(":")[0], "the test text agrees"
     page = (ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8")
     assert f"10 M parameters: final training loss | {cell_of(folder, DROPPED, 'cce_kahan', MVE_LOSS)} | 12 |" in page
     assert f"kernels: final training loss | {cell_of(folder, 'cce_apple', 'cce_kahan', MVE_LOSS)} | 12 |" in page
@@ -301,6 +305,33 @@ def test_what_the_page_says_of_apples_kernels_in_training_follows_from_the_rows(
     perplexities = {v.backend: v.verdict for v in found if (v.criterion, v.against) == (PERPLEXITY, "compiled")}
     rules = dict.fromkeys((DROPPED, "cce_apple", SAMPLED), "missed")
     assert perplexities == rules | dict.fromkeys(("cce_kahan", CONTROL), "undecided")
+
+
+def test_the_second_runs_repeat_bit_for_bit_except_apples() -> None:
+    first, second = by_loss_and_seed("apple"), by_loss_and_seed("apple_test")
+    assert first.keys() == second.keys()
+    apart = []
+    for (loss, seed), run in first.items():
+        again = second[loss, seed]
+        if loss == "cce_apple":
+            assert run.losses[:2] != again.losses[:2], "from the second step on, at the latest"
+            apart.append(abs(run.summary["train_loss_nats"] - again.summary["train_loss_nats"]))
+        else:
+            assert run.losses == again.losses
+        assert run.summary["data_fingerprint"] != again.summary["data_fingerprint"]
+
+    def above_compiled(loss: str) -> list[float]:
+        key = "valid_loss_nats"
+        return [second[loss, seed].summary[key] - second["compiled", seed].summary[key] for seed in range(12)]
+
+    page = " ".join((ROOT / "docs" / "study" / "h8_pretraining_filter.md").read_text(encoding="utf-8").split())
+    assert f"The final training losses differ by up to {max(apart):.3f} nats." in page
+    least, most = min(above_compiled("cce_apple")), max(above_compiled(CONTROL))
+    assert f"at least {least:.2f} nats above compiled there, and no seed of the control more than 0.03" in page
+    assert most < 0.03
+    answer, _, value = cell_of("apple_test", "cce_apple", "compiled", MVE_LOSS).partition(": ")
+    assert f"Their second verdict on it is {answer}, too: {value} against compiled." in page
+    assert f"test loss on WikiText-103 | {cell_of('apple_test', 'cce_apple', 'cce_kahan', VALID_LOSS)} | 12 |" in page
 
 
 def test_350m_at_a_lower_learning_rate_is_told_as_its_rows_have_it() -> None:

@@ -35,6 +35,7 @@ from linrnn.study.results import read_committed
         ("", "h1b_step_speed.md", "H100, 8 x 2048 tokens a step", 8),
         ("_gated_deltanet", "h1b_step_speed.md", "H100, Triton 3.7.1, 8 x 2048 tokens a step", 6),
         ("_kda", "h1b_step_speed.md", "H100, KDA in a later process, 8 x 2048 tokens a step", 6),
+        ("_262144", "h1b_step_speed.md", "H100, V = 262,144, 8 x 2048 tokens a step", 6),
         ("_350m_graphs", "h1b_step_speed.md", "H100, one CUDA graph a step, 8 x 2048 tokens", 8),
         ("_lengths", "h4_linear_rnn_or_transformer.md", "H100, 16,384 tokens a step", 6),
         ("_chunks", "h4_linear_rnn_or_transformer.md", "H100, tokens of a chunk", 6),
@@ -282,6 +283,7 @@ def test_liger_peaks_lower_than_ours_without_checkpointing() -> None:
         ("", "H100, whole steps of 8 x 2048 tokens"),
         ("_gated_deltanet", "H100, Triton 3.7.1, whole steps of 8 x 2048 tokens"),
         ("_kda", "H100, KDA in a later process, whole steps of 8 x 2048 tokens"),
+        ("_262144", "H100, V = 262,144, whole steps of 8 x 2048 tokens"),
     ],
 )
 def test_the_table_of_liger_s_steps_holds_the_h100_s_rows(folder: str, head: str) -> None:
@@ -298,6 +300,25 @@ def test_the_table_of_liger_s_steps_holds_the_h100_s_rows(folder: str, head: str
         cells += [f"{row[loss].loss_layer_ms:.1f}" for loss in ("liger", "cce_kahan", "compiled")]
         expected.append([name, *cells, *(f"{row[loss].peak_gib:.2f}" for loss in ("liger", "cce_kahan", "compiled"))])
     assert sorted(table_of("h6_liger.md", head)) == sorted(expected)
+
+
+def test_the_sentences_on_a_large_vocabulary_hold_its_rows() -> None:
+    found, rows = read_rows(steps("_262144")), by_name(read_rows(steps("_262144")))
+    page = " ".join((ROOT / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8").split())
+    plain, full = rows["GLA 1b3"], rows["GLA 1b3, full checkpointing"]
+    shares = [percent(row["compiled"].loss_layer_share) for row in (plain, by_name(read_rows(STEPS))["GLA 1b3"])]
+    assert "the loss layer {} of GLA's step with compiled, instead of {}.".format(*shares) in page
+    told = "{:.2f} GiB with compiled and {:.2f} with ours. With full checkpointing: {:.2f} and {:.2f}."
+    assert told.format(*(row[loss].peak_gib for row in (plain, full) for loss in ("compiled", "cce_kahan"))) in page
+    assert {row["standard"].status for row in rows.values()} == {"out_of_memory"}
+    ends = {
+        loss: span([v.value for one in step_speeds(found) if (v := one.verdict).backend == loss])
+        for loss in ("liger", "cce_kahan")
+    }
+    told = ["GLA 1.3B, V = 262,144, two settings", "torch.compile", "1.08", ends["cce_kahan"], "**missed**", "6"]
+    assert told in index_rows("Faster steps")
+    told = ["speed of 1.3B steps, V = 262,144, GLA", "torch.compile", ends["liger"], ends["cce_kahan"], "**no**", "6"]
+    assert told in index_rows("Liger")
 
 
 def test_ours_beside_liger_in_the_same_rounds_is_what_the_page_says() -> None:

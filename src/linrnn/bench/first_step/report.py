@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from linrnn.bench.first_step.rows import Row, read_rows
@@ -97,7 +98,8 @@ def plot(rows: list[Row], runs: list[str], limit_seconds: float) -> Any:
     axes.axvline(limit_seconds, color=GREY, linestyle="--", linewidth=1)
     several = len(runs) > 1
     names = [_title(own[0]) + (f", call {_call(own[0], runs)}" if several else "") for own in groups]
-    axes.set_yticks(range(len(groups)), [f"{name} (n = {len(own)})" for name, own in zip(names, groups, strict=True)])
+    names = [f"{name} (n = {len(own)})" for name, own in zip(names, groups, strict=True)]
+    axes.set_yticks(range(len(groups)), ["\n".join(wrap(name, 50)) for name in names])
     axes.set_ylim(len(groups) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlim(left=0)
@@ -113,9 +115,12 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
 
 
 def _title(row: Row) -> str:
-    told = ("model=", "size=", "loss=", "data", "trainer.batch_size=", "trainer.seq_len=")
-    rest = [word for word in row.line.split() if not word.startswith(told)]
-    return ", ".join([f"{model_in_words(row.model)} {row.size}, {row.loss}", *rest])
+    """Model, size and loss, and the last words of further keys: `rwkv7 350m, cce_kahan, kernel_choices=first`."""
+    told = ("model=", "model.config=", "size=", "loss=", "data", "trainer.batch_size=", "trainer.seq_len=")
+    words = row.line.split()
+    of_fla = [word.removeprefix("model.config=") for word in words if word.startswith("model.config=")]
+    rest = [word.removeprefix("trainer.").removeprefix("model.options.") for word in words if not word.startswith(told)]
+    return ", ".join([f"{model_in_words((of_fla or [row.model])[0])} {row.size}, {row.loss}", *rest])
 
 
 def _call(row: Row, runs: list[str]) -> str:

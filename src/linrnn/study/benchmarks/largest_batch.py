@@ -27,6 +27,8 @@ SEARCHES = (
     "largest_h100_selective",
     "largest_h100_selective_models",
     "largest_h100_selective_models_gated_deltanet",
+    "largest_h100_selective_eager",
+    "largest_h100_selective_eager_gated_deltanet",
 )
 ALIKE = ("size", "seq_len", "vocab_size", "memory_budget_gib", "device", "precision", "world_size")
 Key = tuple[str, str, str]  # model, kind of activation checkpointing, loss
