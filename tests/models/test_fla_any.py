@@ -19,11 +19,12 @@ from linrnn.config.naming import identity
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.costs.flops import forward_flops
 from linrnn.inference.load import load_trained
-from linrnn.models import build_model, check_supported
+from linrnn.models import build_model, check_heads, check_supported
 from linrnn.models.architecture import resolve
 from linrnn.models.attention import flash_attn_func
 from linrnn.models.facts import FACTS
 from linrnn.models.fla_any import FlaArchitecture
+from linrnn.models.support import CRASH_WITH_NARROW_HEADS
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -232,6 +233,21 @@ def test_an_export_is_read_back_and_generates_alike_with_and_without_state(small
     assert torch.equal(*texts)
     config = load_config(["model=fla", f"model.config={tmp_path / 'out'}"])
     assert resolve(config.model, config.size, 512).n_parameters == trainer.model.arch.n_parameters
+
+
+@pytest.mark.parametrize("name", CRASH_WITH_NARROW_HEADS)
+def test_narrow_heads_that_crash_on_hopper_are_refused_there_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(capability: int, *more: str) -> None:
+        config = load_config(["model=fla", f"model.config={name}", *more])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        check_heads(resolve(config.model, config.size, 512), torch.device("cuda"))
+
+    with pytest.raises(UnsupportedError, match="heads of 32 dimensions") as refused:
+        check(9, "size=smoke")
+    assert "size.mixers.transformer.num_heads=2" in str(refused.value)
+    check(9, "size=smoke", "size.mixers.transformer.num_heads=2")
+    check(9, "size=mve")
+    check(8, "size=smoke")
 
 
 def test_a_model_without_a_cpu_form_is_refused_on_a_cpu() -> None:

@@ -26,7 +26,7 @@ from linrnn.models.fla_import import import_fla
 from linrnn.training.runtime import device_name
 
 N_SEQUENCES, LENGTH, VOCAB_SIZE = 2, 300, 96  # the last chunk is not full
-# Largest relative error that rounding to bf16 explains. On an H100 it was up to 0.012 (results/log/2026-11-28.md).
+# Largest relative error that rounding to bf16 explains. On Hopper GPUs it was up to 0.012 (results/log/2026-11-28.md).
 ROUNDING = 0.03
 IN_BF16 = ("q", "k", "v")  # on a CPU some of them are in fp32
 

@@ -19,7 +19,7 @@ from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
 from linrnn.losses import check_loss, check_vocabulary_parallel
-from linrnn.models import check_supported
+from linrnn.models import check_heads, check_supported
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.loggers import check_wandb
 from linrnn.training.execution.cuda_graph import check_cuda_graph
@@ -140,7 +140,7 @@ def make_plan(config: Config) -> Plan:
     """Resolve every `auto`, and reject what cannot run here. A plan is enough to evaluate a checkpoint.
 
     Raises:
-        UnsupportedError: the device, the loss or the model cannot run here.
+        UnsupportedError: the device, the loss, the model or its heads cannot run here.
         ConfigError: dimensions do not fit together.
     """
     device = resolve_device(config.device)
@@ -148,7 +148,7 @@ def make_plan(config: Config) -> Plan:
     check_loss(config.loss, device, compute_dtype(precision))
     check_supported(config.model, device)
     plan = Plan(config, device, precision)
-    plan.architecture(vocabulary_size(config.data))
+    check_heads(plan.architecture(vocabulary_size(config.data)), device)
     return plan
 
 
